@@ -108,7 +108,7 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
 def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
     match name:
         case "zmq":
-            return ZmqListener(config.host, port, encrypts=config.tls_dir is not None)
+            return ZmqListener(config.host, port, seals=config.tls_dir is not None)
         case "shm":
             return ShmListener()
         case "cuda_ipc" if device is not None:

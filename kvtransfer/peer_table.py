@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.base.clock import Clock
 from common.base.errors import PeerLost
 from common.control.messages import Grant
-from common.security.curve import without_keys
+from common.security.sealed_endpoints import without_keys
 from kvtransfer.rank_transfers import SendingTransfers
 from kvtransfer.transports.base import Connector, Peer
 from kvtransfer.transports.choose import ChosenTransport, TransportFailures, choose, parse_offers

@@ -19,7 +19,7 @@ from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import OnSenderEvent, OutgoingTransfer, SenderEvent
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from common.security.curve import without_keys
+from common.security.sealed_endpoints import without_keys
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread

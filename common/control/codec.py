@@ -19,7 +19,7 @@ from pydantic_core import SchemaValidator
 from common.base.errors import KvRelayError, ProtocolError
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens has 5 MB."""

@@ -32,7 +32,7 @@ from common.model.hub import model_folder, model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
-from common.security.curve import without_keys
+from common.security.sealed_endpoints import without_keys
 
 log = logging.getLogger(__name__)
 

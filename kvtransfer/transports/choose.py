@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.base.errors import HandshakeRefused
-from common.security.curve import split_key, with_key, without_keys
+from common.security.sealed_endpoints import split_key, with_key, without_keys
 
 ZMQ, SHM, GLOO, NCCL, CUDA_IPC = "zmq", "shm", "gloo", "nccl", "cuda_ipc"
 COLLECTIVE = (NCCL, GLOO)
@@ -37,7 +37,7 @@ class TransportOffer:
     gpu_id: str = ""
     """For NCCL and CUDA IPC: the GPU that holds this rank's KV."""
     key: bytes | None = None
-    """The public key of an encrypted endpoint (`common.security.curve`)."""
+    """The key of an endpoint whose messages are sealed (`kvtransfer.transports.sealed`)."""
 
     def __str__(self) -> str:
         return with_key(f"{self.transport}+{self.endpoint}", self.key) + (f"#{self.gpu_id}" if self.gpu_id else "")

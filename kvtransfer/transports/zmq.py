@@ -1,7 +1,7 @@
 """The ZMQ transport: DEALER to ROUTER over TCP, one connection per pair of ranks that exchange KV.
 
-A data message is `[header, payload]` (`kvtransfer.wire`), sent without copying it. Used by the I/O threads of senders and
-receivers.
+A data message is `[header, payload]` (`kvtransfer.wire`), sent without copying it; with certificates, messages and acks are
+sealed (`kvtransfer.transports.sealed`). Used by the I/O threads of senders and receivers.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 
 from common.base.endpoints import bind, connect, endpoint
-from common.base.errors import ConfigError, PeerLost
+from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.base.resolve import NameUnknown, resolve_now
-from common.security.curve import CurveKeys, encrypt_client, encrypt_server, new_keys
+from common.base.unfinished_messages import UnfinishedMessages
+from common.security.sealed_endpoints import OVERHEAD_BYTES
 from kvtransfer import wire
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import ZMQ, TransportOffer
-from kvtransfer.transports.unfinished import UnfinishedMessages
+
+if TYPE_CHECKING:
+    from common.security.sealing import Channel
+    from kvtransfer.transports.sealed import SealedServer
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,10 @@ HEARTBEAT_S, SILENCE_S = 2.0, 10.0
 """A link on which nothing arrives for `SILENCE_S`, not even heartbeat replies, counts as broken. Long enough to send a full
 window over a slow network."""
 
+STAGING_BYTES = 2 * 2**20
+"""Size of a message, where it is not raised to that of one block of one layer."""
+_KEEP_OPENED = 8
+"""Idle buffers for opened messages; one is in use at a time, unless a device copies from them."""
 _RESOLVE_S = 0.5
 """Time limit for the address of a host's name: relays to other peers wait meanwhile."""
 GONE_S = 60.0
@@ -48,6 +56,9 @@ class DealerLink:
     """
 
     def __init__(self, context: Context, poller: zmq.Poller, endpoint: str, server_key: bytes | None = None) -> None:
+        """server_key: of a `SealedServer`."""
+        self.channel: Channel | None = None
+        """Seals messages and opens replies, if there is a key."""
         self._poller = poller
         self._monitor: zmq.Socket[bytes] | None = None
         try:
@@ -61,11 +72,14 @@ class DealerLink:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
-        encrypt_client(self._socket, server_key)
         try:
+            if server_key is not None:
+                from kvtransfer.transports.sealed import introduce
+
+                self.channel = introduce(self._socket, server_key)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             connect(self._socket, endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ProtocolError) as error:
             self._close_sockets()
             raise PeerLost(f"cannot connect to {endpoint!r}: {error}") from error
         poller.register(self._socket, zmq.POLLIN)
@@ -112,23 +126,41 @@ class DealerLink:
 class ZmqPeer(Peer):
     """One connection over ZMQ."""
 
-    def __init__(self, link: DealerLink, pool: StagingPool, incarnation: str, *, window: int, now: float) -> None:
+    def __init__(
+        self, link: DealerLink, pool: StagingPool, sealed: StagingPool, incarnation: str, *, window: int, now: float
+    ) -> None:
+        """sealed: buffers for messages of `pool` that are sealed."""
         super().__init__(ZMQ, incarnation, message_bytes=pool.buffer_bytes, window=window, now=now)
         self._link = link
         self._pool = pool
+        self._sealed = sealed
 
     def stage(self) -> Buffer:
         """As `Peer.stage`."""
         return self._pool.take()
 
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
-        self._link.send(header, buffer[:size_bytes].data)
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
+        payload, channel = buffer[:size_bytes], self._link.channel
+        if channel is None:
+            self._link.send(header, payload.data)
+            return buffer
+        sealed, sealed_header = self._sealed.take(), channel.seal(header)
+        sealed_payload = sealed[: size_bytes + OVERHEAD_BYTES].data
+        channel.seal_into(payload, sealed_payload, context=sealed_header)
+        self._pool.give_back(buffer)
+        self._link.send(sealed_header, sealed_payload)
+        return sealed
 
     def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
-        return self._link.replies(ready)
+        channel = self._link.channel
+        for reply in self._link.replies(ready):
+            try:
+                yield reply if channel is None else channel.open(reply)
+            except ProtocolError as error:
+                log.warning("dropped a reply: %s", error)
 
     def _free(self, buffer: Buffer) -> None:
-        self._pool.give_back(buffer)
+        (self._pool if self._link.channel is None else self._sealed).give_back(buffer)
 
     def _close(self) -> None:
         self._link.close()
@@ -140,7 +172,7 @@ class ZmqConnector:
 
     offer = TransportOffer(ZMQ)
 
-    def __init__(self, *, staging_bytes: int = 2 * 2**20, window: int = 8) -> None:
+    def __init__(self, *, staging_bytes: int = STAGING_BYTES, window: int = 8) -> None:
         self._staging_bytes = staging_bytes
         self._window = window
         self._context: Context = zmq.Context()
@@ -148,14 +180,14 @@ class ZmqConnector:
     def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
         self._poller = context.poller
-        self._pool = StagingPool(
-            fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window, context.make_host_buffer
-        )
+        size_bytes, keep = fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window
+        self._pool = StagingPool(size_bytes, keep, context.make_host_buffer)
+        self._sealed = StagingPool(size_bytes + OVERHEAD_BYTES, keep)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
         """As `Connector.connect`. Raises: PeerLost."""
         link = DealerLink(self._context, self._poller, _resolved(offer.endpoint), offer.key)
-        return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
+        return ZmqPeer(link, self._pool, self._sealed, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
         """As `Connector.close`."""
@@ -186,7 +218,8 @@ class RouterSocket:
     Raises: ConfigError when it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, max_bytes: int, keys: CurveKeys | None = None) -> None:
+    def __init__(self, host: str, port: int, max_bytes: int, sealed: SealedServer | None = None) -> None:
+        """sealed: decides who may connect; without it, everyone may."""
         self._context: Context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -194,7 +227,8 @@ class RouterSocket:
         # Without it, connections of hosts that have vanished would stay for ever.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
-        encrypt_server(self.socket, keys)
+        if sealed is not None:
+            sealed.guard(self._context, self.socket)
         self._unfinished = UnfinishedMessages(self.socket)
         try:
             bind(self.socket, host, port)
@@ -231,40 +265,78 @@ class RouterSocket:
         self._context.destroy(linger=0)
 
 
+class _Origin(NamedTuple):
+    """Who sent a message; where messages are sealed, also what its ack needs."""
+
+    identity: bytes
+    channel: Channel | None = None
+    opened: Buffer = None
+    """The buffer that the message was opened into."""
+
+
 class ZmqListener:
-    """ZMQ at a receiver.
+    """ZMQ at a receiver. With `seals`, only senders that know the key of its offer get in, and messages are sealed.
 
     Raises: ConfigError when it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, *, encrypts: bool = False) -> None:
-        keys = new_keys() if encrypts else None
-        self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES, keys)
-        self.offer = TransportOffer(ZMQ, self._router.endpoint, key=None if keys is None else keys.public)
+    def __init__(self, host: str, port: int, *, seals: bool = False) -> None:
+        self._sealed: SealedServer | None = None
+        if seals:
+            from kvtransfer.transports.sealed import SealedServer
+
+            self._sealed = SealedServer()
+        self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES + OVERHEAD_BYTES, self._sealed)
+        key = None if self._sealed is None else self._sealed.public_key
+        self.offer = TransportOffer(ZMQ, self._router.endpoint, key=key)
         self.malformed_messages = 0
 
     def attach(self, context: TransportContext) -> None:
         """As `Listener.attach`."""
         context.poller.register(self._router.socket, zmq.POLLIN)
+        if self._sealed is not None:
+            context.poller.register(self._sealed.requests, zmq.POLLIN)
+            size_bytes = fit_message(STAGING_BYTES, context.unit_bytes)
+            self._opened = StagingPool(size_bytes, _KEEP_OPENED, context.make_host_buffer)
 
     def on_poll(self, ready: Ready, now: float) -> None:
         """As `Listener.on_poll`."""
+        if self._sealed is not None:
+            self._sealed.admit()
 
     def receive(self) -> Arrival | None:
         """As `Listener.receive`."""
         while frames := self._router.receive(3):
-            if len(frames) == 3:
-                return Arrival(frames[1].buffer, np.frombuffer(frames[2].buffer, dtype=np.uint8), frames[0].bytes)
-            self.malformed_messages += 1
-            log.warning("dropped a data message: it has %d frames instead of 2", len(frames) - 1)
+            try:
+                return self._arrival(frames)
+            except ProtocolError as error:
+                self.malformed_messages += 1
+                log.warning("dropped a data message: %s", error, extra={"peer": repr(frames[0].bytes)})
         return None
+
+    def _arrival(self, frames: list[zmq.Frame]) -> Arrival:
+        """Raises: ProtocolError."""
+        if len(frames) != 3:
+            raise ProtocolError(f"it has {len(frames) - 1} frames instead of 2")
+        identity, header, payload = frames
+        if self._sealed is None:
+            return Arrival(header.buffer, np.frombuffer(payload.buffer, dtype=np.uint8), _Origin(identity.bytes))
+        size_bytes = max(0, len(payload) - OVERHEAD_BYTES)
+        buffer = self._opened.take(size_bytes)
+        opened = buffer[:size_bytes]
+        content, channel = self._sealed.open(identity.bytes, header, payload, opened)
+        return Arrival(content, opened, _Origin(identity.bytes, channel, buffer))
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
         """As `Listener.acknowledge`."""
+        identity, channel, opened = arrival.origin
+        if opened is not None:
+            self._opened.give_back(opened)
         if ack is None:
             self.malformed_messages += 1
         else:
-            self._router.send(arrival.origin, wire.encode(ack))
+            data = wire.encode(ack)
+            self._router.send(identity, data if channel is None else channel.seal(data))
 
     def close(self) -> None:
         """As `Listener.close`."""

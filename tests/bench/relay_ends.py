@@ -41,14 +41,14 @@ _COPIES = 4
 
 SENDERS = {
     "zmq": zmq_sender,
-    "zmq_curve": zmq_sender,
+    "zmq_sealed": zmq_sender,
     "collective": gloo_sender,
     "shm": shm_sender,
     "cuda_ipc": cuda_ipc_sender,
 }
 RECEIVERS = {
     "zmq": zmq_receiver,
-    "zmq_curve": partial(zmq_receiver, encrypts=True),
+    "zmq_sealed": partial(zmq_receiver, seals=True),
     "collective": gloo_receiver,
     "shm": shm_receiver,
     "cuda_ipc": cuda_ipc_receiver,

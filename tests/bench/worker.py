@@ -159,7 +159,11 @@ def _child(parent_pid: int, target: str, arguments: dict[str, Any]) -> None:
     module, _, name = target.partition(":")
 
     def make() -> Any:
-        return getattr(importlib.import_module(module), name)(**arguments)
+        from common.base.process import lasting_imports
+
+        with lasting_imports():  # as services do
+            found = getattr(importlib.import_module(module), name)
+        return found(**arguments)
 
     held = attempt(make)
     if held is None:

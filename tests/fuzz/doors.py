@@ -130,7 +130,7 @@ class DataDoor:
         client = self._context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 200)
         client.connect(offers["zmq"].endpoint)
-        with contextlib.suppress(TimeoutError):  # a listener that expects CURVE takes nothing
+        with contextlib.suppress(TimeoutError):  # with certificates, a listener takes nothing from strangers
             await asyncio.wait_for(client.send_multipart(frames), _WAIT_S)
         if rng.random() < 0.3:
             await client.poll(50)

@@ -49,10 +49,10 @@ def zmq_receiver(
     *,
     host: str = LOOPBACK_HOST,
     port: int = 0,
-    encrypts: bool = False,
+    seals: bool = False,
     **options: Any,
 ) -> Receiver:
-    return Receiver(storage, layout, rank, on_event, [ZmqListener(host, port, encrypts=encrypts)], **options)
+    return Receiver(storage, layout, rank, on_event, [ZmqListener(host, port, seals=seals)], **options)
 
 
 def shm_sender(

@@ -36,10 +36,11 @@ class Transport:
         return self.make_receiver(storage, kv, rank, on_event, clock=clock, incarnation="dst-1")
 
 
-def zmq(**options: Any) -> Transport:
+def zmq(seals: bool = False, **options: Any) -> Transport:
     given = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
     return Transport(
-        lambda *where, **kw: single_transport.zmq_sender(*where, **given, **kw), single_transport.zmq_receiver
+        lambda *where, **kw: single_transport.zmq_sender(*where, **given, **kw),
+        lambda *where, **kw: single_transport.zmq_receiver(*where, seals=seals, **kw),
     )
 
 

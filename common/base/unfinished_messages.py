@@ -1,6 +1,6 @@
 """Bounds what peers of a ZMQ socket send without ever finishing a message: ZMQ itself keeps all parts of it in memory.
 
-Used by the I/O threads of receivers, on Linux; elsewhere it does nothing.
+Used on Linux; elsewhere it does nothing.
 """
 
 from __future__ import annotations

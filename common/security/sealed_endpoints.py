@@ -1,0 +1,33 @@
+"""What is known of endpoints whose messages are sealed (`common.security.sealing`) without the package `cryptography`: the
+server's key in its address, for those who may connect and for nobody else, and how much longer frames are.
+"""
+
+from __future__ import annotations
+
+import re
+
+KEY_BYTES, NONCE_BYTES = 32, 12
+OVERHEAD_BYTES = 16 + NONCE_BYTES
+"""What a sealed frame has beyond its content: a tag and a nonce."""
+_IN_ADDRESS = re.compile(r"\?key=[0-9a-f]+")
+
+
+def with_key(address: str, key: bytes | None) -> str:
+    """An address that tells the key of the server behind it."""
+    return address if key is None else f"{address}?key={key.hex()}"
+
+
+def split_key(address: str) -> tuple[str, bytes | None]:
+    """An address without the key, and the key that it tells. Raises: ValueError if that is not a key."""
+    plain, separator, key = address.partition("?key=")
+    if not separator:
+        return address, None
+    raw = bytes.fromhex(key)
+    if len(raw) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(raw)}")
+    return plain, raw
+
+
+def without_keys(text: str) -> str:
+    """`text` without the keys in its addresses: for logs, and for readers who must not connect."""
+    return _IN_ADDRESS.sub("", text)

@@ -1,0 +1,118 @@
+"""Authenticated encryption (AES-128-GCM) of messages to a server whose key is told only over mutually authenticated links.
+
+A server has an X25519 key that is new in each process. Its public half never travels in clear: to know it is to be allowed
+in. A client makes an X25519 key for each connection and sends its public half in clear. Both derive one AES key for each
+direction from the shared secret and both public halves (HKDF-SHA256). Needs the package `cryptography`.
+
+A sealed frame is ciphertext, tag and nonce. The nonces of a direction only ever grow, also if the server forgets a channel
+and derives it again: they start at the time. A frame is opened only if its nonce is above those opened before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from typing import Any
+
+from common.base.errors import ConfigError, ProtocolError
+from common.security.sealed_endpoints import NONCE_BYTES, OVERHEAD_BYTES
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ImportError as error:
+    raise ConfigError("--tls-dir needs the package `cryptography`: pip install 'kvrelay[tls]'") from error
+
+_AES_KEY_BYTES = 16
+_COUNTER_BITS = 32
+"""Frames that a nonce leaves room for in each nanosecond."""
+_PURPOSE, _PASSWORD = b"kvrelay sealed channel 1", b"kvrelay password 1"
+
+
+class Channel:
+    """One end of a connection: seals what it sends, opens what it receives. Used by one thread.
+
+    `data`, `frame`, `out`: contiguous buffers of bytes. `context` is authenticated with a frame and not part of it.
+    """
+
+    def __init__(self, seals_with: bytes, opens_with: bytes) -> None:
+        self._sealing, self._opening = AESGCM(seals_with), AESGCM(opens_with)
+        self._next = time.monotonic_ns() << _COUNTER_BITS
+        self._newest = bytes(NONCE_BYTES)
+
+    def seal_into(self, data: Any, out: Any, context: bytes = b"") -> None:
+        """Seal `data` into `out`, which is `OVERHEAD_BYTES` longer."""
+        nonce = self._next.to_bytes(NONCE_BYTES, "big")
+        self._next += 1
+        view = memoryview(out)
+        self._sealing.encrypt_into(nonce, data, context, view[:-NONCE_BYTES])
+        view[-NONCE_BYTES:] = nonce
+
+    def seal(self, data: bytes) -> bytes:
+        """`data` as a sealed frame."""
+        out = bytearray(len(data) + OVERHEAD_BYTES)
+        self.seal_into(data, out)
+        return bytes(out)
+
+    def open_into(self, frame: Any, out: Any, context: bytes = b"") -> None:
+        """Open `frame` into `out`, which is `OVERHEAD_BYTES` shorter; what is there after an error means nothing.
+
+        Raises: ProtocolError unless the other end sealed it, with this context, after all frames opened before.
+        """
+        view = memoryview(frame)
+        nonce = bytes(view[-NONCE_BYTES:])
+        if nonce <= self._newest:
+            raise ProtocolError("it came before, or is too short")
+        try:
+            self._opening.decrypt_into(nonce, view[:-NONCE_BYTES], context, out)
+        except (InvalidTag, ValueError):
+            raise ProtocolError("it was not sealed for this connection") from None
+        self._newest = nonce
+
+    def open(self, frame: Any) -> bytes:
+        """The content of a sealed frame. Raises: as `open_into`."""
+        out = bytearray(max(0, len(frame) - OVERHEAD_BYTES))
+        self.open_into(frame, out)
+        return bytes(out)
+
+
+class ServerKey:
+    """A server's key; `public` is its public half."""
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public: bytes = self._private.public_key().public_bytes_raw()
+
+    def channel(self, client: bytes) -> Channel:
+        """The server's end of the connection of the client with this public half. Raises: ProtocolError."""
+        to_server, to_client = _aes_keys(self._private, client, client, self.public)
+        return Channel(to_client, to_server)
+
+
+def client_channel(server: bytes) -> tuple[bytes, Channel]:
+    """The public half of a new client's key, and the client's end of its connection to the server with this public half.
+
+    Raises: ProtocolError if `server` is no public half of a key.
+    """
+    private = X25519PrivateKey.generate()
+    client = private.public_key().public_bytes_raw()
+    to_server, to_client = _aes_keys(private, server, client, server)
+    return client, Channel(to_server, to_client)
+
+
+def password(server: bytes) -> bytes:
+    """Shows that a client knows the public half `server`, and does not tell it: hexadecimal digits."""
+    return hmac.digest(server, _PASSWORD, hashlib.sha256).hex().encode()
+
+
+def _aes_keys(private: X25519PrivateKey, other: bytes, client: bytes, server: bytes) -> tuple[bytes, bytes]:
+    try:
+        shared = private.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError as error:
+        raise ProtocolError(f"not a public key: {error}") from None
+    keys = HKDF(SHA256(), 2 * _AES_KEY_BYTES, salt=None, info=_PURPOSE + client + server).derive(shared)
+    return keys[:_AES_KEY_BYTES], keys[_AES_KEY_BYTES:]

@@ -1,0 +1,83 @@
+"""Sealed messages over ZMQ: who may connect, and what a receiver keeps of each connection. Used by I/O threads.
+
+A sender names its socket by its public key, so that the receiver can derive the keys of a connection from any message; and
+shows by a password that it knows the receiver's key, so that strangers are refused before they have sent a message (ZMQ's
+PLAIN mechanism). Who has overheard a password can connect, and send messages that do not open.
+
+A message's payload is sealed with the sealed header as its context. Each frame opens once: a receiver that has forgotten a
+connection (`MAX_CHANNELS`) could be sent its messages again, which then name attempts that are over.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+import zmq
+
+from common.security.sealing import Channel, ServerKey, client_channel, password
+from kvtransfer.transports.base import Buffer
+
+MAX_CHANNELS = 1024
+"""Connections whose keys and latest nonces a receiver remembers."""
+_NAME = b"k"
+"""Begins the names of sockets, which must not begin with a zero."""
+_DOMAIN, _USER = b"kv", b"kvrelay"
+
+
+def introduce(client: zmq.Socket[bytes], server_key: bytes) -> Channel:
+    """Before `connect`: the client's end of a new channel to a `SealedServer`. Raises: ProtocolError if it has no such key."""
+    public, channel = client_channel(server_key)
+    client.routing_id = _NAME + public
+    client.plain_username, client.plain_password = _USER, password(server_key)
+    return channel
+
+
+class SealedServer:
+    """The key of one ROUTER and the channels of those who send to it.
+
+    Memory of a connection: its channel. Messages are opened into buffers of `pool`, or of their own if they are larger.
+    """
+
+    def __init__(self) -> None:
+        self._key = ServerKey()
+        self._password = password(self._key.public)
+        self._channels: dict[bytes, Channel] = {}
+        """By the name of the sender's socket; the one used last is the last."""
+
+    @property
+    def public_key(self) -> bytes:
+        """What senders must know."""
+        return self._key.public
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]], server: zmq.Socket[bytes]) -> None:
+        """Before `bind`: let nobody connect before `admit` has looked at the password. `context`: the socket's own."""
+        self.requests = context.socket(zmq.REP)
+        """Readable when somebody waits for `admit` (ZMQ's ZAP, RFC 27)."""
+        self.requests.bind("inproc://zeromq.zap.01")
+        server.plain_server = True
+        server.zap_domain = _DOMAIN
+
+    def admit(self) -> None:
+        """Answer all who wait to connect."""
+        while True:
+            try:
+                version, number, _, _, _, mechanism, *shown = self.requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            known = mechanism == b"PLAIN" and hmac.compare_digest(shown[-1], self._password)
+            self.requests.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+
+    def open(self, sender: bytes, header: zmq.Frame, payload: zmq.Frame, out: Buffer) -> tuple[bytes, Channel]:
+        """The header of a message of the socket named `sender`, and the channel for the ack; its payload is in `out`.
+
+        Raises: ProtocolError unless the frames were sealed there, for this server, as one message, after all that were opened
+        before.
+        """
+        channel = self._channels.get(sender) or self._key.channel(sender[len(_NAME) :])
+        content = channel.open(header.buffer)
+        channel.open_into(payload.buffer, out, context=header.bytes)
+        self._channels.pop(sender, None)
+        self._channels[sender] = channel
+        if len(self._channels) > MAX_CHANNELS:
+            del self._channels[next(iter(self._channels))]
+        return content, channel
