@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 
+from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect, endpoint
 from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.base.resolve import NameUnknown, resolve_now
-from common.base.unfinished_messages import UnfinishedMessages
 from common.security.sealed_endpoints import OVERHEAD_BYTES
 from kvtransfer import wire
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
@@ -229,7 +229,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
         if sealed is not None:
             sealed.guard(self._context, self.socket)
-        self._unfinished = UnfinishedMessages(self.socket)
+        self._incoming = BoundedMessages(self.socket)
         try:
             bind(self.socket, host, port)
         except zmq.ZMQError as error:
@@ -242,14 +242,12 @@ class RouterSocket:
         frames: list[zmq.Frame] = []
         while True:
             try:
-                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+                frame = self._incoming.receive()
             except zmq.Again:
-                self._unfinished.check()
                 return None
             if len(frames) <= max_frames:
                 frames.append(frame)
             if not frame.more:
-                self._unfinished.finished(frame)
                 return frames
 
     def send(self, identity: bytes, data: bytes) -> None:
@@ -261,7 +259,7 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket."""
-        self._unfinished.close()
+        self._incoming.close()
         self._context.destroy(linger=0)
 
 

@@ -20,7 +20,7 @@ def frame(body: bytes, *, more: bool) -> bytes:
     return struct.pack(">BQ", 2 + more, len(body)) + body
 
 
-def connected(endpoint: str) -> socket.socket:
+def connected(endpoint: str, kind: bytes = b"DEALER") -> socket.socket:
     """A connection to a ZMQ socket at `tcp://HOST:PORT`, past its handshake."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     client = socket.create_connection((host, int(port)), 10)
@@ -28,6 +28,6 @@ def connected(endpoint: str) -> socket.socket:
     left = len(GREETING)
     while left:  # ZMQ closes connections that do not wait for its greeting
         left -= len(client.recv(left))
-    client.sendall(ready())
+    client.sendall(ready(kind))
     client.recv(2)
     return client

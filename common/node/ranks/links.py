@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import zmq
 
+from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
@@ -71,10 +72,11 @@ class RankLinks:
         self._reports = self._context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         encrypt_server(self._reports, keys)
+        self._incoming = BoundedMessages(self._reports)
         try:
             bind(self._reports, host, port)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._close_sockets()
             raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
         self.busy: dict[int, RankBusy] = {rank: RankBusy() for rank in range(1, world_size)}
         """From each other rank's latest heartbeat."""
@@ -202,11 +204,10 @@ class RankLinks:
         return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
 
     def _receive(self, timeout_ms: int) -> Iterator[RankReport]:
-        if not self._reports.poll(timeout_ms):
-            return
+        self._reports.poll(timeout_ms)
         while True:
             try:
-                yield self._codec.decode(self._reports.recv(zmq.NOBLOCK))
+                yield self._codec.decode(self._incoming.receive().bytes)
             except zmq.Again:
                 return
             except ProtocolError as error:
@@ -274,7 +275,11 @@ class RankLinks:
                 child.kill()
                 child.wait()
         with self._reading:  # a start that was stopped may have left its reading thread behind
-            self._context.destroy(linger=0)
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._incoming.close()
+        self._context.destroy(linger=0)
 
 
 def rank_keys(config: NodeConfig) -> CurveKeys | None:

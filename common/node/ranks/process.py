@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.torch_setup import configure_torch
@@ -74,6 +75,7 @@ class RankProcess:
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
         self._keys = rank_keys(config)
         encrypt_server(self._orders, self._keys)
+        self._incoming = BoundedMessages(self._orders, MAX_ORDER_BYTES)
         bind(self._orders, rank_host(config), 0)
         self._reports = self._connect()
         self._lock = threading.Lock()
@@ -105,6 +107,7 @@ class RankProcess:
             raise
         finally:
             self._ending.set()
+            self._incoming.close()
             self._context.destroy(linger=1000)
 
     def _run(self) -> None:
@@ -173,18 +176,28 @@ class RankProcess:
         allowed_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + allowed_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if not self._orders.poll(int(1000 * min(left_s, _PROGRESS_EVERY_S))):
+            order = self._next_order(min(left_s, _PROGRESS_EVERY_S))
+            if order is None:
                 log.info("rank %d is waiting for the leader at %s: %s", self._rank, self._leader, what)
-                continue
-            order = self._codec.decode(self._orders.recv())
-            if isinstance(order, kind):
+            elif isinstance(order, kind):
                 return order
         raise PeerLost(f"no order from the leader at {self._leader} within {allowed_s:g} s: {what}")
 
     def _receive(self, timeout_s: float) -> RankOrder:
-        if not self._orders.poll(int(timeout_s * 1000)):
+        order = self._next_order(timeout_s)
+        if order is None:
             raise PeerLost(f"the leader at {self._leader} was silent for {timeout_s:g} s")
-        return self._codec.decode(self._orders.recv())
+        return order
+
+    def _next_order(self, timeout_s: float) -> RankOrder | None:
+        """None if none comes in time."""
+        try:
+            frame = self._incoming.receive()
+        except zmq.Again:
+            if not self._orders.poll(int(1000 * timeout_s)):
+                return None
+            frame = self._incoming.receive()
+        return self._codec.decode(frame.bytes)
 
     def _send_heartbeats(self) -> None:
         socket = self._connect()

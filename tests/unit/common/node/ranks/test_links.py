@@ -7,15 +7,20 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import zmq
+from support.zmtp import connected, frame
 
+from common.base import bounded_messages
 from common.base.errors import ConfigError, RankLost
+from common.config.service_configs import DecodeConfig
 from common.node.ranks.links import RankLinks
-from common.node.ranks.messages import RankCodec, RankFailed, RankReady
+from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankReady
+from common.node.ranks.process import RankProcess
 
 CODEC = RankCodec()
 
@@ -148,3 +153,54 @@ def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
     assert rank.stdout.readline() == b"compiles\n"
     links.close()
     rank.communicate(timeout=30)  # to the end of the output that the compiler shares
+
+
+# ---------------------------------------------------------------- messages that never end
+
+
+@pytest.fixture
+def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_messages, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(bounded_messages, "_CHECK_S", 0.0)
+    monkeypatch.setattr("common.node.ranks.process.MAX_ORDER_BYTES", 2**16)
+
+
+def until_closed(endpoint: str, receive: Callable[[], object]) -> None:
+    """Somebody sends a message in parts without end; `receive` gets nothing of it, and closes the connection."""
+    part = frame(bytes(2**16), more=True)
+    with connected(endpoint, b"PUSH") as hostile:
+        hostile.settimeout(0.01)
+        end_s = time.monotonic() + 20
+        while True:
+            try:
+                hostile.sendall(part)
+            except TimeoutError:
+                pass
+            except OSError:
+                return
+            assert not receive()
+            assert time.monotonic() < end_s, "the connection stays open"
+
+
+@pytest.mark.usefixtures("few_bytes")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
+def test_a_report_that_never_ends_costs_its_connection_and_the_next_one_is_read() -> None:
+    links = RankLinks(2, "127.0.0.1", 0)
+    until_closed(links.address, lambda: list(links._receive(timeout_ms=1)))
+    with said(links, RankReady(1, 7, 0)):
+        assert links.collect(RankReady, 10.0, "they load their shards")[1].max_blocks == 7
+    links.close()
+
+
+@pytest.mark.usefixtures("few_bytes")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
+def test_an_order_that_never_ends_costs_its_connection_and_the_next_one_is_read(links: RankLinks) -> None:
+    rank = RankProcess(DecodeConfig(model="m"), SimpleNamespace(), SimpleNamespace(), 1, links.address)  # type: ignore[arg-type]
+    address = rank._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+    until_closed(address, lambda: rank._next_order(0.001))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as leader:
+        leader.connect(address)
+        leader.send(CODEC.encode(LeaderBeat(1)))
+        assert rank._next_order(10.0) == LeaderBeat(1)
+    rank._incoming.close()
+    rank._context.destroy(linger=0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support.zmtp import connected, frame
 
-from common.base import unfinished_messages
+from common.base import bounded_messages
 from kvtransfer.transports.zmq import ZmqListener
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
@@ -19,9 +19,9 @@ PART = frame(bytes(2**16), more=True)
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqListener]:
-    monkeypatch.setattr(unfinished_messages, "MAX_BYTES", 2**20)
-    monkeypatch.setattr(unfinished_messages, "MAX_BYTES_IN_ALL", 2 * 2**20)
-    monkeypatch.setattr(unfinished_messages, "_CHECK_S", 0.0)
+    monkeypatch.setattr(bounded_messages, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(bounded_messages, "MAX_BYTES_IN_ALL", 2 * 2**20)
+    monkeypatch.setattr(bounded_messages, "_CHECK_S", 0.0)
     made = ZmqListener("127.0.0.1", 0)
     yield made
     made.close()

@@ -20,17 +20,19 @@ from common.base.clock import monotonic
 log = logging.getLogger(__name__)
 
 MAX_BYTES, MAX_BYTES_IN_ALL = 96 * 2**20, 2**30
-"""Of unfinished messages, of one peer and of all; a whole message has at most 66 MiB."""
+"""Of unfinished messages, of one peer and of all; a whole message of KV has at most 66 MiB."""
 _CHECK_S = 0.5
 _INFO_BYTES, _RECEIVED_AT = 136, 128
 """Size of Linux' `struct tcp_info` up to `tcpi_bytes_received`, and that field's place in it."""
 
 
-class UnfinishedMessages:
-    """The connections of one listening socket. Made before it is bound."""
+class BoundedMessages:
+    """Receives from a listening socket and watches its connections. Made before the socket is bound; for one thread at a time."""
 
-    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], max_message_bytes: int = 0) -> None:
+        """max_message_bytes: where a whole message may be larger than `MAX_BYTES`."""
         self._watched = watched
+        self._max_bytes = max(MAX_BYTES, max_message_bytes * 3 // 2)
         self._monitor: zmq.Socket[bytes] | None = None
         if sys.platform == "linux":
             self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -39,14 +41,20 @@ class UnfinishedMessages:
         self._finished: set[int] = set()
         self._next_s = 0.0
 
-    def finished(self, frame: zmq.Frame) -> None:
-        """A whole message has come, of which this is a part."""
-        if self._monitor is not None:
+    def receive(self) -> zmq.Frame:
+        """The next part of a message that has come whole. Raises: zmq.Again if none waits; call it until then."""
+        try:
+            frame = self._watched.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._check()
+            raise
+        if self._monitor is not None and not frame.more:
             with contextlib.suppress(zmq.ZMQError):  # its connection was never known, or has ended
                 self._finished.add(int(frame.get(zmq.SRCFD)))
+        return frame
 
-    def check(self) -> None:
-        """Close the connections that exceed a bound. Call it when no whole message waits; does nothing most times."""
+    def _check(self) -> None:
+        """Close the connections that exceed a bound; no whole message waits. Does nothing most times."""
         now_s = monotonic()
         if self._monitor is None or now_s < self._next_s:
             return
@@ -65,10 +73,10 @@ class UnfinishedMessages:
             sizes[descriptor] = received - self._counted[descriptor]
         self._finished.clear()
         for descriptor in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            if sizes[descriptor] <= MAX_BYTES and sum(sizes.values()) <= MAX_BYTES_IN_ALL:
+            if sizes[descriptor] <= self._max_bytes and sum(sizes.values()) <= MAX_BYTES_IN_ALL:
                 break
             size = sizes.pop(descriptor)
-            log.warning("closed a data connection: its unfinished message has %d MB", size // 10**6)
+            log.warning("closed a connection: its unfinished message has %d MB", size // 10**6)
             self._close(descriptor)
 
     def close(self) -> None:
