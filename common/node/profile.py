@@ -14,15 +14,16 @@ from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPriv
 from torch.profiler import ProfilerActivity, profile
 
 from common.base import stack_sampler
+from common.base.errors import Unavailable
 
 _HEAD_BYTES = 65_536
-_EVENTS = b'"traceEvents": ['
+_EVENTS, _LAST_FIELD = b'"traceEvents": [', b'"traceName": '
 
 
 def node_profile(duration_s: float) -> bytes:
     """A Chrome trace of the next `duration_s` seconds. Blocks; steps go on, a little slower.
 
-    The trace is not parsed: that would stop the engine's thread for seconds.
+    The trace is not parsed: that would stop the engine's thread for seconds. Raises: Unavailable if there is no room for it.
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -34,7 +35,10 @@ def node_profile(duration_s: float) -> bytes:
         recorder.stop()
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
-        return with_events(path.read_bytes(), stacks)
+        trace = path.read_bytes()
+        if _LAST_FIELD not in trace[-_HEAD_BYTES:]:  # PyTorch does not say that it could not write
+            raise Unavailable(f"the trace could not be written whole to {folder}: is its disk full?")
+        return with_events(trace, stacks)
 
 
 def with_events(trace: bytes, events: list[dict[str, Any]]) -> bytes:

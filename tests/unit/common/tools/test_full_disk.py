@@ -8,13 +8,15 @@ import os
 import resource
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from common.base.errors import ConfigError, KvRelayError
+from common.base.errors import ConfigError, KvRelayError, Unavailable
+from common.node.profile import node_profile
 from common.security.certificates import Authority
-from common.tools.admin import bundle
+from common.tools.admin import bundle, options
 from common.tools.admin.cli import app as admin
 from common.tools.admin.running_clusters import RunningCluster, announced
 from common.tools.api_client import ApiAnswer
@@ -24,10 +26,10 @@ from common.tools.up.pid_file import PidEntry, PidFile
 
 
 @contextlib.contextmanager
-def full_disk() -> Generator[None]:
-    """No file of this process may grow."""
+def full_disk(room: int = 0) -> Generator[None]:
+    """No file of this process may have more than `room` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         yield
     finally:
@@ -74,6 +76,22 @@ def test_a_support_bundle_is_reported_as_not_written(tmp_path: Path, monkeypatch
     assert result.exit_code == 74
     assert result.stderr.count("\n") == 1
     assert "cannot write" in result.stderr
+
+
+def test_a_profile_is_reported_as_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = SimpleNamespace(url="", get=lambda *_, **__: {}, post=lambda *_, **__: os.urandom(5000))
+    monkeypatch.setattr(options, "connect", lambda *_: router)
+    with full_disk():
+        result = CliRunner().invoke(admin, ["profile", "router", "--output", str(tmp_path / "profile.json.gz")])
+    assert result.exit_code == 74
+    assert result.stderr.count("\n") == 1
+    assert "cannot write" in result.stderr
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+def test_a_node_without_room_for_its_trace_says_so(room: int) -> None:
+    with full_disk(room), pytest.raises(Unavailable, match="could not be written whole to /.*is its disk full"):
+        node_profile(0.1)
 
 
 def test_the_pid_file_from_before_stays_and_its_writer_is_told(tmp_path: Path) -> None:
