@@ -29,7 +29,7 @@ except ImportError as error:
 
 _AES_KEY_BYTES = 16
 _COUNTER_BITS = 32
-"""Frames that a nonce leaves room for in each nanosecond."""
+"""The part of a nonce that counts; before it is the time, in nanoseconds, at which the channel was made."""
 _PURPOSE, _PASSWORD = b"kvrelay sealed channel 1", b"kvrelay password 1"
 
 

@@ -15,7 +15,6 @@ import hmac
 import zmq
 
 from common.security.sealing import Channel, ServerKey, client_channel, password
-from kvtransfer.transports.base import Buffer
 
 MAX_CHANNELS = 1024
 """Connections whose keys and latest nonces a receiver remembers."""
@@ -33,10 +32,7 @@ def introduce(client: zmq.Socket[bytes], server_key: bytes) -> Channel:
 
 
 class SealedServer:
-    """The key of one ROUTER and the channels of those who send to it.
-
-    Memory of a connection: its channel. Messages are opened into buffers of `pool`, or of their own if they are larger.
-    """
+    """The key of one ROUTER, and the channels of those who send to it."""
 
     def __init__(self) -> None:
         self._key = ServerKey()
@@ -67,15 +63,14 @@ class SealedServer:
             known = mechanism == b"PLAIN" and hmac.compare_digest(shown[-1], self._password)
             self.requests.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
-    def open(self, sender: bytes, header: zmq.Frame, payload: zmq.Frame, out: Buffer) -> tuple[bytes, Channel]:
-        """The header of a message of the socket named `sender`, and the channel for the ack; its payload is in `out`.
+    def open_header(self, sender: bytes, header: bytes) -> tuple[bytes, Channel]:
+        """The header of a message of the socket named `sender`, and the channel of its payload, whose context is `header`,
+        and of its ack.
 
-        Raises: ProtocolError unless the frames were sealed there, for this server, as one message, after all that were opened
-        before.
+        Raises: ProtocolError unless it was sealed there, for this server, after all headers that were opened before.
         """
         channel = self._channels.get(sender) or self._key.channel(sender[len(_NAME) :])
-        content = channel.open(header.buffer)
-        channel.open_into(payload.buffer, out, context=header.bytes)
+        content = channel.open(header)
         self._channels.pop(sender, None)
         self._channels[sender] = channel
         if len(self._channels) > MAX_CHANNELS:

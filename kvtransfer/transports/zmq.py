@@ -319,10 +319,11 @@ class ZmqListener:
         identity, header, payload = frames
         if self._sealed is None:
             return Arrival(header.buffer, np.frombuffer(payload.buffer, dtype=np.uint8), _Origin(identity.bytes))
+        content, channel = self._sealed.open_header(identity.bytes, header.bytes)
         size_bytes = max(0, len(payload) - OVERHEAD_BYTES)
         buffer = self._opened.take(size_bytes)
         opened = buffer[:size_bytes]
-        content, channel = self._sealed.open(identity.bytes, header, payload, opened)
+        channel.open_into(payload.buffer, opened, context=header.bytes)
         return Arrival(content, opened, _Origin(identity.bytes, channel, buffer))
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
