@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from support.zmtp import GREETING, frame, ready
+from support.zmtp import GREETING, GREETING_PLAIN, frame, hello, ready
 
 from common.security.names import host_of
 from fuzz import mutate
@@ -84,8 +84,11 @@ class ZmtpDoor:
         messages = b"".join(frame(body, more=rng.random() < 0.9) for _ in range(rng.choice([1, 3, 40])))
         if rng.random() < 0.3:
             messages = mutate.raw(rng, messages)
-        greeting = GREETING if rng.random() < 0.7 else mutate.raw(rng, GREETING)
-        command = ready(rng.choice([b"DEALER", b"DEALER", b"PUB", b"x" * 200]))
+        greeting, command = GREETING, ready(rng.choice([b"DEALER", b"DEALER", b"PUB", b"x" * 200]))
+        if rng.random() < 0.4:  # as ports with certificates expect
+            greeting, command = GREETING_PLAIN, hello(b"kvrelay", rng.randbytes(rng.choice([0, 32, 64, 255])))
+        if rng.random() < 0.3:
+            greeting = mutate.raw(rng, greeting)
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(2):
                 reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
