@@ -133,12 +133,11 @@ def _ordinary_head(cycle: RequestResponseCycle, message: Any) -> bytes | None:
     length = values.get(b"content-length")
     if length is None:
         headers.append((b"transfer-encoding", b"chunked"))
-    lines = b"\r\n".join([b"%s: %s" % header for header in headers])
-    breaks = len(headers) - 1
-    if lines.count(b"\n") != breaks or lines.count(b"\r") != breaks or b"\0" in lines:
+    head = b"%s%s\r\n\r\n" % (STATUS_LINE[200], b"\r\n".join(map(b": ".join, headers)))
+    if len(head.splitlines()) != len(headers) + 2 or b"\0" in head:  # a value has a line break
         return None
     cycle.chunked_encoding, cycle.expected_content_length = length is None, int(length or 0)
-    return b"%s%s\r\n\r\n" % (STATUS_LINE[200], lines)
+    return head
 
 
 async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
+_HEADERS = "kvrelay.headers"
+"""Key of a request's headers by name in its ASGI scope."""
+
 
 def header(scope: Scope, name: bytes) -> str:
-    """The value of a header, whose name is given in lower case; empty if it is missing."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return value.decode("latin-1")
-    return ""
+    """The value of a header, whose name is given in lower case; empty if it is missing. Of several, the first counts."""
+    headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return headers.get(name, b"").decode("latin-1")
 
 
 def api_key(scope: Scope) -> str:

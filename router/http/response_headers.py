@@ -85,7 +85,7 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
         return [*out, (b"x-kvrelay-attempt", b"0")]
     about = serving_details(generation)
     del about["request_id"]  # names one generation; the answer may have several
-    out += [(_header(name), printable(str(value)).encode()) for name, value in about.items()]
+    out += [(_header(name), _value(value)) for name, value in about.items()]
     decision = generation.decision
     if decision is not None:
         out.append((b"x-kvrelay-decision", decision.weighed(_MAX_DECISION_CHARS).encode()))
@@ -95,3 +95,8 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
 @lru_cache
 def _header(name: str) -> bytes:
     return f"x-kvrelay-{name.replace('_', '-')}".encode()
+
+
+@lru_cache(4096)
+def _value(value: str | int) -> bytes:
+    return printable(str(value)).encode()

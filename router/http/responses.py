@@ -40,11 +40,12 @@ class EventStream(Response):
 class JsonResponse(Response):
     """A JSON body; `bytes` are sent as they are."""
 
-    media_type = "application/json"
-
     def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
-        super().__init__(content if isinstance(content, bytes) else to_json(content), status_code)
-        self.raw_headers += headers or []
+        self.body = content if isinstance(content, bytes) else to_json(content)
+        self.status_code = status_code
+        self.background = None
+        length = b"%d" % len(self.body)
+        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json"), *(headers or ())]
 
 
 def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None = None) -> JsonResponse:

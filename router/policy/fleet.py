@@ -142,8 +142,9 @@ class Fleet:
         """Maximum tokens of one sequence there."""
         self.adapters: list[frozenset[Adapter]] = []
         """The LoRA adapters that each node serves."""
-        self.nodes: list[Figures[float]] = []
-        """Only this class changes them."""
+        self._nodes: list[Figures[float]] = []
+        """Those of the rows in `_underived` have derived figures that are out of date."""
+        self._underived: set[int] = set()
         self._weight = 1.0
         """Weight of the next second of work in `recent_work`. It grows, which replaces scaling down all older work."""
         self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -177,8 +178,17 @@ class Fleet:
         return self._rows.get(incarnation)
 
     def node(self, incarnation: str) -> Figures[float]:
-        """The figures of a node that is here."""
+        """The figures of a node that is here, valid until something changes."""
         return self.nodes[self._rows[incarnation]]
+
+    @property
+    def nodes(self) -> list[Figures[float]]:
+        """The figures of each node, valid until something changes; only this class changes them."""
+        if self._underived:
+            for row in self._underived:
+                _derive(self._nodes[row])
+            self._underived.clear()
+        return self._nodes
 
     # -- membership
 
@@ -225,7 +235,7 @@ class Fleet:
         other.adapters = [self.adapters[row] for row in rows]
         other.common_adapters = _common(other.adapters)
         other.shortest_context = min(other.contexts, default=ANY_CONTEXT)
-        other.nodes = [self.nodes[row] for row in rows]
+        other._nodes = [self.nodes[row] for row in rows]
         other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
         other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
         self._refresh()
@@ -277,20 +287,20 @@ class Fleet:
         """New values of some figures. An incarnation that is not here is ignored."""
         row = self._rows.get(incarnation)
         if row is not None:
-            node = self.nodes[row]
+            node = self._nodes[row]
             for name, value in values.items():
                 setattr(node, name, float(value))
-            self._changed(row, node)
+            self._changed(row)
 
     def set_slowness(self, incarnation: str, slowness: float, link_slowness: float, step_slowness: float) -> None:
         """New factors of a node on the fleet's costs. An incarnation that is not here is ignored."""
         row = self._rows.get(incarnation)
         if row is None:
             return
-        node = self.nodes[row]
+        node = self._nodes[row]
         if (node.slowness, node.link_slowness, node.step_slowness) != (slowness, link_slowness, step_slowness):
             node.slowness, node.link_slowness, node.step_slowness = slowness, link_slowness, step_slowness
-            self._changed(row, node)
+            self._changed(row)
 
     def reported(
         self,
@@ -303,7 +313,7 @@ class Fleet:
     ) -> None:
         """A node's load report, and this router's requests in flight there that the report cannot include."""
         row = self._rows[incarnation]
-        node = self.nodes[row]
+        node = self._nodes[row]
         node.waiting, node.running, node.queued_tokens = (
             float(load.waiting),
             float(load.running),
@@ -314,7 +324,7 @@ class Fleet:
         node.in_flight, node.in_flight_tokens = float(in_flight), float(in_flight_tokens)
         node.in_flight_blocks = float(in_flight_blocks)
         node.ended = node.ended_tokens = 0.0
-        self._changed(row, node)
+        self._changed(row)
 
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
         """This router sends a request there, with prompt `tokens` to compute and KV `blocks` to hold."""
@@ -322,17 +332,17 @@ class Fleet:
         if row is None:
             return
         if work_s:
-            self.nodes[row].recent_work += work_s * self._weight
-            self._weight /= 1 - 1 / (_RECENT * len(self.nodes))
+            self._nodes[row].recent_work += work_s * self._weight
+            self._weight /= 1 - 1 / (_RECENT * len(self._nodes))
             if self._weight > _HEAVY:
                 self._rescale_work()
         self._count(row, 1.0, tokens, blocks)
 
     def _rescale_work(self) -> None:
-        for node in self.nodes:
+        for node in self._nodes:
             node.recent_work /= self._weight
         self._weight = 1.0
-        self._stale.update(range(len(self.nodes)))
+        self._stale.update(range(len(self._nodes)))
 
     def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
         """A request that was sent there is over; `reported`: the node's last report includes it."""
@@ -342,21 +352,21 @@ class Fleet:
         if not reported:
             self._count(row, -1.0, -tokens, -blocks)
             return
-        node = self.nodes[row]
+        node = self._nodes[row]
         node.ended += 1.0
         node.ended_tokens += tokens
-        self._changed(row, node)
+        self._changed(row)
 
     def _count(self, row: int, requests: float, tokens: float, blocks: float) -> None:
         """Add to the in-flight figures of one node."""
-        node = self.nodes[row]
+        node = self._nodes[row]
         node.in_flight += requests
         node.in_flight_tokens += tokens
         node.in_flight_blocks += blocks
-        self._changed(row, node)
+        self._changed(row)
 
-    def _changed(self, row: int, node: Figures[float]) -> None:
-        _derive(node)
+    def _changed(self, row: int) -> None:
+        self._underived.add(row)
         self._stale.add(row)
 
     def values(self, incarnation: str) -> dict[str, float]:

@@ -41,7 +41,7 @@ _NO_ROOM_S = 1000.0
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
     """Estimated seconds: queue and prefill on a prefill node, relay and answer on a decode node."""
-    if len(fleet.nodes) > FEW:
+    if len(fleet.incarnations) > FEW:
         hit_blocks = fleet.hit_blocks(query.hits)
         return decode_s(fleet, query, hit_blocks) if fleet.role == "decode" else prefill_s(fleet, query, hit_blocks)
     depth = query.hits.get

@@ -93,7 +93,7 @@ def place(
     prompt; a decode node whose context is too short for the whole answer is the last resort.
     Raises: Unavailable when there is no decode node.
     """
-    if not decode.nodes:
+    if not decode.incarnations:
         raise Unavailable("no decode node is available now; try again")
     memory.turn += 1
     how = POLICIES[policy]
@@ -128,7 +128,7 @@ def place(
             reason = f"relaying {uncached} tokens would cost {_more(there_s, here_s)}"
             return Decision(policy, "local", reason, target, None, local_s, step_s)
         reason = f"computing {uncached} tokens on the decode node would cost {_more(here_s, there_s)}"
-    if not preferred.nodes:
+    if not preferred.incarnations:
         reason += "; the prefill nodes failed this request before, but there is no other"
     picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)
     chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
@@ -156,18 +156,18 @@ def _sources(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tupl
     """The prefill nodes that can compute the prompt for this decode node, including those to avoid; and why none is used
     (empty if one can be).
     """
-    if not prefill.nodes:
+    if not prefill.incarnations:
         return prefill, "no prefill node is available"
     if target.incarnation in query.avoid:
         return prefill, f"{target.node_id} failed lately and there is no other: no relay to it"
     fitting = with_kind(prefill, kv_kind)
-    if not fitting.nodes:
+    if not fitting.incarnations:
         return fitting, f"no prefill node has the KV of {target.node_id}"
     # Unless the answer ends with its first token, the prefill node's context must have room for one more token.
     whole = query.num_tokens + query.max_new_tokens
     fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
-    if not fitting.nodes:
+    if not fitting.incarnations:
         return fitting, f"no prefill node takes {query.num_tokens} tokens"
-    if query.last and not without(fitting, query.avoid).nodes:
+    if query.last and not without(fitting, query.avoid).incarnations:
         return fitting, "the prefill nodes failed this request before"
     return fitting, ""

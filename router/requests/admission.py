@@ -58,9 +58,9 @@ class Objectives:
 
 def crowded(prefill: Fleet, decode: Fleet) -> str:
     """Why another request must wait: every node of a role has enough. Empty if it need not wait."""
-    if decode.nodes and _all(_running, decode):
+    if decode.incarnations and _all(_running, decode):
         return "every decode node has more requests than it can run"
-    if prefill.nodes and _all(_computing, prefill):
+    if prefill.incarnations and _all(_computing, prefill):
         queue_s = float(prefill.columns.slow_backlog.min()) * prefill.costs.queued_token_s
         return f"every prefill node has work for {queue_s:.1f} s"
     return ""
@@ -82,7 +82,7 @@ def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
     for at in fleet.nodes[:FEW]:
         if not full(at, fleet.costs):
             return False
-    return len(fleet.nodes) <= FEW or bool(full(fleet.columns, fleet.costs).all())
+    return len(fleet.incarnations) <= FEW or bool(full(fleet.columns, fleet.costs).all())
 
 
 def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:

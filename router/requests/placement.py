@@ -165,14 +165,14 @@ class Placer:
         """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""
         fleets, adapter = self._fleets.by_role, request.adapter
         prefill, decode = fleets["prefill"], fleets["decode"]
-        if request.begun and not decode.nodes:
+        if request.begun and not decode.incarnations:
             decode = self._fleets.finishing
         if adapter is None:
             return prefill, decode
         able = with_adapter(decode, adapter)
-        if request.begun and not able.nodes:
+        if request.begun and not able.incarnations:
             able = with_adapter(self._fleets.finishing, adapter)
-        if decode.nodes and not able.nodes:
+        if decode.incarnations and not able.incarnations:
             raise Unavailable(f"no decode node has LoRA adapter {adapter.name!r} now; try again")
         return with_adapter(prefill, adapter), able
 

@@ -176,36 +176,39 @@ def _generation_request(
         raise BadRequest("the prompt is empty", param=param)
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
         raise BadRequest(f"token ids must be at least 0 and below {model.vocab_size}", param=param)
+    given = vars(body)  # quicker to read than attributes
     wanted = body.token_limit
-    prompt_ids = _truncated(prompt_ids, body, model.max_model_len - max(1, wanted or 0))
+    if given["truncate_prompt_tokens"] is not None:
+        prompt_ids = _truncated(prompt_ids, body, model.max_model_len - max(1, wanted or 0))
     room = model.max_model_len - len(prompt_ids)
-    explicit = body.model_fields_set & {"max_tokens", "max_completion_tokens"}
-    if room < 1 or (wanted is not None and explicit and wanted > room):
-        asked = wanted if wanted is not None and explicit else 1
+    asked = 1
+    if wanted is not None and wanted > room and body.model_fields_set & {"max_tokens", "max_completion_tokens"}:
+        asked = wanted
+    if asked > room:
         raise _too_long(model, str(len(prompt_ids) + asked), len(prompt_ids), asked, param)
     defaults = model.sampling_defaults
-    usual = defaults.max_tokens and max(defaults.max_tokens, body.min_tokens or 0)
+    usual = defaults.max_tokens and max(defaults.max_tokens, given["min_tokens"] or 0)
     max_tokens = min(wanted or usual or room, room) if wanted != 0 else 1
     sampling = sampling_params(
         body,
         max_tokens=max_tokens,
         eos_token_ids=model.eos_token_ids,
-        bad_words=_bad_words(body, model) if body.bad_words else [],
+        bad_words=_bad_words(body, model) if given["bad_words"] else [],
         defaults=defaults,
     )
-    for param, ids in (("stop_token_ids", body.stop_token_ids), ("allowed_token_ids", body.allowed_token_ids)):
-        beyond = [token_id for token_id in ids or () if not 0 <= token_id < model.vocab_size]
+    for param in ("stop_token_ids", "allowed_token_ids"):
+        beyond = [token_id for token_id in given[param] or () if not 0 <= token_id < model.vocab_size]
         if beyond:
             raise BadRequest(f"token id {beyond[0]} is not at least 0 and below {model.vocab_size}", param=param)
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        EngineRequest(prompt_ids, sampling, body.cache_salt or "", caller.priority, model.adapter),
-        stop=tuple(body.stop),
-        client_stop_ids=frozenset(body.stop_token_ids or ()),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        detokenize=body.detokenize is not False,
+        EngineRequest(prompt_ids, sampling, given["cache_salt"] or "", caller.priority, model.adapter),
+        stop=tuple(given["stop"]),
+        client_stop_ids=frozenset(given["stop_token_ids"] or ()),
+        include_stop=bool(given["include_stop_str_in_output"]),
+        skip_special_tokens=given["skip_special_tokens"] is not False,
+        detokenize=given["detokenize"] is not False,
         prompt_only=wanted == 0,
         tenant=caller.tenant,
         trace=caller.trace,

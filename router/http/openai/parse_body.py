@@ -50,9 +50,8 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
     """A request of any call. Raises: BadRequest naming the first field that is wrong."""
-    for name, value in body.items():
-        if type(value) is float and value.is_integer():  # some clients write every number as a float
-            body[name] = int(value)
+    if float in map(type, body.values()):  # some clients write every number as a float
+        body |= {name: int(value) for name, value in body.items() if type(value) is float and value.is_integer()}
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -90,12 +89,14 @@ class StructuredFields(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: _Whitespace | None = None
 
-    @cached_property
+    @property
     def grammar_source(self) -> tuple[str, str] | None:
         """The field that asks for a grammar, and the grammar's source; None if none does.
 
         Raises: BadRequest naming the field, if it is not supported or several fields ask for one.
         """
+        if _ASKING.isdisjoint(self.model_fields_set):
+            return None
         space = self.guided_whitespace_pattern or WHITESPACE
         wanted = _wanted(
             "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, False, space
@@ -114,6 +115,9 @@ class StructuredFields(BaseModel):
             return param, make()
         except BadRequest as error:
             raise BadRequest(f"{param}: {error.message}", param=param.partition(".")[0]) from error
+
+
+_ASKING = frozenset(StructuredFields.model_fields)
 
 
 def _wanted(

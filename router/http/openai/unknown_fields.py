@@ -50,7 +50,7 @@ def known_fields(kind: type[BaseModel]) -> frozenset[str]:
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:
     """The names in a body that no known API has."""
     known = known_fields(kind)
-    return [name for name in body if name not in known]
+    return [] if body.keys() <= known else [name for name in body if name not in known]
 
 
 def refuse_unknown(names: list[str], kind: type[BaseModel]) -> None:

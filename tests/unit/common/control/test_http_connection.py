@@ -69,7 +69,7 @@ def test_an_answer_after_which_the_connection_closes_says_so() -> None:
     assert b"connection: close" in _answer([], b"", request=b"POST / HTTP/1.0\r\n\r\n")
 
 
-@pytest.mark.parametrize("value", [b"1\r\nset-cookie: a=b", b"1\nb", b"1\rb", b"1\0"])
+@pytest.mark.parametrize("value", [b"1\r\nset-cookie: a=b", b"1\nb", b"1\rb", b"1\0", b"mark\r\n", b"mark\r"])
 def test_a_header_that_would_begin_another_line_is_not_sent(value: bytes) -> None:
     assert value not in _answer([(b"x-a", value)], b"ok")
 

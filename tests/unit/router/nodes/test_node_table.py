@@ -64,15 +64,18 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
         table.send(node.incarnation, ask(1))
         table.tick()  # its pong will include request 1 ...
         table.send(node.incarnation, ask(2))  # ... but not request 2
-        at = table.fleets("stub-model").by_role["decode"].node(node.incarnation)
+        fleet = table.fleets("stub-model").by_role["decode"]
+        at = fleet.node(node.incarnation)
         assert (at.in_flight, at.backlog) == (2, 200)
         async with asyncio.timeout(20):
             while table.usable("decode")[0].load.running != 1:
                 await asyncio.sleep(0.001)
+        at = fleet.node(node.incarnation)
         assert (at.running, at.in_flight, at.backlog, at.requests) == (1, 1, 100, 2)
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r1", 1))
+        at = fleet.node(node.incarnation)
         assert (at.in_flight, at.ended, at.requests) == (0, 1, 0)
 
     play(scene)
