@@ -44,9 +44,7 @@ def sampling_params(
         min_p=float(defaults.min_p if min_p is None else min_p),
         presence_penalty=float(given["presence_penalty"] or 0.0),
         frequency_penalty=float(given["frequency_penalty"] or 0.0),
-        repetition_penalty=float(
-            defaults.repetition_penalty if repetition_penalty is None else repetition_penalty
-        ),
+        repetition_penalty=float(defaults.repetition_penalty if repetition_penalty is None else repetition_penalty),
         logit_bias=[(int(key), float(bias)) for key, bias in (given["logit_bias"] or {}).items()],
         min_tokens=min_tokens,
         stop_token_ids=sorted(stop_ids),
