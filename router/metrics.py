@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -57,7 +57,8 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
-class Finished(NamedTuple):
+@dataclass(slots=True)
+class Finished:
     """Numbers of an answered request."""
 
     prompt_tokens: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from common.base.errors import KvRelayError
 from router.http.json_body import Json
@@ -14,7 +15,8 @@ from router.text.tokenizer import Tokenizer
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
-class FormatOptions(NamedTuple):
+@dataclass(slots=True, eq=False)
+class FormatOptions:
     """The response options that the client chose."""
 
     request_id: str

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.base.hashing import BLOCK_SIZE
 from router.policy.fleet import Figures, Fleet, FloatArray
@@ -21,7 +21,8 @@ Scores = FloatArray | list[float]
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
-class Query(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Query:
     """The attempt to place."""
 
     num_tokens: int
@@ -29,7 +30,7 @@ class Query(NamedTuple):
     """Incarnations to use only if there is no other."""
     last: bool = False
     """No other attempt will follow: a local prefill is better than a relay from a node to avoid."""
-    hits: Mapping[str, int] = _NO_HITS
+    hits: Mapping[str, int] = field(default_factory=lambda: _NO_HITS)
     """Leading blocks of the request that each incarnation has cached."""
     block_size: int = BLOCK_SIZE
     max_new_tokens: int = 0

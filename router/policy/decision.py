@@ -6,8 +6,9 @@ Runs in the router process, on its event loop.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 PrefillMode = Literal["relayed", "local"]
 
@@ -15,7 +16,8 @@ SHOWN_CANDIDATES = 8
 """Number of best candidates per leg that an answer's headers name."""
 
 
-class Picked(NamedTuple):
+@dataclass(slots=True)
+class Picked:
     """The node that one leg goes to."""
 
     node_id: str
@@ -26,7 +28,8 @@ class Picked(NamedTuple):
     """Estimated duration of the request's prefill there."""
 
 
-class LegDecision(NamedTuple):
+@dataclass(slots=True)
+class LegDecision:
     """The node picked for one leg, and the scores of the candidates by node id, best (lowest) first."""
 
     picked: Picked
@@ -40,7 +43,8 @@ class LegDecision(NamedTuple):
         )
 
 
-class Decision(NamedTuple):
+@dataclass(slots=True)
+class Decision:
     """Where an attempt goes and why."""
 
     policy: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from common.base.errors import KvRelayError, Overloaded, Unavailable
@@ -98,7 +99,7 @@ class Attempts:
             if not shared.may_place(self.request_id, holder_usable=usable, wake=again):
                 self._story.add("shares_prompt", "waits for the first sample of its prompt")
                 return
-            request = request._replace(holder=shared.holder)
+            request = replace(request, holder=shared.holder)
         try:
             placement = self._router.placer.decide(request)
         except Unavailable as error:

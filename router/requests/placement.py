@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from common.base.errors import Unavailable
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
@@ -51,7 +51,8 @@ class HashChain:
         return self._hashes
 
 
-class PlacementRequest(NamedTuple):
+@dataclass(slots=True, eq=False)
+class PlacementRequest:
     """One attempt to place."""
 
     token_ids: Sequence[int]
@@ -74,7 +75,8 @@ class PlacementRequest(NamedTuple):
     """Only nodes that serve it are used."""
 
 
-class Placement(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Placement:
     """A decision, and the work of each leg."""
 
     decision: Decision

@@ -18,7 +18,8 @@ class TraceContext(NamedTuple):
     state: str = ""
 
 
-class GenerationRequest(NamedTuple):
+@dataclass(slots=True)
+class GenerationRequest:
     """The validated input of one generation."""
 
     engine: EngineRequest
@@ -58,7 +59,8 @@ class Delta:
     logprobs: list[TokenLogprobs] | None
 
 
-class Outcome(NamedTuple):
+@dataclass(slots=True)
+class Outcome:
     """How a generation ended: with a finish reason, with an error, or (neither) because the client disconnected."""
 
     finish_reason: FinishReason | None = None

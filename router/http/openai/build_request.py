@@ -6,6 +6,7 @@ Pure; runs on the router's event loop, or on a thread for large bodies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     )
     last = body.messages[-1]
     if body.echo and last.role == "assistant":
-        request = request._replace(echo=last.content or "")
+        request = replace(request, echo=last.content or "")
     functions = frozenset(tool.function.name for tool in body.offered_tools)
     new_parser = model.output_formats.parser(
         text,
@@ -103,7 +104,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
         with_reasoning=body.include_reasoning is not False,
     )
     if new_parser is not None:
-        request = request._replace(visible_tokens=model.marker_ids)
+        request = replace(request, visible_tokens=model.marker_ids)
     return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser)
 
 
@@ -113,7 +114,7 @@ def _with_grammar(request: GenerationRequest, found: tuple[str, Grammar] | None)
         return request
     param, grammar = found
     sampling = request.engine.sampling._replace(grammar=grammar)
-    return request._replace(engine=request.engine._replace(sampling=sampling), grammar_param=param)
+    return replace(request, engine=request.engine._replace(sampling=sampling), grammar_param=param)
 
 
 def completion_generation(
@@ -133,8 +134,8 @@ def completion_generation(
         return generation
     kept = generation.engine.prompt_ids
     if isinstance(prompt, str) and len(kept) == len(prompt_ids):
-        return generation._replace(echo=prompt)
-    return generation._replace(echo=model.tokenizer.decode(kept, skip_special_tokens=generation.skip_special_tokens))
+        return replace(generation, echo=prompt)
+    return replace(generation, echo=model.tokenizer.decode(kept, skip_special_tokens=generation.skip_special_tokens))
 
 
 def _fill_in_the_middle(body: CompletionRequest, model: ServedModel, prompt: str, suffix: str) -> list[int]:

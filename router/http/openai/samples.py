@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from router.requests.request import Delta, GenerationRequest
 from router.requests.shared_prompt import SharedPrompt
@@ -23,7 +24,7 @@ def samples(request: GenerationRequest, count: int, *, ranked: bool) -> list[Gen
     seeds = [(sampling.seed + index * _SEED_STEP) % 2**64 for index in range(count)]
     each = [sampling._replace(seed=seed, prompt_logprobs=None) for seed in seeds]
     each[0] = sampling  # the first one has the prompt computed
-    return [request._replace(engine=request.engine._replace(sampling=sampling), shared=shared) for sampling in each]
+    return [replace(request, engine=request.engine._replace(sampling=sampling), shared=shared) for sampling in each]
 
 
 def most_likely(deltas: Sequence[list[Delta]], computed: int, returned: int) -> list[int]:

@@ -35,6 +35,7 @@ def sampling_params(
         stop_ids |= eos_token_ids
     seed, temperature, top_p, min_p = given["seed"], given["temperature"], given["top_p"], given["min_p"]
     repetition_penalty = given["repetition_penalty"]
+    biases: dict[str, float] = given["logit_bias"] or {}
     return SamplingParams(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         max_tokens=max_tokens,
@@ -45,7 +46,7 @@ def sampling_params(
         presence_penalty=float(given["presence_penalty"] or 0.0),
         frequency_penalty=float(given["frequency_penalty"] or 0.0),
         repetition_penalty=float(defaults.repetition_penalty if repetition_penalty is None else repetition_penalty),
-        logit_bias=[(int(key), float(bias)) for key, bias in (given["logit_bias"] or {}).items()],
+        logit_bias=[(int(key), float(bias)) for key, bias in biases.items()],
         min_tokens=min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=body.num_logprobs,

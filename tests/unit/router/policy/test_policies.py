@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -282,7 +282,7 @@ def test_a_decision_that_is_too_long_loses_its_worst_candidates_and_stays_json()
 def test_a_decision_as_json_is_what_an_encoder_would_write(policy: str) -> None:
     nodes = [node('odd "name" \\ \u00e9\n', running=3), node("n", waiting=1, slowness=1e-9)]
     for prefill in ([], nodes):
-        decision = decide(prefill, nodes, policy=policy)._replace(ttft_s=1e-7, tpot_s=12345.67891)
+        decision = replace(decide(prefill, nodes, policy=policy), ttft_s=1e-7, tpot_s=12345.67891)
         told = decision.explain()
         assert list(told)[:3] == ["policy", "mode", "reason"]
         weighed = {name: told[name] for name in list(told)[3:]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -263,7 +264,7 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
         monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
         early = [await submit(dispatcher, f"a{i}") for i in range(6)]
         late: list[Generation] = []
-        request = REQUEST._replace(tenant=Tenant("b"))
+        request = replace(REQUEST, tenant=Tenant("b"))
         for i in range(6):
             with contextlib.suppress(Overloaded):
                 late += dispatcher.submit("m", f"b{i}", [request], cast("Any", None), lambda: None)

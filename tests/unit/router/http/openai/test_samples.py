@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.control.messages import EngineRequest, SamplingParams, TokenLogprobs
 from router.http.openai.samples import most_likely, samples
 from router.requests.request import Delta, GenerationRequest
@@ -14,7 +16,7 @@ def test_samples_differ_in_their_seeds_only_and_the_first_is_the_request_alone()
     assert found[0].engine == REQUEST.engine
     assert len({each.engine.sampling.seed for each in found}) == 4
     assert len({id(each.shared) for each in found}) == 1
-    same = [each._replace(engine=REQUEST.engine, shared=None) for each in found]
+    same = [replace(each, engine=REQUEST.engine, shared=None) for each in found]
     assert same == [REQUEST] * 4
     assert samples(REQUEST, 1, ranked=False) == [REQUEST]
 
