@@ -16,7 +16,6 @@ from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
 from common.kv.memory_layout import GroupMemory, group_memories, rank_bytes, strips_of
-from common.kv.page_supply import supply_pages
 from common.kv.rank_layout import KVLayout, RankShard
 from common.kv.spec import LayerGroup
 
@@ -116,11 +115,6 @@ class KVStorage:
             for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
         )
 
-    def supply_pages(self) -> None:
-        """Have the memory's pages there soon, and not only at the first write. Only on a CPU."""
-        if self._is_on_cpu:
-            supply_pages(self.data.data_ptr(), self.data.numel())
-
 
 def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
     if len(scales) != num_layers or any(len(each) != num_planes for each in scales):
@@ -130,8 +124,8 @@ def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
 
 
 def _zeros_on_demand(size_bytes: int) -> Tensor:
-    """[size_bytes], uint8, of zeroed memory that the kernel provides page by page, on first write or by `supply_pages`: a
-    node starts at once.
+    """[size_bytes], uint8, of zeroed memory that the kernel provides page by page on first write: a node starts at once
+    and uses only as much memory as its requests have needed.
 
     It asks for huge pages: otherwise blocks at random places miss the TLB at every access, which halves the speed of
     gathering and scattering them.

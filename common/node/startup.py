@@ -90,7 +90,6 @@ async def _serve(
                 transfer_timeout_s=config.transfer_timeout_s,
                 adapters=adapters,
             )
-            leader.worker.storage.supply_pages()
             await server.run(
                 role.core(config, parts, transfers),
                 make_record(role.name, me, config, plan, leader.num_blocks, leader.worker.kernels, adapters.adapters),

@@ -129,7 +129,6 @@ class RankProcess:
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
             self.report(RankStarted(self._rank, advertised(end.data_address, config)))
-            worker.storage.supply_pages()
             self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker.samples)
         finally:
             adapters.close()
