@@ -22,7 +22,8 @@ from common.base.errors import (
     ProtocolError,
     TransferAborted,
 )
-from common.base.hashing import hash_blocks
+from common.base.hashing import BlockHash, hash_blocks
+from common.control.ids import pack_ids
 from common.control.links import Identity
 from common.control.messages import (
     Abort,
@@ -68,6 +69,8 @@ class _Attempt(Attempt):
     request: DecodeRequest
     phase: Phase = Phase.WAITING
     offer: Offer | None = None
+    block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
+    """Of its prompt, as offered."""
     prefill_identity: Identity = b""
     first_blocks: list[int] = field(default_factory=list[int])
     """For each block table, the first block that the prefill node sends."""
@@ -204,12 +207,12 @@ class DecodeNode(NodeCore[_Attempt]):
                     f"the offer is from {offer.src.node_id}/{offer.src.incarnation}, not from the chosen prefill node"
                 )
             check_compatible(offer.layout, self.layout)
-            if offer.num_tokens != seq.num_tokens or offer.block_hashes != hashes:
+            if offer.num_tokens != seq.num_tokens or offer.last_hash != hashes[-1]:
                 raise HandshakeRefused("the offered block hashes do not match this request's tokens")
         except KvRelayError as error:
             self._fail(attempt, error)
             return
-        attempt.phase = Phase.DEFERRED
+        attempt.phase, attempt.block_hashes = Phase.DEFERRED, hashes
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
@@ -235,7 +238,7 @@ class DecodeNode(NodeCore[_Attempt]):
                 src=offer.src,
                 src_layout=offer.layout,
                 dst_blocks=[list(blocks) for blocks in attempt.seq.block_tables],
-                block_hashes=offer.block_hashes,
+                block_hashes=attempt.block_hashes,
                 first_blocks=first_blocks,
                 timeout_s=self.transfer_timeout_s,
                 timeline=attempt.seq.request.timeline,
@@ -247,7 +250,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _send_grant(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.RECEIVING:
-            blocks = [list(each) for each in attempt.seq.block_tables]
+            blocks = [pack_ids(each) for each in attempt.seq.block_tables]
             grant = Grant(attempt.seq.key, self.me, self.layout, attempt.first_blocks, blocks)
             self.send_buffer.reply(attempt.prefill_identity, grant)
 

@@ -137,7 +137,7 @@ class PrefillNode(NodeCore[_Attempt]):
         )
         attempt.mark("offer", self.clock())
         self.send_buffer.to_peer(
-            attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, block_hashes=hashes)
+            attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, hashes[-1])
         )
 
     def _granted(self, incarnation: str, grant: Grant) -> None:

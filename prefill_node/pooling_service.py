@@ -14,6 +14,7 @@ from common.base.device import CPU
 from common.base.process import run_service
 from common.config.fields import listed
 from common.config.service_configs import PrefillConfig
+from common.control.ids import pack_ids
 from common.control.messages import ModelInfo, NodeRecord
 from common.control.pooling import PoolInput
 from common.kernels.choose import describe_kernels
@@ -94,5 +95,5 @@ def _load(path: Path, of_model: EncoderConfig | PoolingDecoderConfig, config: Pr
     """The model, after one forward pass, so that no client waits for the first access to its weights."""
     model = load_pooling_model(path, of_model, config)
     torch.set_flush_denormal(True)
-    model.hidden([PoolInput([0])])
+    model.hidden([PoolInput(pack_ids([0]))])
     return model

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -69,4 +70,6 @@ def _head(num_tokens: int) -> bytes:
 
 
 def _encode(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        return token_ids.tobytes()
     return struct.pack(f"<{len(token_ids)}I", *token_ids)

@@ -9,6 +9,7 @@ allocated.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -17,12 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
 from common.base.errors import KvRelayError, ProtocolError
+from common.control.item_count import check_item_count
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 8 * 2**20
-"""A larger control message closes its connection before it is read. A prompt of 1M tokens has 5 MB."""
+"""A larger control message closes its connection before it is read. A prompt of 1M tokens has 4 MB."""
 
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
 """Items of a list, and keys of a map; lists of token ids are the longest."""
@@ -36,6 +38,11 @@ MAX_MESSAGES = 1024
 # msgpack has no type annotations.
 _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
+
+
+def fields_of(value: object) -> object:
+    """What is packed of a value that MessagePack does not know: `Ids` as bytes, a dataclass as a map."""
+    return value.tobytes() if isinstance(value, array) else vars(value)
 
 
 class Codec:
@@ -55,7 +62,7 @@ class Codec:
             raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
 
     def _pack(self, message: object) -> bytes:
-        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=fields_of)
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in `data`.
@@ -150,9 +157,9 @@ class _ControlCodec(Codec):
         shared = message[:_SHARED_FIELDS]
         known, packed = self._latest
         if shared != known:
-            packed = _pack(shared, default=vars)[1:]
+            packed = _pack(shared, default=fields_of)[1:]
             self._latest = shared, packed
-        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=vars)[1:]))
+        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=fields_of)[1:]))
 
 
 _CODEC = _ControlCodec(*get_args(Message))
@@ -180,6 +187,7 @@ def join(messages: list[bytes]) -> bytes:
 
 def split(frame: bytes | bytearray) -> list[object]:
     """The envelopes in a frame; `check` turns each into a message. Raises: ProtocolError if it is not a frame."""
+    check_item_count(frame)
     envelopes = unpack(frame)
     if not isinstance(envelopes, list):
         raise ProtocolError("not an array of messages")

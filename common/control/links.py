@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 Identity = bytes
 """Identifies one connected `Link` at the `Server`, as long as the link exists."""
 
-_JOINED_BYTES = 2**20
-"""Messages larger than this in total get one frame each, so that no frame is too large for the other end."""
+_JOINED_BYTES = 8192
+"""Messages are joined to frames of this size at most: the other end bounds what a larger frame holds."""
 
 _CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
 """Time limit of one attempt to connect, and pause before the next. TCP retries at growing intervals, so waiting for it
@@ -307,9 +307,13 @@ class Link:
     def _send(self, messages: list[bytes]) -> None:
         if self._connection is None or not self._connected:
             raise Unavailable("too many messages are queued for it")
-        most = MAX_MESSAGES if sum(map(len, messages)) <= _JOINED_BYTES else 1
-        for start in range(0, len(messages), most):
-            self._connection.send(join(messages[start : start + most]))
+        start = size = 0
+        for index, message in enumerate(messages):
+            size += len(message)
+            if index > start and (size > _JOINED_BYTES or index - start == MAX_MESSAGES):
+                self._connection.send(join(messages[start:index]))
+                start, size = index, len(message)
+        self._connection.send(join(messages[start:]))
 
     def _lose(self, reason: str) -> None:
         if not self.closed:

@@ -12,6 +12,7 @@ request carries its `AttemptKey`, so that late messages of an older attempt are 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from pydantic import ConfigDict
 from common.config.option_groups import CapacityOptions
 from common.control.attempt_stats import AttemptStats
 from common.control.identities import Adapter, AttemptKey, PeerRef
+from common.control.ids import Ids, pack_ids
 from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
@@ -66,9 +68,9 @@ class SamplingParams(NamedTuple):
     """The client's stop tokens, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
     """n: return log-probabilities of the sampled token and of the n most likely ones; None: return none."""
-    allowed_token_ids: list[int] = []
+    allowed_token_ids: Ids = pack_ids()
     """If not empty, only these can be sampled."""
-    bad_words: list[list[int]] = []
+    bad_words: list[Ids] = []
     """Token sequences that must not be generated: where all but the last token of one were, the last cannot be sampled."""
     prompt_logprobs: int | None = None
     """n: return log-probabilities of each prompt token after the first, and of the n most likely ones; None: none."""
@@ -83,7 +85,7 @@ class EngineRequest(NamedTuple):
     A new property of requests is a field here: the messages to both nodes and `Sequence` carry the record whole.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Ids
     sampling: SamplingParams
     cache_salt: str = ""
     """Prompts share cached blocks only with prompts of the same salt."""
@@ -108,14 +110,14 @@ class PrefillRequest(NamedTuple):
 
     key: AttemptKey
     request: EngineRequest
-    generated_ids: list[int]
+    generated_ids: Ids
     """Tokens of earlier attempts, which the client already has."""
     decode: PeerRef
     timeout_s: float
     """Time after arrival when the node gives up and frees everything without an answer."""
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> array[int]:
         """The prompt, then the tokens of earlier attempts."""
         return self.request.prompt_ids + self.generated_ids
 
@@ -125,14 +127,14 @@ class DecodeRequest(NamedTuple):
 
     key: AttemptKey
     request: EngineRequest
-    generated_ids: list[int]
+    generated_ids: Ids
     """Tokens of earlier attempts, which the client already has."""
     prefill: PeerRef | None
     timeout_s: float
     """Time after arrival when the node gives up and frees everything without an answer."""
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> array[int]:
         """The prompt, then the tokens of earlier attempts."""
         return self.request.prompt_ids + self.generated_ids
 
@@ -166,6 +168,12 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+def items_of(num_tokens: int, num_likely: int | None) -> int:
+    """About how many MessagePack items so many tokens take, with `num_likely` most likely ones each; None: without
+    log-probabilities."""
+    return num_tokens * (1 if num_likely is None else 7 + 2 * num_likely)
 
 
 class PromptLogprobs(NamedTuple):
@@ -273,8 +281,8 @@ class Offer:
     src: PeerRef
     layout: KVLayout
     num_tokens: int
-    block_hashes: list[bytes]
-    """One per block of the sequence, including a partial last one; see `common.base.hashing`."""
+    last_hash: bytes
+    """Hash of the sequence's last block, partial or not: equal for equal sequences only (`common.base.hashing`)."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,7 @@ class Grant:
     layout: KVLayout
     first_blocks: list[int]
     """The first block to send: the decode node has the earlier ones, or never reads them (sliding windows)."""
-    block_ids: list[list[int]]
+    block_ids: list[Ids]
     """Destination of every block of the sequence, in order; one-sided transports write there from the first one on."""
 
 

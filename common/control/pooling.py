@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.control.identities import AttemptKey
+from common.control.ids import Ids
 
 
 class PoolInput(NamedTuple):
     """One text, or a pair of texts, for a pooling model."""
 
-    token_ids: list[int]
+    token_ids: Ids
     second_at: int = 0
     """Index where the second segment of a pair begins, whose token type is 1; 0: there is one segment."""
 

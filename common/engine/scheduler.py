@@ -83,16 +83,20 @@ class Scheduler:
 
     # ------------------------------------------------------------ sequences in and out
 
+    def check_length(self, num_tokens: int) -> None:
+        """Raises: BadRequest if a sequence of so many tokens leaves no room for an answer."""
+        if num_tokens >= self.config.max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self.config.max_model_len} tokens, "
+                f"the request has {num_tokens} before anything is generated."
+            )
+
     def check_fits(self, seq: Sequence) -> None:
         """Refuse a sequence that could never run here, before it waits.
 
         Raises: BadRequest naming the sizes.
         """
-        if seq.num_tokens >= self.config.max_model_len:
-            raise BadRequest(
-                f"This model's maximum context length is {self.config.max_model_len} tokens, "
-                f"the request has {seq.num_tokens} before anything is generated."
-            )
+        self.check_length(seq.num_tokens)
         needed = blocks_for(seq.num_tokens) if seq.relays else seq.max_blocks(self.config.max_model_len)
         needed *= self.pool.num_tables
         if needed > self.pool.num_blocks:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from llguidance import LLMatcher
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
-from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
+from common.control.ids import pack_ids
+from common.control.item_count import SENT_ITEMS
+from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams, items_of
 from common.engine.grammar.state import GrammarState
 from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
 from common.engine.token_constraints import both, completed_by, mask_of
@@ -81,7 +83,7 @@ class Sequence:
         self.draw_params: SamplingParams = sampling
         """`sampling` for the ranks, without what each draw has in another form."""
         if sampling.allowed_token_ids or sampling.bad_words or sampling.grammar:
-            self.draw_params = sampling._replace(allowed_token_ids=[], bad_words=[], grammar=None)
+            self.draw_params = sampling._replace(allowed_token_ids=pack_ids(), bad_words=[], grammar=None)
         self._longest_bad_word: int = max(map(len, sampling.bad_words), default=0)
         if sampling.prompt_logprobs is None:
             self.num_scored = self.prompt_len
@@ -176,7 +178,8 @@ class Sequence:
         """Draft what its grammar forces next, if it has one: at most `limit` tokens, and none after its last one."""
         if self.grammar is not None and not self.relays:
             last = min(self.sampling.max_tokens - self.num_generated, max_model_len - len(self.token_ids)) - 1
-            self.draft_ids = self.grammar.forced[: max(0, min(limit, last))]
+            sent = SENT_ITEMS // items_of(1, self.sampling.logprobs) - 1  # its tokens of a step are one message
+            self.draft_ids = self.grammar.forced[: max(0, min(limit, last, sent))]
 
     def mask_after(self, num_drafts: int) -> bytes | None:
         """The tokens that can be drawn after the first drafts, as `SampleSpec.mask`."""

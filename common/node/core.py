@@ -17,6 +17,7 @@ from common.base.clock import Clock
 from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.attempt_stats import Mark
+from common.control.item_count import SENT_ITEMS
 from common.control.links import Identity
 from common.control.messages import (
     AttemptFailed,
@@ -28,6 +29,7 @@ from common.control.messages import (
     PrefillRequest,
     TokenBatch,
     TokenChunk,
+    items_of,
 )
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
@@ -69,9 +71,6 @@ class Attempt:
         for layer, after_s in sorted(layers, key=lambda each: each[1]):
             self.mark("layer", granted_s + after_s, layer)
 
-
-_PROMPT_PART = 4096
-"""Positions whose log-probabilities go in one message: at most a few megabytes."""
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
@@ -227,7 +226,9 @@ class NodeCore(ABC, Generic[AttemptT]):
         """
         if len(self.attempts) >= self.max_accepted:
             raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
-        request, token_ids = message.request, message.token_ids
+        request = message.request
+        self.scheduler.check_length(len(request.prompt_ids) + len(message.generated_ids))
+        token_ids = list(message.token_ids)
         if request.adapter is not None:
             self.adapters.check(request.adapter)
         check_request(request, token_ids, self.vocab_size)
@@ -343,8 +344,9 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _send_prompt_logprobs(self, done: Progress) -> None:
         key, found = done.seq.key, done.prompt_logprobs
         before = done.seq.num_scored - len(found)
-        for start in range(0, len(found), _PROMPT_PART):
-            part = found[start : start + _PROMPT_PART]
+        size = max(1, SENT_ITEMS // items_of(1, len(found[0].top_ids)))
+        for start in range(0, len(found), size):
+            part = found[start : start + size]
             chunk = TokenChunk(key, before + start, [], prompt_logprobs=part)
             self.send_buffer.reply(self.attempts[key].identity, TokenBatch([chunk]))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from common.control.item_count import SENT_ITEMS
 from common.control.links import Identity
-from common.control.messages import Message, PeerRef, TokenBatch, TokenChunk
+from common.control.messages import Message, PeerRef, TokenBatch, TokenChunk, items_of
 
 # Events that the server posts to the engine loop. Transfer threads post those of `common.engine.kv_transfer`.
 
@@ -84,8 +85,8 @@ class SendBuffer:
         self._chunks: dict[Identity, list[TokenChunk]] = {}
 
     def reply(self, identity: Identity, message: Message) -> None:
-        if chunks := self._chunks.pop(identity, None):
-            self._messages.append(ToClient(identity, TokenBatch(chunks)))
+        for part in batches(self._chunks.pop(identity, [])):
+            self._messages.append(ToClient(identity, TokenBatch(part)))
         self._messages.append(ToClient(identity, message))
 
     def to_peer(self, peer: PeerRef, message: Message) -> None:
@@ -95,10 +96,34 @@ class SendBuffer:
         self._chunks.setdefault(identity, []).append(chunk)
 
     def flush(self) -> None:
-        out = self._messages + [ToClient(identity, TokenBatch(chunks)) for identity, chunks in self._chunks.items()]
+        out = self._messages + [
+            ToClient(identity, TokenBatch(part))
+            for identity, chunks in self._chunks.items()
+            for part in batches(chunks)
+        ]
         if out:
             self._messages, self._chunks = [], {}
             self._deliver(out)
+
+
+_CHUNK_ITEMS, _MARK_ITEMS = 20, 4
+"""About how many MessagePack items a chunk takes without its tokens, and each mark of its timeline."""
+
+
+def batches(chunks: list[TokenChunk]) -> Iterator[list[TokenChunk]]:
+    """The chunks in order, in parts that fit into one message each (`SENT_ITEMS`)."""
+    start = items = 0
+    for index, chunk in enumerate(chunks):
+        likely = None if not chunk.logprobs else len(chunk.logprobs[0].top_ids)
+        more = _CHUNK_ITEMS + items_of(len(chunk.token_ids), likely)
+        if chunk.stats is not None:
+            more += _MARK_ITEMS * len(chunk.stats.timeline)
+        if index > start and items + more > SENT_ITEMS:
+            yield chunks[start:index]
+            start, items = index, 0
+        items += more
+    if chunks:
+        yield chunks[start:]
 
 
 def brief(event: object) -> str:

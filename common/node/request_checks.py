@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.base.errors import BadRequest
 from common.control.messages import EngineRequest, SamplingParams
 
 _MAX_LISTED = 4096
-"""Entries of each list in the parameters of sampling."""
+"""Entries of each list in the parameters of sampling, and most likely tokens of a position."""
 
 
-def check_request(request: EngineRequest, token_ids: list[int], vocab_size: int) -> None:
+def check_request(request: EngineRequest, token_ids: Sequence[int], vocab_size: int) -> None:
     """`token_ids`: the prompt and the tokens of earlier attempts. Raises: BadRequest naming what is out of range."""
     if not request.prompt_ids:
         raise BadRequest("the prompt has no tokens")
@@ -38,7 +38,7 @@ def _facts(sampling: SamplingParams, vocab_size: int) -> Iterable[tuple[str, boo
     yield "repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf
     for name in ("logprobs", "prompt_logprobs"):
         count: int | None = getattr(sampling, name)
-        yield name, count is None or 0 <= count <= vocab_size
+        yield name, count is None or 0 <= count <= min(_MAX_LISTED, vocab_size)
     yield "logit_bias", _are_tokens([token for token, _ in sampling.logit_bias], vocab_size)
     yield "logit_bias", all(math.isfinite(value) for _, value in sampling.logit_bias)
     yield "stop_token_ids", len(sampling.stop_token_ids) <= _MAX_LISTED
@@ -47,5 +47,5 @@ def _facts(sampling: SamplingParams, vocab_size: int) -> Iterable[tuple[str, boo
     yield "bad_words", all(0 < len(word) <= _MAX_LISTED for word in sampling.bad_words)
 
 
-def _are_tokens(token_ids: list[int], vocab_size: int, most: int = _MAX_LISTED) -> bool:
+def _are_tokens(token_ids: Sequence[int], vocab_size: int, most: int = _MAX_LISTED) -> bool:
     return len(token_ids) <= most and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size))

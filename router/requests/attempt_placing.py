@@ -12,6 +12,7 @@ from functools import partial
 
 from common.base.errors import KvRelayError, Overloaded, Unavailable
 from common.control.identities import AttemptKey
+from common.control.ids import pack_ids
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
 from router.policy import Decision
 from router.requests import flow_events as f
@@ -122,7 +123,7 @@ class Attempts:
     def _placement_request(self, wanted: f.Place) -> PlacementRequest:
         request, token_ids = self._request, self._token_ids
         return PlacementRequest(
-            request.engine.prompt_ids + token_ids,
+            request.engine.prompt_ids + pack_ids(token_ids),
             self._chain,
             request.engine.sampling.max_tokens - len(token_ids),
             request.session,

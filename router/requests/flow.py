@@ -27,6 +27,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from common.base.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptKey,
@@ -161,7 +162,7 @@ class Flow:
         self.state = State.PREFILL
         self._enough = len(self.token_ids) + (event.prefill is not None)
         self._decode = _Leg(event.decode)
-        generated, timeout_s = self.token_ids.copy(), event.timeout_s
+        generated, timeout_s = pack_ids(self.token_ids), event.timeout_s
         # The decode node first, so that it knows the attempt when the prefill node's offer arrives.
         ask = DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s)
         instructions: Instructions = [Send(event.decode, ask)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from common.base.errors import from_code
 from common.cluster.membership import Directory
+from common.control.ids import pack_ids
 from common.control.links import Link, Server
 from common.control.messages import (
     Abort,
@@ -105,13 +106,13 @@ class DirectRouter:
                 done.set_result(None)
 
         self._waiting[key] = on_chunk
-        asked = EngineRequest(prompt, sampling)
+        asked = EngineRequest(pack_ids(prompt), sampling)
         decode = self._peers["decode"] if relayed else self.unwilling
         started = time.perf_counter()
         if relayed:
-            request = DecodeRequest(key, asked, [], self._peers["prefill"], _TIMEOUT_S)
+            request = DecodeRequest(key, asked, pack_ids(), self._peers["prefill"], _TIMEOUT_S)
             self._links["decode"].send(request)
-        self._links["prefill"].send(PrefillRequest(key, asked, [], decode, _TIMEOUT_S))
+        self._links["prefill"].send(PrefillRequest(key, asked, pack_ids(), decode, _TIMEOUT_S))
         try:
             await asyncio.wait_for(done, _TIMEOUT_S)
         finally:

@@ -30,6 +30,7 @@ BENCHES = {
     "attention": "bench.attention:run",
     "engine_overhead": "bench.overhead:run",
     "sampling": "bench.sampling:run",
+    "long_text": "bench.long_text:run",
     "schemas": "bench.schemas:run",
     "interference": "bench.interference:run",
     "relay": "bench.relay:run",

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.base.clock import monotonic
 from common.control.codec import encode
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
 from common.engine.kv_transfer import IncomingTransfer
@@ -87,7 +88,9 @@ class OverheadNode:
         self._compile(sampling.grammar)
         keys = [AttemptKey(f"bench-{i}", 1) for i in range(len(prompts))]
         for key, prompt in zip(keys, prompts, strict=True):
-            request = DecodeRequest(key, EngineRequest(prompt, sampling), [], prefill=None, timeout_s=3600.0)
+            request = DecodeRequest(
+                key, EngineRequest(pack_ids(prompt), sampling), pack_ids(), prefill=None, timeout_s=3600.0
+            )
             self._node.handle(FromClient(b"router", request))
         scheduler = self._node.scheduler
         while scheduler.waiting or any(seq.num_uncomputed > 1 for seq in scheduler.running.values()):

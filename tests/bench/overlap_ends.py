@@ -16,6 +16,7 @@ from support.single_transport import zmq_receiver, zmq_sender
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import (
@@ -118,7 +119,9 @@ class OverlapSource(_Engine):
         key, prompt = self.key(number), self.prompt(number, tokens)
         blocks = list(range(blocks_for(tokens)))
         self._sender.open(OutgoingTransfer(key, "0" * 16, [blocks], [0], self.hashes(prompt), tokens, _TIMEOUT_S))
-        self._sender.grant(Grant(key, PeerRef("dst", "1" * 16, "none", [address]), self.layout, [0], [blocks]))
+        self._sender.grant(
+            Grant(key, PeerRef("dst", "1" * 16, "none", [address]), self.layout, [0], [pack_ids(blocks)])
+        )
         executor = self._layer_wise if layer_wise else self.executor
         first = -1
         started = time.perf_counter()

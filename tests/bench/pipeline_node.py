@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from common.base.clock import monotonic
 from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams, TokenBatch
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
@@ -142,7 +143,9 @@ class PipelineNode:
         started = time.perf_counter()
         for key in keys:
             ids = [rng.randrange(self._vocab_size) for _ in range(prompt)]
-            request = DecodeRequest(key, EngineRequest(ids, sampling), [], prefill=None, timeout_s=_TIMEOUT_S)
+            request = DecodeRequest(
+                key, EngineRequest(pack_ids(ids), sampling), pack_ids(), prefill=None, timeout_s=_TIMEOUT_S
+            )
             self._engine.post(FromClient(b"router", request))
         self._wait(lambda: not self._running)
         wall_s = time.perf_counter() - started

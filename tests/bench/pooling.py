@@ -17,6 +17,7 @@ from support.sentences import sentences
 
 from common.base.clock import monotonic
 from common.control.identities import AttemptKey
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config
@@ -57,7 +58,7 @@ class _Ours:
     def _batch(self, texts: list[str]) -> list[bytes]:
         rows = self._tokenizer.encode_batch(texts)
         inputs = [
-            PoolInput(ids if len(ids) <= self._longest else self._tokenizer.cut(text, self._longest))
+            PoolInput(pack_ids(ids if len(ids) <= self._longest else self._tokenizer.cut(text, self._longest)))
             for ids, text in zip(rows, texts, strict=True)
         ]
         self._node.handle(FromClient(b"bench", PoolRequest(AttemptKey("bench", 1), inputs)))

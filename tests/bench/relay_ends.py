@@ -22,6 +22,7 @@ from support.single_transport import (
 )
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     IncomingTransfer,
@@ -193,7 +194,7 @@ class RelaySource(_End):
         dst_layout = self.layout_of(layout)
         started = time.perf_counter()
         for key, blocks in zip(self.keys(number), self.blocks, strict=True):
-            self.sender.grant(Grant(key, dst, dst_layout, [0], [blocks]))
+            self.sender.grant(Grant(key, dst, dst_layout, [0], [pack_ids(blocks)]))
         self.wait()
         return started
 

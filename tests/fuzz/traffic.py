@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -86,18 +87,20 @@ HTTP_CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
 def control_messages(node: NodeRecord, nodes: list[NodeRecord]) -> list[Message]:
     """One of each kind, as routers and nodes send them to `node`. Attempts end soon: they ask for two tokens."""
     key, other = AttemptKey("fuzz", 1), nodes[0].peer
-    sampling = SamplingParams(1, 2, 0.0, stop_token_ids=[3], logit_bias=[(4, 1.0)], bad_words=[[1, 2]], logprobs=1)
-    asked = EngineRequest([1, 2, 3, 4, 5], sampling._replace(grammar=Grammar('%llguidance {}\nstart: "a"')))
-    plain = EngineRequest(list(range(20)), sampling, "salt", 1)
+    sampling = SamplingParams(
+        1, 2, 0.0, stop_token_ids=[3], logit_bias=[(4, 1.0)], bad_words=[pack_ids([1, 2])], logprobs=1
+    )
+    asked = EngineRequest(pack_ids([1, 2, 3, 4, 5]), sampling._replace(grammar=Grammar('%llguidance {}\nstart: "a"')))
+    plain = EngineRequest(pack_ids(list(range(20))), sampling, "salt", 1)
     return [
-        PrefillRequest(key, plain, [], other, 2.0),
-        DecodeRequest(key, asked, [7], None, 2.0),
-        DecodeRequest(key, plain, [], nodes[-1].peer, 2.0),
-        PoolRequest(key, [PoolInput([1, 2])], True, 0, False, 1.0),
+        PrefillRequest(key, plain, pack_ids(), other, 2.0),
+        DecodeRequest(key, asked, pack_ids([7]), None, 2.0),
+        DecodeRequest(key, plain, pack_ids(), nodes[-1].peer, 2.0),
+        PoolRequest(key, [PoolInput(pack_ids([1, 2]))], True, 0, False, 1.0),
         Abort(key),
         Ping("fuzz", 0.0),
-        Offer(key, other, node.layout, 20, [bytes(16)] * 2),
-        Grant(key, node.peer, node.layout, 0, [0, 1]),
+        Offer(key, other, node.layout, 20, bytes(16)),
+        Grant(key, node.peer, node.layout, [0], [pack_ids([0, 1])]),
         PrefillDone(key, 5),
         TransferReceived(key, 10),
         TransferAbort(key, "aborted", "fuzz"),

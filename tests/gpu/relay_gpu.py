@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from common.config.service_configs import DecodeConfig, PrefillConfig
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
 from common.kv.rank_layout import KVLayout
@@ -99,7 +100,7 @@ class GpuPair:
         source = PeerRef("p", "src-1", "", [])
         self.ask("open", IncomingTransfer(key, source, self.kv, [dst_blocks], hashes, [0], timeout_s))
         self.sender.open(OutgoingTransfer(key, "src-1", [src_blocks], [0], hashes, tokens, timeout_s))
-        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, [0], [dst_blocks]))
+        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, [0], [pack_ids(dst_blocks)]))
 
     def final(self, key: AttemptKey, num_blocks: int) -> None:
         """Every layer, as the engine reports it."""

@@ -10,6 +10,7 @@ import pytest
 from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -73,7 +74,9 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
         (
             at,
             abort_at,
-            Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, params), list(prompt), root_hash("fake"), 0.0),
+            Sequence(
+                AttemptKey(f"r{n}", 1), EngineRequest(pack_ids(prompt), params), list(prompt), root_hash("fake"), 0.0
+            ),
         )
         for n, (at, prompt, params, abort_at) in enumerate(workload(seed))
     ]

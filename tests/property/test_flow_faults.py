@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.base.errors import EngineError, Overloaded, PeerLost, Unavailable
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -79,7 +80,7 @@ class World:
     def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int, *, scores: bool) -> None:
         self.data = data
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, prompt_logprobs=1 if scores else None)
-        self.flow = Flow("r", EngineRequest(PROMPT, sampling), max_attempts)
+        self.flow = Flow("r", EngineRequest(pack_ids(PROMPT), sampling), max_attempts)
         self.scores: list[PromptLogprobs] | None = None
         self.scored = scores
         self.max_tokens, self.max_attempts = max_tokens, max_attempts
@@ -184,7 +185,7 @@ class World:
         self.open_legs[peer.incarnation, message.key] += 1
         assert self.open_legs[peer.incarnation, message.key] == 1
         assert message.token_ids == PROMPT + self.emitted
-        assert message.request.prompt_ids == PROMPT
+        assert message.request.prompt_ids == pack_ids(PROMPT)
         assert node is not None
         known = len(self.emitted)
         relayed = isinstance(message, DecodeRequest) and message.prefill is not None

@@ -15,6 +15,7 @@ from support.random_schemas import random_schema
 from support.tiny_engine import NUM_BLOCKS, VOCAB, make_runner
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -59,7 +60,7 @@ def answer_all(schemas: dict[str, dict[str, Any]], runner: Any) -> dict[str, tup
     for number, (name, schema) in enumerate(schemas.items()):
         grammar = Grammar(json_schema_grammar(schema))
         params = SamplingParams(number, 100, stop_token_ids=[EOS], grammar=grammar)
-        request = EngineRequest([5, 6, number % 200], params)
+        request = EngineRequest(pack_ids([5, 6, number % 200]), params)
         seq = Sequence(AttemptKey(name, 1), request, list(request.prompt_ids), root_hash("f"), 0.0)
         seq.set_grammar(compile_grammar(tokenizer, grammar.source), [EOS])
         scheduler.add(seq)

@@ -23,6 +23,7 @@ from support.runner_cases import check_scored
 from support.tiny_engine import NUM_BLOCKS, VOCAB, make_runner
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.plan import Plan
 from common.engine.runner import LaunchedStep, ModelRunner
@@ -74,7 +75,7 @@ def run(runner: ModelRunner, requests: list[tuple[list[int], dict[str, Any]]], d
     scheduler = Scheduler(SchedulerConfig(128, 4, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
     answers = {AttemptKey(f"r{n}", 1): Answer() for n in range(len(requests))}
     for key, (prompt, params) in zip(answers, requests, strict=True):
-        request = EngineRequest(prompt, SamplingParams(**params))
+        request = EngineRequest(pack_ids(prompt), SamplingParams(**params))
         scheduler.add(Sequence(key, request, list(prompt), root_hash("f"), 0.0))
     flying: deque[tuple[Plan, LaunchedStep]] = deque()
     while not scheduler.is_idle() or flying:

@@ -17,6 +17,7 @@ from support.fake_engine import VOCAB, FakeRunner, generate
 
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import first_seen
 from common.engine.plan import Plan
@@ -89,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         return Sequence(
             key=AttemptKey(f"r{self.count}", 1),
-            request=EngineRequest(tokens, sampling),
+            request=EngineRequest(pack_ids(tokens), sampling),
             token_ids=list(tokens),
             root=root_hash("fake"),
             arrival_s=float(self.count)

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,
@@ -111,7 +112,7 @@ class Relay(RuleBasedStateMachine):
         a["granted"] = True
         dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
         for sender in self.senders:
-            sender.grant(Grant(key, dst, self.dst, [a["held"]], [list(range(a["blocks"]))]), self.now)
+            sender.grant(Grant(key, dst, self.dst, [a["held"]], [pack_ids(list(range(a["blocks"])))]), self.now)
 
     def all_final(self, key: AttemptKey) -> None:
         a = self.attempts[key]
@@ -358,7 +359,7 @@ def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() 
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
     end.open(OutgoingTransfer(key, "s1", [[0]], [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
-    assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [0], [[0]]), now=0.0) == [0]
+    assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [0], [pack_ids([0])]), now=0.0) == [0]
     batch = end.take(key, 0, max_bytes=2**20, now=0.0)
     assert batch is not None
     assert end.next_deadline() == 5.0

@@ -17,6 +17,7 @@ from support.fake_engine import VOCAB, FakeRunner, FakeWire, generate
 from support.node_pair import core_parts
 
 from common.base.clock import MockClock
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -191,9 +192,15 @@ class Room(RuleBasedStateMachine):
         )
         sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
         source = None if local else P_REF
-        self.to_d.append(FromClient(ROUTER, DecodeRequest(key, EngineRequest(prompt, sampling), [], source, 600.0)))
+        self.to_d.append(
+            FromClient(ROUTER, DecodeRequest(key, EngineRequest(pack_ids(prompt), sampling), pack_ids(), source, 600.0))
+        )
         if not local:
-            self.to_p.append(FromClient(ROUTER, PrefillRequest(key, EngineRequest(prompt, sampling), [], D_REF, 600.0)))
+            self.to_p.append(
+                FromClient(
+                    ROUTER, PrefillRequest(key, EngineRequest(pack_ids(prompt), sampling), pack_ids(), D_REF, 600.0)
+                )
+            )
 
     @rule(count=st.integers(1, 6))
     def prefill_takes_events(self, count: int) -> None:

@@ -8,6 +8,7 @@ from support.fake_engine import VOCAB, FakeRunner, FakeWire
 from support.grammars import FakeGrammars
 
 from common.base.clock import Clock, MockClock
+from common.control.ids import pack_ids
 from common.control.messages import (
     AttemptKey,
     DecodeRequest,
@@ -121,9 +122,9 @@ class Pair:
         **sampling: Any,
     ) -> None:
         params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
-        asked = EngineRequest(prompt, params)
-        self.d.handle(FromClient(router, DecodeRequest(key, asked, [], P_REF, 600.0)))
-        self.p.handle(FromClient(router, PrefillRequest(key, asked, [], D_REF, 600.0)))
+        asked = EngineRequest(pack_ids(prompt), params)
+        self.d.handle(FromClient(router, DecodeRequest(key, asked, pack_ids(), P_REF, 600.0)))
+        self.p.handle(FromClient(router, PrefillRequest(key, asked, pack_ids(), D_REF, 600.0)))
 
     def step_prefill(self) -> None:
         self.p.step()

@@ -11,6 +11,7 @@ from typing import Any
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.plan import Plan
 from common.engine.runner import LaunchedStep, ModelRunner
@@ -60,7 +61,9 @@ def sequences() -> list[Sequence]:
     for n in range(12):
         prompt = [draw.randrange(3, VOCAB - 3) for _ in range(draw.randrange(1, 30))]
         params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(40, 70), **kinds[n % len(kinds)]})
-        made.append(Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, params), list(prompt), root_hash("f"), 0.0))
+        made.append(
+            Sequence(AttemptKey(f"r{n}", 1), EngineRequest(pack_ids(prompt), params), list(prompt), root_hash("f"), 0.0)
+        )
     return made
 
 

@@ -13,6 +13,7 @@ from support.kv_words import plane_words, word_of
 
 from common.base.clock import Clock, monotonic
 from common.base.hashing import hash_blocks, root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,
@@ -185,7 +186,9 @@ class Transfer:
     def grant(self, dst: PeerRef | None = None) -> None:
         for rank in self.cluster.senders:
             rank.end.grant(
-                Grant(self.key, dst or self.cluster.dst, self.cluster.dst_layout, [self.held], [self.dst_blocks])
+                Grant(
+                    self.key, dst or self.cluster.dst, self.cluster.dst_layout, [self.held], [pack_ids(self.dst_blocks)]
+                )
             )
 
     def final(self, num_blocks: int | None = None, layers: range | None = None) -> None:

@@ -9,6 +9,7 @@ from support.host_device import HostDevice
 from support.transfer_harness import layout
 
 from common.base.clock import Clock, monotonic
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     IncomingTransfer,
@@ -67,4 +68,4 @@ def outgoing() -> OutgoingTransfer:
 
 
 def grant_of(address: str, kv: KVLayout = KV) -> Grant:
-    return Grant(KEY, PeerRef("d", "dst-1", "", [address]), kv, [0], [IDS])
+    return Grant(KEY, PeerRef("d", "dst-1", "", [address]), kv, [0], [pack_ids(IDS)])

@@ -112,7 +112,7 @@ def request_body(job: Job, model: str) -> dict[str, Any]:
         "seed": engine.sampling.seed,
         "max_tokens": engine.sampling.max_tokens,
         "model": model,
-        "prompt": engine.prompt_ids,
+        "prompt": engine.prompt_ids.tolist(),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }

@@ -180,7 +180,7 @@ class LLM:
             task = progress.add_task("prompts", total=len(jobs), speed="")
             for index, answers in ended:
                 job, tokenizer = jobs[index], engine.model.tokenizer
-                prompt_ids = job.request.engine.prompt_ids
+                prompt_ids = job.request.engine.prompt_ids.tolist()
                 outputs[index] = RequestOutput(
                     request_id=str(next(self._ids)),
                     prompt=job.prompt,

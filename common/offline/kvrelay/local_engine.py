@@ -11,6 +11,7 @@ from dataclasses import replace
 from common.base.errors import EngineError, from_code
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, Message, TokenBatch, TokenChunk
 from common.kernels.native.build import build_library
 from common.node.before_torch import COMPILE_S
@@ -71,7 +72,7 @@ class LocalEngine:
     def _send(self, prompt: _Prompt, number: int, running: _Running) -> None:
         key = AttemptKey(f"offline-{next(self._ids)}", 1)
         running[key] = prompt, number
-        self._node.send(DecodeRequest(key, prompt.samples[number].engine, [], None, math.inf))
+        self._node.send(DecodeRequest(key, prompt.samples[number].engine, pack_ids(), None, math.inf))
 
     def _take_news(self, running: _Running) -> list[_Prompt]:
         """Wait for the next message. Samples that it ends leave `running`; returns the prompts that it completes."""

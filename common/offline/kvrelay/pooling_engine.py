@@ -62,7 +62,7 @@ class PoolingEngine:
         works = [embedding_work(body, self.model, Caller(), per_token=per_token) for body in bodies]
         for work in works:
             for each, vector in zip(work.inputs, self._pool(work), strict=True):
-                yield each.token_ids, vector, work.width
+                yield each.token_ids.tolist(), vector, work.width
 
     def scores(self, text_1: str | list[str], text_2: str | list[str], options: Mapping[str, Any]) -> list[float]:
         """The score of each pair. `options`: further fields of `/v1/score`. Raises: BadRequest."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from starlette.types import Scope
 
 from common.base.errors import BadRequest
+from common.control.ids import Ids, pack_ids
 from common.control.messages import EngineRequest, Grammar
 from router.http.client import client_of
 from router.http.openai.chat_grammar import chat_grammar
@@ -135,7 +136,9 @@ def completion_generation(
     kept = generation.engine.prompt_ids
     if isinstance(prompt, str) and len(kept) == len(prompt_ids):
         return replace(generation, echo=prompt)
-    return replace(generation, echo=model.tokenizer.decode(kept, skip_special_tokens=generation.skip_special_tokens))
+    return replace(
+        generation, echo=model.tokenizer.decode(kept.tolist(), skip_special_tokens=generation.skip_special_tokens)
+    )
 
 
 def _fill_in_the_middle(body: CompletionRequest, model: ServedModel, prompt: str, suffix: str) -> list[int]:
@@ -204,7 +207,7 @@ def _generation_request(
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        EngineRequest(prompt_ids, sampling, given["cache_salt"] or "", caller.priority, model.adapter),
+        EngineRequest(pack_ids(prompt_ids), sampling, given["cache_salt"] or "", caller.priority, model.adapter),
         stop=tuple(given["stop"]),
         client_stop_ids=frozenset(given["stop_token_ids"] or ()),
         include_stop=bool(given["include_stop_str_in_output"]),
@@ -226,5 +229,6 @@ def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int)
     return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
 
 
-def _bad_words(body: CompletionRequestBase, model: ServedModel) -> list[list[int]]:
-    return bad_word_ids(body.bad_words or (), partial(model.tokenizer.encode, add_special_tokens=False))
+def _bad_words(body: CompletionRequestBase, model: ServedModel) -> list[Ids]:
+    encode = partial(model.tokenizer.encode, add_special_tokens=False)
+    return list(map(pack_ids, bad_word_ids(body.bad_words or (), encode)))

@@ -27,7 +27,7 @@ class ChatFormat(BaseFormat):
     def opening(self, generation: Generation, index: int) -> list[Json]:
         chunk = self.chunk(self._choice(index, {"role": "assistant", "content": generation.request.echo}))
         if self.options.with_token_ids:
-            chunk["prompt_token_ids"] = generation.request.engine.prompt_ids
+            chunk["prompt_token_ids"] = generation.request.engine.prompt_ids.tolist()
         return [chunk]
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
@@ -74,8 +74,10 @@ class ChatFormat(BaseFormat):
             "choices": choices,
             "usage": usage(generations, self.options.samples),
             "prompt_logprobs": None,
-            "prompt_token_ids": generations[0].request.engine.prompt_ids if self.options.with_token_ids else None,
+            "prompt_token_ids": None,
         }
+        if self.options.with_token_ids:
+            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids.tolist()
         return body
 
     def _parsed(self, text: str, index: int) -> ParsedDelta:

@@ -28,11 +28,12 @@ class CompletionFormat(BaseFormat):
         self._single = num_choices == 1
 
     def opening(self, generation: Generation, index: int) -> Iterator[Json]:
-        options, ids = self.options, generation.request.engine.prompt_ids
+        options = self.options
         if not (options.with_token_ids or options.echo):
             return
         chunk = self.chunk(self._choice(index, generation.request.echo))
         if options.with_token_ids:
+            ids = generation.request.engine.prompt_ids.tolist()
             chunk["choices"][0] |= {"prompt_token_ids": ids, "token_ids": []}
             if self._single:
                 chunk["prompt_token_ids"] = ids
@@ -84,11 +85,14 @@ class CompletionFormat(BaseFormat):
                 "token_ids": None,
             }
             if self.options.with_token_ids:
-                choice |= {"prompt_token_ids": generation.request.engine.prompt_ids, "token_ids": all_ids(parts)}
+                choice |= {
+                    "prompt_token_ids": generation.request.engine.prompt_ids.tolist(),
+                    "token_ids": all_ids(parts),
+                }
             choices.append(choice)
         body: Json = {**self._head, "choices": choices, "usage": usage(generations, self.options.samples)}
         if self.options.with_token_ids and self._single:
-            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
+            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids.tolist()
         return body
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 
 from common.base.errors import BadRequest
+from common.control.ids import Ids, pack_ids
 from common.control.messages import SamplingParams
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -18,7 +19,7 @@ def sampling_params(
     *,
     max_tokens: int,
     eos_token_ids: frozenset[int],
-    bad_words: list[list[int]],
+    bad_words: list[Ids],
     defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
     """The sampling parameters of a request; `defaults` for fields left out. Draws a seed if the request has none.
@@ -50,7 +51,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=body.num_logprobs,
-        allowed_token_ids=given["allowed_token_ids"] or [],
+        allowed_token_ids=pack_ids(given["allowed_token_ids"] or ()),
         bad_words=bad_words,
         prompt_logprobs=body.num_prompt_logprobs,
     )

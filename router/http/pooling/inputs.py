@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.base.errors import BadRequest
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput
 from router.http.openai.build_request import Caller
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
@@ -114,7 +115,7 @@ def _checked(
                 "this model's own tokenizer; or send texts",
                 param=param,
             )
-    return [PoolInput(ids) for ids in found]
+    return [PoolInput(pack_ids(ids)) for ids in found]
 
 
 def _too_long(model: ServedModel, index: int, tokens: str, param: str) -> BadRequest:
@@ -159,7 +160,7 @@ def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: C
                 raise _too_long(model, len(inputs), str(len(ids)), param)
             if not ids:
                 raise BadRequest(f"pair {len(inputs)} is empty", param=param)
-            inputs.append(PoolInput(ids, second_at))
+            inputs.append(PoolInput(pack_ids(ids), second_at))
     return PoolWork(model.base, inputs, 1, tenant=caller.tenant, priority=caller.priority)
 
 

@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 from support.fake_engine import generate
 from support.node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -60,7 +61,11 @@ def test_an_aborted_destination_is_not_reused_before_its_writer_has_stopped() ->
     assert pair.d.scheduler.pool.num_used == 3
     other = list(range(500, 540))
     params = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("r2", 1), EngineRequest(other, params), [], None, 600.0)))
+    pair.d.handle(
+        FromClient(
+            ROUTER, DecodeRequest(AttemptKey("r2", 1), EngineRequest(pack_ids(other), params), pack_ids(), None, 600.0)
+        )
+    )
     pair.step_decode()
     assert pair.d.scheduler.running == {}, "there is no room until the writer is done"
     del pair.wire.incoming[KEY]
@@ -161,7 +166,7 @@ def test_a_prefill_node_that_restarted_is_somebody_else() -> None:
     assert not pair.d.attempts
     # And a grant of a decode node that restarted is no grant.
     reborn_decode = PeerRef(D_REF.node_id, "d2", D_REF.control_address, [])
-    pair.p.handle(FromPeer("d2", Grant(KEY, reborn_decode, LAYOUT, [0], [[0, 1, 2]])))
+    pair.p.handle(FromPeer("d2", Grant(KEY, reborn_decode, LAYOUT, [0], [pack_ids([0, 1, 2])])))
     assert not pair.wire.grants
 
 
@@ -231,7 +236,9 @@ def test_a_prefix_is_found_by_its_own_tenant_only() -> None:
     params = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
     cached: dict[str, int] = {}
     for name, salt in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("none", "")):
-        request = PrefillRequest(AttemptKey(name, 1), EngineRequest(PROMPT, params, salt), [], D_REF, 600.0)
+        request = PrefillRequest(
+            AttemptKey(name, 1), EngineRequest(pack_ids(PROMPT), params, salt), pack_ids(), D_REF, 600.0
+        )
         pair.p.handle(FromClient(ROUTER, request))
         for _ in range(6):
             pair.step_prefill()

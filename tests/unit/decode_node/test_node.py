@@ -13,6 +13,7 @@ from support.fake_engine import generate
 from support.node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
 from common.base.errors import TransferAborted
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -71,11 +72,15 @@ def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch()
 def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
     pair = Pair()
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(PROMPT, params), [], D_REF, 600.0)))
+    pair.p.handle(
+        FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(pack_ids(PROMPT), params), pack_ids(), D_REF, 600.0))
+    )
     pair.step_prefill()
     pair.to_decode()
     assert not pair.d.attempts
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(KEY, EngineRequest(PROMPT, params), [], P_REF, 600.0)))
+    pair.d.handle(
+        FromClient(ROUTER, DecodeRequest(KEY, EngineRequest(pack_ids(PROMPT), params), pack_ids(), P_REF, 600.0))
+    )
     pair.run()
     assert pair.tokens() == generate(PROMPT, 3)
     pair.assert_whole()
@@ -84,7 +89,9 @@ def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
 def test_offer_nobody_asked_for_is_refused_after_a_while_and_frees_the_prefill_node() -> None:
     pair = Pair()
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(PROMPT, params), [], D_REF, 600.0)))
+    pair.p.handle(
+        FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(pack_ids(PROMPT), params), pack_ids(), D_REF, 600.0))
+    )
     pair.step_prefill()
     pair.to_decode()
     pair.clock.advance(4.0)
@@ -125,7 +132,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come_the_other_way(
             pair.request(AttemptKey(name, 1), prompt, 10)
             return
         params = SamplingParams(seed=0, max_tokens=10, temperature=0.0)
-        asked = DecodeRequest(AttemptKey(name, 1), EngineRequest(prompt, params), [], None, 600.0)
+        asked = DecodeRequest(AttemptKey(name, 1), EngineRequest(pack_ids(prompt), params), pack_ids(), None, 600.0)
         pair.d.handle(FromClient(ROUTER, asked))
 
     for turn in range(100):
@@ -348,10 +355,10 @@ def test_a_transfer_that_was_given_up_does_not_fail_any_more(end: Message, monke
 def test_later_attempt_continues_after_the_tokens_of_the_first() -> None:
     pair = Pair()
     answer = generate(PROMPT, 10)
-    asked = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=10, temperature=0.0))
+    asked = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=10, temperature=0.0))
     second = AttemptKey("r", 2)
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(second, asked, answer[:4], P_REF, 600.0)))
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(second, asked, answer[:4], D_REF, 600.0)))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(second, asked, pack_ids(answer[:4]), P_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(second, asked, pack_ids(answer[:4]), D_REF, 600.0)))
     pair.run()
     assert pair.tokens(second) == answer[4:], "max_tokens counts over all attempts"
     pair.assert_whole()

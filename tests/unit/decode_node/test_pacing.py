@@ -6,6 +6,7 @@ import pytest
 from support.fake_engine import generate
 from support.node_pair import KEY, P_REF, PROMPT, ROUTER, Pair
 
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, SamplingParams
 from common.engine.step import StepInput, StepOutput
 from common.node.events import FromClient
@@ -30,8 +31,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     pair.request(max_tokens=20)
     while pair.d.attempts[KEY].phase is not Phase.ACTIVE:
         pair.run(1)
-    request = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=5, temperature=0.0))
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(LATER, request, [], P_REF, 600.0)))
+    request = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=5, temperature=0.0))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(LATER, request, pack_ids(), P_REF, 600.0)))
     pair.step_decode()
     return pair
 
@@ -47,8 +48,8 @@ def test_a_step_waits_for_the_end_of_the_rest(pair: Pair) -> None:
 
 def test_a_prompt_of_its_own_ends_the_rest(pair: Pair) -> None:
     assert pair.d.rests_until_s > pair.clock()
-    request = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=5, temperature=0.0))
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("own", 1), request, [], None, 600.0)))
+    request = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=5, temperature=0.0))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("own", 1), request, pack_ids(), None, 600.0)))
     assert pair.d.step()
 
 

@@ -16,7 +16,7 @@ def model() -> ServedModel:
 
 
 def ids(model: ServedModel, prompts: Any) -> list[list[int]]:
-    return [job.request.engine.prompt_ids for job in generate_jobs(model, prompts, None)]
+    return [job.request.engine.prompt_ids.tolist() for job in generate_jobs(model, prompts, None)]
 
 
 def test_every_form_of_a_prompt_is_taken(model: ServedModel) -> None:
@@ -48,7 +48,7 @@ def test_conversations_are_rendered_by_the_models_template(model: ServedModel) -
     assert first.prompt == second.prompt
     assert one.prompt.startswith(first.prompt or "?")
     assert len(one.prompt) > len(first.prompt or "")
-    assert one.request.engine.prompt_ids == model.tokenizer.encode(one.prompt, add_special_tokens=False)
+    assert one.request.engine.prompt_ids.tolist() == model.tokenizer.encode(one.prompt, add_special_tokens=False)
 
 
 def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:

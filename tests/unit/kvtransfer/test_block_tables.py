@@ -7,6 +7,7 @@ import pytest
 
 from common.base.errors import TransferError
 from common.base.hashing import HASH_BYTES
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer
 from common.kv.rank_layout import KVLayout
@@ -46,7 +47,13 @@ def transfer(source: list[list[int]] | None = None) -> OutgoingTransfer:
 
 
 def grant(layout: KVLayout, first_blocks: list[int], blocks: list[list[int]]) -> Grant:
-    return Grant(KEY, PeerRef("d", "d1", "", [str(r) for r in range(layout.world_size)]), layout, first_blocks, blocks)
+    return Grant(
+        KEY,
+        PeerRef("d", "d1", "", [str(r) for r in range(layout.world_size)]),
+        layout,
+        first_blocks,
+        list(map(pack_ids, blocks)),
+    )
 
 
 @pytest.mark.parametrize("first_blocks", [[0, 3, 3], [4, 3, 5], [7, 4, 3], [7, 7, 7]])

@@ -10,6 +10,7 @@ import pytest
 from support.transfer_harness import layout
 
 from common.base.errors import CorruptSlice, PeerLost, TransferError
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,
@@ -44,7 +45,7 @@ def test_leader_adds_up_what_all_ranks_sent() -> None:
     sender = NodeSender(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
     for _ in range(2):
         sender.open(OUTGOING)
-        sender.grant(Grant(KEY, PEER, layout(tp=2), [0], [[0]]))
+        sender.grant(Grant(KEY, PEER, layout(tp=2), [0], [pack_ids([0])]))
         for rank, transport in enumerate(("shm", "zmq")):
             moved = Traffic(rank, rank, transport, f"why {rank}", 100 + rank)
             sender.on_event(SourceReleased(KEY, 100 + rank, traffic=(moved,)))

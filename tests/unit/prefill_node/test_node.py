@@ -12,6 +12,7 @@ from support.fake_engine import generate, scored_prompt
 from support.node_pair import D_REF, KEY, LAYOUT, PROMPT, ROUTER, Pair
 
 from common.base.errors import PeerLost, TransferAborted, TransferTimedOut
+from common.control.ids import pack_ids
 from common.control.messages import (
     AttemptFailed,
     AttemptKey,
@@ -51,7 +52,10 @@ def test_prompt_that_the_decode_node_holds_whole_is_still_computed_to_its_first_
     prompt = list(range(48))
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
     pair.d.handle(
-        FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), EngineRequest(prompt, params), [], None, 600.0))
+        FromClient(
+            ROUTER,
+            DecodeRequest(AttemptKey("local", 1), EngineRequest(pack_ids(prompt), params), pack_ids(), None, 600.0),
+        )
     )
     pair.run()
     pair.request(prompt=prompt)
@@ -136,7 +140,7 @@ def test_grant_of_an_older_incarnation_is_ignored() -> None:
     pair = Pair()
     pair.request()
     pair.step_prefill()
-    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, [0], [[0, 1, 2]])
+    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, [0], [pack_ids([0, 1, 2])])
     pair.p.handle(FromPeer("d0", grant))
     assert not pair.wire.grants
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from common.base.clock import MockClock
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, EngineRequest, SamplingParams
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.node.events import ClientLost, FromClient, OutgoingMessage, SendBuffer
@@ -40,7 +41,7 @@ class Bench:
 
     def ask(self, name: str, *lengths: int, identity: bytes = ROUTER, timeout_s: float = 60.0) -> AttemptKey:
         key = AttemptKey(name, 1)
-        inputs = [PoolInput([1] * length) for length in lengths]
+        inputs = [PoolInput(pack_ids([1] * length)) for length in lengths]
         self.core.handle(FromClient(identity, PoolRequest(key, inputs, timeout_s=timeout_s)))
         return key
 
@@ -71,10 +72,9 @@ def test_inputs_of_several_requests_share_steps_of_bounded_size_and_come_back_in
     ("inputs", "why"),
     [
         ([], "needs inputs"),
-        ([PoolInput([])], "has 0 tokens, not 1 to 8"),
-        ([PoolInput([1] * 9)], "has 9 tokens, not 1 to 8"),
-        ([PoolInput([1]), PoolInput([100])], "outside the vocabulary of 100"),
-        ([PoolInput([-1])], "outside the vocabulary of 100"),
+        ([PoolInput(pack_ids())], "has 0 tokens, not 1 to 8"),
+        ([PoolInput(pack_ids([1] * 9))], "has 9 tokens, not 1 to 8"),
+        ([PoolInput(pack_ids([1])), PoolInput(pack_ids([100]))], "outside the vocabulary of 100"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_whole(inputs: list[PoolInput], why: str) -> None:
@@ -91,8 +91,8 @@ def test_a_full_node_and_a_request_to_generate_are_refused() -> None:
     bench = Bench(max_accepted=1)
     bench.ask("a", 1)
     bench.ask("b", 1)
-    request = EngineRequest([1], SamplingParams(seed=0, max_tokens=1))
-    bench.core.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("c", 1), request, [], None, 1.0)))
+    request = EngineRequest(pack_ids([1]), SamplingParams(seed=0, max_tokens=1))
+    bench.core.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("c", 1), request, pack_ids(), None, 1.0)))
     answers = bench.run()
     assert [(each.key.request_id, getattr(each, "code", "")) for each in answers] == [
         ("b", "overloaded"),

@@ -13,6 +13,7 @@ from support.oracle import make_tiny
 from support.tiny_engine import answers
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.plan import Plan
 from common.engine.sampling.base import Sampler
@@ -29,7 +30,7 @@ PROMPT = list(range(20))
 
 def sequence(name: str = "a", **params: Any) -> Sequence:
     sampling = SamplingParams(**{"seed": 1, "max_tokens": 30, "temperature": 0.0, **params})
-    return Sequence(AttemptKey(name, 1), EngineRequest(PROMPT, sampling), list(PROMPT), root_hash("f"), 0.0)
+    return Sequence(AttemptKey(name, 1), EngineRequest(pack_ids(PROMPT), sampling), list(PROMPT), root_hash("f"), 0.0)
 
 
 def start(scheduler: Scheduler) -> Plan:
@@ -125,7 +126,9 @@ def test_known_tokens_as_drafts_give_the_tokens_of_plain_decoding(seed: int) -> 
         prompt = [n, *(draw.randrange(VOCAB) for _ in range(draw.randrange(30)))]
         sampling = SamplingParams(seed=1, max_tokens=draw.randrange(1, 60), temperature=0.0)
         seqs.append(
-            Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, sampling), list(prompt), root_hash("f"), 0.0)
+            Sequence(
+                AttemptKey(f"r{n}", 1), EngineRequest(pack_ids(prompt), sampling), list(prompt), root_hash("f"), 0.0
+            )
         )
         scheduler.add(seqs[-1])
     want = {seq.key: generate(seq.request.prompt_ids, seq.sampling.max_tokens) for seq in seqs}

@@ -10,6 +10,7 @@ from support.oracle import TINY, make_tiny
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenLogprobs
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -59,7 +60,7 @@ def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tupl
     """An attempt that continues after `known`, on a pool that holds nothing yet."""
     scheduler = Scheduler(SchedulerConfig(512, 8, 64, 16), BlockPool(NUM_BLOCKS))
     key = AttemptKey("r", 1)
-    seq = Sequence(key, EngineRequest(PROMPT, sampling), PROMPT + known, root_hash("f"), 0.0)
+    seq = Sequence(key, EngineRequest(pack_ids(PROMPT), sampling), PROMPT + known, root_hash("f"), 0.0)
     scheduler.add(seq)
     logprobs: list[TokenLogprobs] = []
     while (plan := scheduler.schedule()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import KVAllocator, first_kept, first_seen
 from common.engine.plan import Plan
@@ -18,7 +19,7 @@ WINDOW = 64
 
 def sequence(tokens: list[int], max_tokens: int = 1, name: str = "r") -> Sequence:
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    return Sequence(AttemptKey(name, 1), EngineRequest(tokens, sampling), list(tokens), root_hash("m"), 0.0)
+    return Sequence(AttemptKey(name, 1), EngineRequest(pack_ids(tokens), sampling), list(tokens), root_hash("m"), 0.0)
 
 
 def hashes_of(tokens: list[int]) -> list[bytes]:

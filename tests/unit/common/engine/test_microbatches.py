@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -21,7 +22,7 @@ def sequence(name: int, tokens: int, max_tokens: int = 1000) -> Sequence:
     prompt = [name, *range(1, tokens)]  # no two share a prefix
     return Sequence(
         key=AttemptKey(f"r{name}", 1),
-        request=EngineRequest(prompt, SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0)),
+        request=EngineRequest(pack_ids(prompt), SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0)),
         token_ids=list(prompt),
         root=root_hash("model"),
         arrival_s=0.0,

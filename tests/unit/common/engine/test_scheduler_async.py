@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -26,7 +27,12 @@ def sequence(name: str, tokens: int, *, relays: bool = False, **params: Any) -> 
     prompt = [ord(name), *range(1, tokens)]
     key = AttemptKey(name, 1)
     return Sequence(
-        key, EngineRequest(prompt, SamplingParams(**sampling)), list(prompt), root_hash("m"), 0.0, relays=relays
+        key,
+        EngineRequest(pack_ids(prompt), SamplingParams(**sampling)),
+        list(prompt),
+        root_hash("m"),
+        0.0,
+        relays=relays,
     )
 
 

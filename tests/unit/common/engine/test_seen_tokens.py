@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.seen_tokens import TokenCounter, with_token
 from common.engine.sequence import Sequence
@@ -16,7 +17,9 @@ from common.node.ranks.messages import MAX_ORDER_BYTES, RankCodec
 
 def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence:
     sampling = SamplingParams(**{"seed": 3, "max_tokens": 500, **params})
-    return Sequence(AttemptKey("r", 1), EngineRequest(prompt, sampling), prompt + generated, root_hash("f"), 0.0)
+    return Sequence(
+        AttemptKey("r", 1), EngineRequest(pack_ids(prompt), sampling), prompt + generated, root_hash("f"), 0.0
+    )
 
 
 def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.engine.token_constraints import both, completed_by, mask_of
@@ -32,7 +33,9 @@ def test_two_masks_allow_what_both_allow() -> None:
 
 def sequence(prompt: list[int], generated: list[int], **params: object) -> Sequence:
     sampling = SamplingParams(seed=0, max_tokens=99)._replace(**params)
-    return Sequence(AttemptKey("r", 1), EngineRequest(prompt, sampling), prompt + generated, root_hash("m"), 0.0)
+    return Sequence(
+        AttemptKey("r", 1), EngineRequest(pack_ids(prompt), sampling), prompt + generated, root_hash("m"), 0.0
+    )
 
 
 def test_a_word_is_completed_only_by_generated_tokens_and_drafts() -> None:
@@ -62,7 +65,7 @@ def test_banned_tokens_are_those_of_the_whole_history() -> None:
 def test_ranks_get_masks_and_bans_instead_of_the_lists() -> None:
     seq = sequence([1], [2], allowed_token_ids=[4, 5], bad_words=[[4], [1, 2]], min_tokens=3)
     assert bits(seq.mask or b"", 99) == {4, 5}
-    assert seq.draw_params == seq.sampling._replace(allowed_token_ids=[], bad_words=[])
+    assert seq.draw_params == seq.sampling._replace(allowed_token_ids=pack_ids(), bad_words=[])
     assert seq.needs_known_tokens
     assert not sequence([1], [2], bad_words=[[4]]).needs_known_tokens
     plain = sequence([1], [2])

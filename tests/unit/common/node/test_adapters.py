@@ -9,6 +9,7 @@ from support.fake_adapters import FakeLoader, source
 from support.node_pair import D_REF, KEY, P_REF, PROMPT, ROUTER, Pair
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import (
     Adapter,
     AttemptFailed,
@@ -36,9 +37,9 @@ def a_pair() -> tuple[Pair, FakeLoader, FakeLoader]:
 
 
 def send(pair: Pair, adapter: Adapter, key: AttemptKey = KEY) -> None:
-    asked = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=3, temperature=0.0), adapter=adapter)
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(key, asked, [], P_REF, 600.0)))
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(key, asked, [], D_REF, 600.0)))
+    asked = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=3, temperature=0.0), adapter=adapter)
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(key, asked, pack_ids(), P_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(key, asked, pack_ids(), D_REF, 600.0)))
 
 
 def test_a_request_waits_for_its_adapter_beside_the_batch_and_steps_then_name_it() -> None:
@@ -84,7 +85,7 @@ def test_a_thousand_prompts_over_eight_adapters_hit_only_blocks_of_the_same_adap
     seen: set[tuple[int, str]] = set()
     for number in range(1000):
         index, adapter = draw.randrange(3), Adapter(f"a{draw.randrange(8)}", "old" if number < 500 else "new")
-        request = EngineRequest(prompts[index], SamplingParams(seed=0, max_tokens=1), adapter=adapter)
+        request = EngineRequest(pack_ids(prompts[index]), SamplingParams(seed=0, max_tokens=1), adapter=adapter)
         root = root_hash("f", lora_id=request.lora_id)
         seq = Sequence(AttemptKey(str(number), 1), request, list(prompts[index]), root, 0.0)
         scheduler.add(seq)
@@ -100,7 +101,7 @@ def test_a_thousand_prompts_over_eight_adapters_hit_only_blocks_of_the_same_adap
 def test_rows_of_one_adapter_are_neighbours_in_a_step(ids: list[int]) -> None:
     scheduler = Scheduler(SchedulerConfig(256, 8, 256, 256), BlockPool(64))
     for number, adapter_id in enumerate(ids):
-        request = EngineRequest([5] * 9, SamplingParams(seed=0, max_tokens=4))
+        request = EngineRequest(pack_ids([5] * 9), SamplingParams(seed=0, max_tokens=4))
         seq = Sequence(AttemptKey(str(number), 1), request, [5] * 9, root_hash(str(number)), 0.0)
         seq.adapter_id = adapter_id
         scheduler.add(seq)

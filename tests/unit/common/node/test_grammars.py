@@ -6,6 +6,7 @@ import pytest
 from support.grammars import EOS, constrained, json_grammar
 from support.node_pair import KEY, PROMPT, ROUTER, Pair
 
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -58,7 +59,7 @@ def test_an_answer_of_one_token_ends_at_the_prefill_node() -> None:
 def test_a_later_attempt_continues_in_the_grammar(length: int) -> None:
     pair, answer = Pair(), expected()
     params = SamplingParams(0, LIMIT, temperature=0.0, stop_token_ids=[EOS], grammar=GRAMMAR)
-    request = DecodeRequest(KEY, EngineRequest(PROMPT, params), answer[:length], None, 600.0)
+    request = DecodeRequest(KEY, EngineRequest(pack_ids(PROMPT), params), pack_ids(answer[:length]), None, 600.0)
     pair.d.handle(FromClient(ROUTER, request))
     pair.run()
     assert pair.tokens() == answer[length:]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.base.errors import BadRequest
+from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, SamplingParams
 from common.node.request_checks import check_request
 
@@ -16,8 +17,8 @@ GOOD = SamplingParams(seed=2**64 - 1, max_tokens=1, logprobs=VOCAB, prompt_logpr
 
 
 def check(sampling: SamplingParams = GOOD, prompt: list[int] | None = None, generated: list[int] | None = None) -> None:
-    request = EngineRequest([0, 99] if prompt is None else prompt, sampling)
-    check_request(request, request.prompt_ids + (generated or []), VOCAB)
+    request = EngineRequest(pack_ids([0, 99] if prompt is None else prompt), sampling)
+    check_request(request, [*request.prompt_ids, *(generated or [])], VOCAB)
 
 
 def test_the_edges_of_every_range_are_accepted() -> None:
@@ -45,6 +46,7 @@ def test_the_edges_of_every_range_are_accepted() -> None:
         {"repetition_penalty": math.nan},
         {"logprobs": -1},
         {"logprobs": VOCAB + 1},
+        {"prompt_logprobs": 2**20},
         {"prompt_logprobs": -1},
         {"logit_bias": [(VOCAB, 1.0)]},
         {"logit_bias": [(-1, 1.0)]},
@@ -61,7 +63,7 @@ def test_a_parameter_out_of_range_is_named(wrong: dict[str, Any]) -> None:
         check(GOOD._replace(**wrong))
 
 
-@pytest.mark.parametrize(("prompt", "generated"), [([], []), ([-1], []), ([VOCAB], []), ([1], [VOCAB]), ([1], [-1])])
+@pytest.mark.parametrize(("prompt", "generated"), [([], []), ([VOCAB], []), ([1], [VOCAB]), ([1], [-1])])
 def test_tokens_outside_the_vocabulary_and_empty_prompts_are_refused(prompt: list[int], generated: list[int]) -> None:
     with pytest.raises(BadRequest):
         check(prompt=prompt, generated=generated)

@@ -6,6 +6,7 @@ import pytest
 from support.node_pair import ROUTER, Pair
 
 from common.base.hashing import BLOCK_SIZE, root_hash
+from common.control.ids import pack_ids
 from common.control.messages import (
     AttemptFailed,
     AttemptKey,
@@ -27,7 +28,11 @@ def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arr
     ids = [first] * tokens
     sampling = SamplingParams(seed=0, max_tokens=4)
     return Sequence(
-        AttemptKey(name, 1), EngineRequest(ids, sampling, priority=priority), list(ids), root_hash("m"), arrival_s
+        AttemptKey(name, 1),
+        EngineRequest(pack_ids(ids), sampling, priority=priority),
+        list(ids),
+        root_hash("m"),
+        arrival_s,
     )
 
 
@@ -160,7 +165,10 @@ def test_a_prompt_counts_as_queued_until_it_is_computed_on_either_node() -> None
     pair.request()
     pair.d.handle(
         FromClient(
-            ROUTER, DecodeRequest(AttemptKey("local", 1), EngineRequest(list(range(500, 540)), params), [], None, 60.0)
+            ROUTER,
+            DecodeRequest(
+                AttemptKey("local", 1), EngineRequest(pack_ids(list(range(500, 540))), params), pack_ids(), None, 60.0
+            ),
         )
     )
     for node in (pair.p, pair.d):

@@ -33,6 +33,7 @@ from support.transport_processes import (
 
 from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,
@@ -156,7 +157,7 @@ def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, tran
         src = PeerRef("p", "src-1", "", [])
         other.open(IncomingTransfer(second, src, BIG, [IDS], HASHES, [0], 60.0))
         sender.open(OutgoingTransfer(second, "src-1", [IDS], [0], HASHES, 32, 60.0, final_blocks=BLOCKS))
-        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, [0], [IDS]))
+        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, [0], [pack_ids(IDS)]))
         assert isinstance(other_recorder.wait(second, (Received, ReceiveFailed)), Received)
     finally:
         sender.close()

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.disconnects import DisconnectListener
+from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.http.answer import Answer
 from router.http.format import FormatOptions
@@ -45,7 +46,10 @@ def no_collector() -> Iterator[None]:
 
 
 def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Answer:
-    answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
+    answer, request = (
+        Answer(),
+        GenerationRequest(EngineRequest(pack_ids([0] * 100), SamplingParams(seed=0, max_tokens=2))),
+    )
     answer.generations = dispatcher.submit("m", name, [request], PIECES, answer.on_news)
     answer.watch(client)
     return answer
@@ -134,7 +138,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
     async def main() -> None:
         answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
         for _ in range(2):
-            request = GenerationRequest(EngineRequest([0], SamplingParams(seed=0, max_tokens=tokens)))
+            request = GenerationRequest(EngineRequest(pack_ids([0]), SamplingParams(seed=0, max_tokens=tokens)))
             state = SimpleNamespace(stories=Stories())
             generation = Generation(
                 "r", request, PIECES, cast("Any", state), max_attempts=1, deadline_s=1.0, on_news=answer.on_news

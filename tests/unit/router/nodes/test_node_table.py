@@ -12,6 +12,7 @@ from support.stub_node import StubNode
 from common.base.clock import MockClock
 from common.base.errors import Unavailable
 from common.control import links
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Message, SamplingParams
 from common.kv.spec import KVSpec
 from router.nodes.node_table import NodeTable
@@ -54,7 +55,11 @@ def play(scene: Callable[[View, StubNode], Awaitable[None]]) -> None:
 
 def ask(number: int) -> DecodeRequest:
     return DecodeRequest(
-        AttemptKey(f"r{number}", 1), EngineRequest([1] * 100, SamplingParams(seed=0, max_tokens=9)), [], None, 9.0
+        AttemptKey(f"r{number}", 1),
+        EngineRequest(pack_ids([1] * 100), SamplingParams(seed=0, max_tokens=9)),
+        pack_ids(),
+        None,
+        9.0,
     )
 
 

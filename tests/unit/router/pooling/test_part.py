@@ -12,6 +12,7 @@ from support.stub_pooling import pooled
 
 from common.base.errors import DeadlineExceeded, EngineError, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput, PoolRequest
 from router.policy import Fleet
 from router.pooling.call import PoolCall
@@ -49,7 +50,7 @@ def play(
 
 
 def work(count: int = 3, length: int = 5) -> PoolWork:
-    inputs = [PoolInput([(7 * index + place) % 300 for place in range(length)]) for index in range(count)]
+    inputs = [PoolInput(pack_ids([(7 * index + place) % 300 for place in range(length)])) for index in range(count)]
     return PoolWork("stub-model", inputs, WIDTH)
 
 

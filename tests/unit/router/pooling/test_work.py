@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput
 from router.pooling.work import MAX_PART_INPUTS, MAX_PART_RESULT_BYTES, MAX_PART_TOKENS, PoolWork, split
 
 
 def work(lengths: list[int], width: int = 4, *, per_token: bool = False) -> PoolWork:
-    return PoolWork("m", [PoolInput([1] * length) for length in lengths], width, per_token=per_token)
+    return PoolWork("m", [PoolInput(pack_ids([1] * length)) for length in lengths], width, per_token=per_token)
 
 
 @given(

@@ -9,6 +9,7 @@ import pytest
 
 from common.base.clock import MockClock
 from common.base.errors import Overloaded, Unavailable
+from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -22,7 +23,7 @@ from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
 from router.requests.story import Story
 
-ENGINE = EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=8), "salt", 5)
+ENGINE = EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=8), "salt", 5)
 LAYOUT = KVLayout("f", KVSpec.uniform(1, 1, 16, "float32"))
 FIRST = f.Place(1, 3, frozenset())
 
@@ -134,7 +135,7 @@ def test_a_new_request_goes_at_once_and_is_counted_where_it_goes() -> None:
     ]
     assert world.attempts.decision == cast("Placement", world.placement).decision
     asked = world.asked[0]
-    assert (asked.token_ids, asked.max_new_tokens, asked.session, asked.avoid) == ([1, 2, 3], 8, "s", {"broken"})
+    assert (list(asked.token_ids), asked.max_new_tokens, asked.session, asked.avoid) == ([1, 2, 3], 8, "s", {"broken"})
     assert not asked.begun
 
 
@@ -142,7 +143,7 @@ def test_what_each_leg_asks_of_its_node_is_sent_with_its_request() -> None:
     world = World()
     world.place()
     world.calls.clear()
-    message = DecodeRequest(AttemptKey("r", 1), ENGINE, [], None, 1.0)
+    message = DecodeRequest(AttemptKey("r", 1), ENGINE, pack_ids(), None, 1.0)
     world.attempts.send("p", cast("Any", message))
     world.attempts.send("d", message)
     world.attempts.send("d", Abort(AttemptKey("r", 1)))
@@ -161,7 +162,7 @@ def test_a_later_attempt_counts_no_hits_of_nodes_that_never_reported_and_keeps_t
     world.place(f.Place(2, 5, frozenset({"x"}), backoff_s=0.1, at_once=True))
     asked = world.asked[1]
     assert (asked.unproven, asked.avoid, asked.begun) == ({"d"}, {"x", "broken"}, True)
-    assert (asked.token_ids, asked.max_new_tokens) == ([1, 2, 3, 7, 8], 6)
+    assert (list(asked.token_ids), asked.max_new_tokens) == ([1, 2, 3, 7, 8], 6)
     assert asked.kv_kind
 
 

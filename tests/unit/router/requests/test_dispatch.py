@@ -13,6 +13,7 @@ import pytest
 from common.base.clock import Clock, MockClock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
+from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
@@ -22,7 +23,9 @@ from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest, Outcome
 
-REQUEST = GenerationRequest(EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4)), skip_special_tokens=False)
+REQUEST = GenerationRequest(
+    EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=4)), skip_special_tokens=False
+)
 
 
 def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256, clock: Clock = monotonic) -> None:

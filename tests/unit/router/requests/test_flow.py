@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.base.errors import HandshakeRefused, PeerLost, TransferError
+from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,
@@ -39,7 +40,10 @@ FIRST = AttemptKey("r", 1)
 
 def placed_flow(*, max_tokens: int = 5, relayed: bool = True, max_attempts: int = 3) -> Flow:
     flow = Flow(
-        "r", EngineRequest([1, 2], SamplingParams(seed=0, max_tokens=max_tokens)), max_attempts, jitter=lambda: 0.0
+        "r",
+        EngineRequest(pack_ids([1, 2]), SamplingParams(seed=0, max_tokens=max_tokens)),
+        max_attempts,
+        jitter=lambda: 0.0,
     )
     flow.start()
     flow.handle(Placed(P if relayed else None, D, 9.0))
@@ -65,12 +69,12 @@ def aborted(instructions: Instructions) -> list[str]:
 
 
 def test_both_legs_are_asked_at_once_each_told_of_the_other() -> None:
-    flow = Flow("r", EngineRequest([1, 2], SamplingParams(seed=0, max_tokens=5), "salt"))
+    flow = Flow("r", EngineRequest(pack_ids([1, 2]), SamplingParams(seed=0, max_tokens=5), "salt"))
     assert flow.start() == [Place(1, 2, frozenset())]
     asked = [each.message for each in flow.handle(Placed(P, D, 9.0)) if isinstance(each, Send)]
     assert asked == [
-        DecodeRequest(FIRST, flow.request, [], P, 9.0),
-        PrefillRequest(FIRST, flow.request, [], D, 9.0),
+        DecodeRequest(FIRST, flow.request, pack_ids(), P, 9.0),
+        PrefillRequest(FIRST, flow.request, pack_ids(), D, 9.0),
     ]
 
 
@@ -118,8 +122,8 @@ def test_prefill_node_lost_after_its_token_but_before_the_decode_nodes_means_a_n
     sent = flow.handle(Placed(None, D, 9.0))
     assert isinstance(sent[0], Send)
     assert isinstance(sent[0].message, DecodeRequest)
-    assert sent[0].message.token_ids == [1, 2, 10]
-    assert sent[0].message.request.prompt_ids == [1, 2]
+    assert sent[0].message.token_ids == pack_ids([1, 2, 10])
+    assert sent[0].message.request.prompt_ids == pack_ids([1, 2])
 
 
 def test_prefill_node_lost_once_the_decode_node_speaks_does_not_matter() -> None:
@@ -185,7 +189,9 @@ def test_all_tokens_there_and_only_the_finish_lost_is_a_finish() -> None:
 
 def scoring_flow() -> Flow:
     flow = Flow(
-        "r", EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=5, prompt_logprobs=1)), jitter=lambda: 0.0
+        "r",
+        EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=5, prompt_logprobs=1)),
+        jitter=lambda: 0.0,
     )
     flow.start()
     flow.handle(Placed(P, D, 9.0))

@@ -11,6 +11,7 @@ from support.fake_engine import FakeRunner, generate
 from support.grammars import EOS, SCHEMA, constrained, fake_tokenizer, json_grammar
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.plan import Plan
@@ -46,7 +47,9 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
     """All requests to their end, with `depth` steps in flight in each group; outputs arrive as late as possible."""
     answers: dict[int, list[int]] = {}
     for number, (prompt, params) in enumerate(requests()):
-        seq = Sequence(AttemptKey(str(number), 1), EngineRequest(prompt, params), list(prompt), root_hash("f"), 0.0)
+        seq = Sequence(
+            AttemptKey(str(number), 1), EngineRequest(pack_ids(prompt), params), list(prompt), root_hash("f"), 0.0
+        )
         if params.grammar is not None:
             seq.set_grammar(compile_grammar(fake_tokenizer(), params.grammar.source), [EOS])
         scheduler.add(seq)

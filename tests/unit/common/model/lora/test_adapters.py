@@ -11,6 +11,7 @@ from support.oracle import first_difference, greedy, make_tiny
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -41,7 +42,7 @@ def generate(path: Path, model: DecoderModel, adapter_ids: list[int]) -> list[li
     scheduler = Scheduler(SchedulerConfig(128, 16, 64, 8), BlockPool(NUM_BLOCKS))
     seqs: list[Sequence] = []
     for n, adapter_id in enumerate(adapter_ids):
-        request = EngineRequest(PROMPT, SamplingParams(seed=n, max_tokens=NUM_TOKENS, temperature=0.0))
+        request = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=n, max_tokens=NUM_TOKENS, temperature=0.0))
         seqs.append(Sequence(AttemptKey(str(n), 1), request, list(PROMPT), root_hash(f"adapter {adapter_id}"), 0.0))
         seqs[-1].adapter_id = adapter_id
         scheduler.add(seqs[-1])

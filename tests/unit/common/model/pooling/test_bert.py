@@ -13,17 +13,18 @@ from support.tiny_encoders import Family, make_encoder
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config
 
 # No padding tokens (0, or 1 in RoBERTa), which transformers masks.
 INPUTS = [
-    PoolInput([4, 5, 6, 2]),
-    PoolInput([4]),
-    PoolInput([4, 7, 2, 8, 9, 2], second_at=3),
-    PoolInput([4, 9, 8, 2]),
-    PoolInput([4, *[4 + i % 20 for i in range(62)], 2]),
+    PoolInput(pack_ids([4, 5, 6, 2])),
+    PoolInput(pack_ids([4])),
+    PoolInput(pack_ids([4, 7, 2, 8, 9, 2]), second_at=3),
+    PoolInput(pack_ids([4, 9, 8, 2])),
+    PoolInput(pack_ids([4, *[4 + i % 20 for i in range(62)], 2])),
 ]
 
 

@@ -16,13 +16,15 @@ from support.oracle import make_tiny
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 from common.control.identities import AttemptKey
+from common.control.ids import pack_ids
 from common.control.pooling import PoolInput, PoolRequest
 from common.model.pooling.decoder import PoolingDecoder
 from common.model.pooling.decoder_config import read_pooling_decoder
 from common.model.pooling.pooler import Pooler
 
 INPUTS = [
-    PoolInput([(7 + seed * 31 + 11 * i) % 250 for i in range(length)]) for seed, length in enumerate((3, 1, 40, 3))
+    PoolInput(pack_ids([(7 + seed * 31 + 11 * i) % 250 for i in range(length)]))
+    for seed, length in enumerate((3, 1, 40, 3))
 ]
 
 

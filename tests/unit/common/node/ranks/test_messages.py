@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.errors import CorruptSlice, TransferError
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,
@@ -37,7 +38,7 @@ TRAFFIC = (Traffic(1, 0, "zmq", "the only one", 7),)
         RankBeat(3, RankBusy(up_s=12.5, busy_s=11.25)),
         OpenSourceOrder(OutgoingTransfer(KEY, "p1", [[3, 4]], [0], [b"h" * 16] * 2, 20, 60.0, final_blocks=1)),
         OpenDestinationOrder(IncomingTransfer(KEY, PEER, LAYOUT, [[5, 6]], [b"h" * 16] * 2, [1], 60.0)),
-        GrantOrder(Grant(KEY, PEER, LAYOUT, [0], [[5, 6]])),
+        GrantOrder(Grant(KEY, PEER, LAYOUT, [0], [pack_ids([5, 6])])),
         AbortOrder(KEY),
         DisconnectOrder("d1"),
         SourceReleased(KEY, 7, traffic=TRAFFIC),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common.control.ids import pack_ids
 from router.http.format import FormatOptions
 from router.http.openai.chat_format import ChatFormat
 from router.output.base import ParsedDelta, ToolCallDelta
@@ -66,7 +67,7 @@ def test_a_whole_answer_with_a_call_has_its_arguments_joined() -> None:
             outcome=Outcome("stop"),
             completion_tokens=2,
             cached_tokens=0,
-            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1]), echo=""),
+            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=pack_ids([1])), echo=""),
         ),
     )
     body = _form(CallAfterBar()).whole([generation], [[Delta("|{", [1], None), Delta(" ", [2], None)]])

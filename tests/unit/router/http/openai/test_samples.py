@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, SamplingParams, TokenLogprobs
 from router.http.openai.samples import most_likely, samples
 from router.requests.request import Delta, GenerationRequest
 
-REQUEST = GenerationRequest(EngineRequest([1, 2], SamplingParams(seed=2**64 - 1, max_tokens=4)))
+REQUEST = GenerationRequest(EngineRequest(pack_ids([1, 2]), SamplingParams(seed=2**64 - 1, max_tokens=4)))
 
 
 def test_samples_differ_in_their_seeds_only_and_the_first_is_the_request_alone() -> None:

@@ -17,6 +17,7 @@ from support.stub_pooling import pair_score, pooled
 from tokenizers import Tokenizer, processors
 
 from common.config.service_configs import RouterConfig
+from common.control.ids import pack_ids
 from common.control.messages import Task
 from common.control.pooling import PoolInput, PoolRequest
 
@@ -72,7 +73,7 @@ def play(folder: Path, scene: Callable[[Client], Awaitable[None]], task: Task = 
 
 
 def vectors(*inputs: list[int], **options: Any) -> np.ndarray:
-    request = PoolRequest(None, [PoolInput(ids) for ids in inputs], **options)  # type: ignore[arg-type]
+    request = PoolRequest(None, [PoolInput(pack_ids(ids)) for ids in inputs], **options)  # type: ignore[arg-type]
     return np.stack([np.frombuffer(each, "<f4") for each in pooled(request, "embed", WIDTH)])
 
 
@@ -125,7 +126,7 @@ def test_a_conversation_is_one_input(folder: Path) -> None:
     async def scene(client: Client) -> None:
         await client.post("/v1/embeddings", messages=[{"role": "user", "content": "fox"}])
         (pool_input,) = client.seen[0].inputs
-        assert pool_input.token_ids == encoded(folder, "<s><|user|>fox</s>")[1:-1]
+        assert pool_input.token_ids.tolist() == encoded(folder, "<s><|user|>fox</s>")[1:-1]
 
     play(folder, scene)
 
@@ -142,7 +143,7 @@ def test_what_is_too_long_is_refused_with_its_length_or_cut_where_asked(folder: 
         assert f"input 0 has {MAX_LEN + 1} tokens" in error["message"]
         for limit, side in ((-1, None), (10, None), (10, "left"), (2, None), (1, None)):
             await client.post("/v1/embeddings", input=long, truncate_prompt_tokens=limit, truncation_side=side)
-            ids = client.seen[-1].inputs[0].token_ids
+            ids = client.seen[-1].inputs[0].token_ids.tolist()
             assert len(ids) == (MAX_LEN if limit == -1 else limit)
             whole = encoded(folder, long)
             kept = len(ids) - 2
@@ -151,7 +152,7 @@ def test_what_is_too_long_is_refused_with_its_length_or_cut_where_asked(folder: 
                 assert ids[-1] == 1
                 assert ids[1:-1] == (whole[-1 - kept : -1] if side == "left" else whole[1 : 1 + kept])
         await client.post("/v1/embeddings", input=list(range(2, 30)), truncate_prompt_tokens=4)
-        assert client.seen[-1].inputs[0].token_ids == [2, 3, 4, 5]
+        assert client.seen[-1].inputs[0].token_ids.tolist() == [2, 3, 4, 5]
         assert length > MAX_LEN
 
     play(folder, scene)
@@ -179,7 +180,7 @@ def test_rerank_sorts_by_the_scores_of_pairs(folder: Path) -> None:
         (seen,) = {tuple(each.token_ids) for each in client.seen[0].inputs} & {
             tuple(encoded(folder, "the fox", "dogs"))
         }
-        pair = PoolInput(list(seen), len(encoded(folder, "the fox")))
+        pair = PoolInput(pack_ids(list(seen)), len(encoded(folder, "the fox")))
         assert pair in client.seen[0].inputs
         assert pytest.approx(pair_score(pair)) == results[-1]["relevance_score"]
         few = await client.post("/rerank", query="fox", documents=documents, top_n=1, return_documents=False)
@@ -213,8 +214,8 @@ def test_a_pair_that_is_too_long_is_cut_where_asked_keeping_both_texts(folder: P
         await client.post("/score", text_1="fox", text_2=[long, "a"], truncate_prompt_tokens=20)
         cut, short = client.seen[-1].inputs
         assert len(cut.token_ids) == 20
-        assert cut.token_ids[: cut.second_at] == encoded(folder, "fox")
-        assert short.token_ids == encoded(folder, "fox", "a")
+        assert cut.token_ids[: cut.second_at].tolist() == encoded(folder, "fox")
+        assert short.token_ids.tolist() == encoded(folder, "fox", "a")
         await client.post("/score", text_1=long, text_2=long, truncate_prompt_tokens=21)
         (both,) = client.seen[-1].inputs
         assert (len(both.token_ids), both.second_at) == (21, 11)

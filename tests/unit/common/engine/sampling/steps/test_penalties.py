@@ -12,6 +12,7 @@ import torch
 from support.sampling_cases import adjusted_on_host, sample
 
 from common.base.hashing import root_hash
+from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec
@@ -21,7 +22,9 @@ VOCAB = 300
 
 def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence:
     sampling = SamplingParams(**{"seed": 3, "max_tokens": 500, **params})
-    return Sequence(AttemptKey("r", 1), EngineRequest(prompt, sampling), prompt + generated, root_hash("f"), 0.0)
+    return Sequence(
+        AttemptKey("r", 1), EngineRequest(pack_ids(prompt), sampling), prompt + generated, root_hash("f"), 0.0
+    )
 
 
 def spec_of(seq: Sequence) -> SampleSpec:

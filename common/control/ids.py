@@ -1,0 +1,41 @@
+"""Token ids and block ids in messages. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+ID_BYTES = 4
+
+
+class _OnWire:
+    """`Ids` travel as bytes, uint32 in the order of the machines: all that kvrelay runs on are little-endian."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(_: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(_from_bytes, core_schema.bytes_schema(strict=True))
+
+
+if TYPE_CHECKING:
+    Ids = Annotated[array[int], _OnWire]
+else:  # Python 3.11 has no `array[int]`
+    Ids = Annotated[array, _OnWire]
+"""Ids from 0 to 2**32 - 1, made by `pack_ids`. A list of them would take ten times the memory, and would have to be checked item
+by item."""
+
+
+def pack_ids(values: Iterable[int] = ()) -> array[int]:
+    """Raises: OverflowError for a value that is no id."""
+    return array("I", values)
+
+
+def _from_bytes(data: bytes) -> array[int]:
+    if len(data) % ID_BYTES:
+        raise ValueError(f"{len(data)} bytes are no whole number of ids")
+    values = pack_ids()
+    values.frombytes(data)
+    return values

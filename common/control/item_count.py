@@ -1,0 +1,76 @@
+"""Counts the items of a frame before it is unpacked, so that no frame takes many times its size. Pure.
+
+An item of one byte takes up to 90 bytes as a Python object, and some of those again while it is checked. What is long in
+messages is one item each: text, hashes, and ids (`common.control.ids`).
+"""
+
+from __future__ import annotations
+
+from common.base.errors import ProtocolError
+
+SMALL_BYTES = 16_384
+"""A frame of this size is not counted: its items take at most 2 MB."""
+_ITEMS, _BYTES_PER_ITEM = 8192, 256
+"""Most items of a larger frame: that many, and one for so many bytes."""
+SENT_ITEMS = _ITEMS // 2
+"""Senders split their messages so that none has more."""
+
+_SIZES = {
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), 1),
+    0xCA: 5,
+    0xCB: 9,
+    0xCC: 2,
+    0xCD: 3,
+    0xCE: 5,
+    0xCF: 9,
+    0xD0: 2,
+    0xD1: 3,
+    0xD2: 5,
+    0xD3: 9,
+}
+"""Bytes of an item of fixed size, by its first byte."""
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Bytes of the length of binary data or text, by its first byte."""
+_COUNTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""Bytes of the count of a list or map, and items of each entry, by its first byte."""
+
+
+def check_item_count(frame: bytes | bytearray) -> None:
+    """Raises: ProtocolError for more items than a frame of its size may have, and for extension types.
+
+    Whether the frame is MessagePack otherwise is left to unpacking.
+    Source: MessagePack's specification, "Formats".
+    """
+    size = len(frame)
+    if size <= SMALL_BYTES:
+        return
+    left = _ITEMS + size // _BYTES_PER_ITEM
+    expected, at = 1, 0
+    while expected and at < size:
+        first = frame[at]
+        expected -= 1
+        left -= 1
+        if first <= 0x7F or first >= 0xE0:
+            at += 1
+        elif first <= 0x8F:
+            expected += 2 * (first & 0x0F)
+            at += 1
+        elif first <= 0x9F:
+            expected += first & 0x0F
+            at += 1
+        elif first <= 0xBF:
+            at += 1 + (first & 0x1F)
+        elif first in _SIZES:
+            at += _SIZES[first]
+        elif first in _LENGTHS:
+            end = at + 1 + _LENGTHS[first]
+            at = end + int.from_bytes(frame[at + 1 : end], "big")
+        elif first in _COUNTS:
+            width, each = _COUNTS[first]
+            end = at + 1 + width
+            expected += each * int.from_bytes(frame[at + 1 : end], "big")
+            at = end
+        else:
+            raise ProtocolError("an extension type of MessagePack")
+        if expected > left:
+            raise ProtocolError(f"a frame of {size} bytes has too many items")
