@@ -60,8 +60,9 @@ const char* kv_select_variant(const char* limit) {
         {"portable", true, &kv_variant_portable},
     };
 #elif defined(__aarch64__) && defined(__linux__)
-    const bool has_bf16 = getauxval(AT_HWCAP2) & (1ul << 14);
-    const Entry entries[] = {{"neonbf16", has_bf16, &kv_variant_neonbf16}, {"portable", true, &kv_variant_portable}};
+    // Bit 14: bfloat16 products; bit 20: products of int8, which the variant is compiled with and bfloat16 does not imply.
+    const bool has_neonbf16 = (getauxval(AT_HWCAP2) & (1ul << 14)) && (getauxval(AT_HWCAP) & (1ul << 20));
+    const Entry entries[] = {{"neonbf16", has_neonbf16, &kv_variant_neonbf16}, {"portable", true, &kv_variant_portable}};
 #else
     const Entry entries[] = {{"portable", true, &kv_variant_portable}};
 #endif
