@@ -64,7 +64,7 @@ def test_a_prompt_is_answered_by_the_template_or_continued_as_it_is(folder: Path
         assert (asked.request.sampling.max_tokens, asked.request.sampling.seed) == (60, 7)
         raw = await http.post("/api/generate", json={**body, "raw": True, "options": {"num_predict": 2}})
         assert raw.json()["done_reason"] == "length"
-        assert bench.decode.requests()[-1].token_ids == tokenizer.encode("hi").ids
+        assert bench.decode.requests()[-1].token_ids.tolist() == tokenizer.encode("hi").ids
         assert [model["name"] for model in (await http.get("/api/tags")).json()["models"]] == ["stub-model"]
 
     _play(folder, "<think>hm</think>yes", scene)

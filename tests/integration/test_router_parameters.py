@@ -186,7 +186,7 @@ def test_masks_bad_words_and_whole_floats_reach_the_nodes(model_folder: Path, to
         assert answer["usage"]["completion_tokens"] == 3
         for node in (bench.prefill, bench.decode):
             sampling = node.requests()[0].request.sampling
-            assert (sampling.top_k, sampling.seed, sampling.allowed_token_ids) == (5, 7, [70, 65])
+            assert (sampling.top_k, sampling.seed, sampling.allowed_token_ids.tolist()) == (5, 7, [70, 65])
             for ids in sampling.bad_words:
                 assert tokenizer.decode(ids).strip() == "fox"
             assert sampling.bad_words

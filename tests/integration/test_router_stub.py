@@ -51,7 +51,7 @@ def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, token
 
         prompt = f"<s><|user|>{LONG}</s><|assistant|>"
         asked = bench.prefill.requests()[0]
-        assert asked.token_ids == tokenizer.encode(prompt, add_special_tokens=False).ids
+        assert asked.token_ids.tolist() == tokenizer.encode(prompt, add_special_tokens=False).ids
         assert usage.prompt_tokens == len(asked.token_ids)
         assert usage.completion_tokens == len(tokenizer.encode(answer).ids) + 1
         assert usage.prompt_tokens_details is not None
@@ -293,7 +293,7 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(
         assert again.key.attempt == 2
         assert again.request.sampling.seed == 5
         assert len(again.request.prompt_ids) == usage.prompt_tokens
-        assert again.generated_ids == tokenizer.encode(answer).ids[:6]
+        assert again.generated_ids.tolist() == tokenizer.encode(answer).ids[:6]
         bench.decode.running.clear()
 
     # The lease is longer than any pause of a busy machine: the link breaks at once.

@@ -184,7 +184,7 @@ class World:
         self.asked.add((peer.incarnation, message.key))
         self.open_legs[peer.incarnation, message.key] += 1
         assert self.open_legs[peer.incarnation, message.key] == 1
-        assert message.token_ids == PROMPT + self.emitted
+        assert message.token_ids.tolist() == PROMPT + self.emitted
         assert message.request.prompt_ids == pack_ids(PROMPT)
         assert node is not None
         known = len(self.emitted)
