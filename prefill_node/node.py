@@ -163,7 +163,7 @@ class PrefillNode(NodeCore[_Attempt]):
             timeline=attempt.timeline,
         )
         chunk = token_chunk(done, stats)
-        self.send_buffer.tokens(attempt.identity, chunk, urgent=True)
+        self.send_buffer.tokens(attempt.identity, chunk)
         self.send_buffer.to_peer(attempt.request.decode, PrefillDone(seq.key, chunk.token_ids[0], done.finish_reason))
         # The request has finished and nobody decodes: the rest of the KV need not be sent, and failures do not matter.
         if attempt.phase is Phase.COMPUTING and done.finish_reason is None:

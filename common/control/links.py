@@ -28,7 +28,7 @@ from common.base.resolve import NameUnknown, resolve
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
 from common.control.connection_limits import ConnectionLimits
 from common.control.frames import QUEUE_BYTES, FrameConnection
-from common.control.messages import DecodeRequest, Message
+from common.control.messages import Message
 from common.control.tls_listener import TlsListener
 from common.security.names import host_of
 from common.security.tls import Credentials
@@ -204,7 +204,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send without waiting; messages are queued until the link is connected. Everything that one turn of the loop
-        sends goes out together at its end, and what `_can_wait` a turn later. A full queue loses the link.
+        sends goes out together at its end. A full queue loses the link.
 
         Raises: Unavailable if the link is closed.
         """
@@ -212,10 +212,7 @@ class Link:
             raise Unavailable(f"link to {self.address} is closed")
         if not self._due:
             self._due = True
-            if _can_wait(message):
-                self._loop.call_soon(self._loop.call_soon, self._flush)
-            else:
-                self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._unsent.append(encode(message))
 
     @property
@@ -322,15 +319,6 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
-
-
-def _can_wait(message: Message) -> bool:
-    """Whether the message should not hold up what other links send in the same turn.
-
-    A decode node needs a request only when the prefill node, which gets it in the same turn, offers KV. Written in one turn,
-    either could leave first (uvloop keeps a set of what it has to write), and the nodes of one host compete for its cores.
-    """
-    return isinstance(message, DecodeRequest) and message.prefill is not None
 
 
 def _warn(connection: FrameConnection, text: str, *args: object) -> None:

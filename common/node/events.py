@@ -79,12 +79,8 @@ class SendBuffer:
     that each router gets its messages in order: the end of an answer must not arrive after a failure of its attempt.
     """
 
-    def __init__(
-        self, deliver: Callable[[list[OutgoingMessage]], None], wait_sent: Callable[[], None] = lambda: None
-    ) -> None:
-        """`wait_sent` is called after a delivery with tokens that were added as urgent."""
-        self._deliver, self._wait_sent = deliver, wait_sent
-        self._urgent = False
+    def __init__(self, deliver: Callable[[list[OutgoingMessage]], None]) -> None:
+        self._deliver = deliver
         self._messages: list[OutgoingMessage] = []
         self._chunks: dict[Identity, list[TokenChunk]] = {}
 
@@ -96,8 +92,7 @@ class SendBuffer:
     def to_peer(self, peer: PeerRef, message: Message) -> None:
         self._messages.append(ToPeer(peer, message))
 
-    def tokens(self, identity: Identity, chunk: TokenChunk, *, urgent: bool = False) -> None:
-        self._urgent |= urgent
+    def tokens(self, identity: Identity, chunk: TokenChunk) -> None:
         self._chunks.setdefault(identity, []).append(chunk)
 
     def flush(self) -> None:
@@ -109,9 +104,6 @@ class SendBuffer:
         if out:
             self._messages, self._chunks = [], {}
             self._deliver(out)
-        if self._urgent:
-            self._urgent = False
-            self._wait_sent()
 
 
 _CHUNK_ITEMS, _MARK_ITEMS = 20, 4

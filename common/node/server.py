@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -41,9 +40,6 @@ log = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 64
 
-_SEND_S = 0.002
-"""Longest wait of the engine's thread for the loop to send."""
-
 
 class ServedCore(EngineCore, Protocol):
     """The part of a node's core that the server uses, in addition to what the engine loop uses."""
@@ -61,7 +57,7 @@ class NodeServer:
         self.config = config
         self._tls = open_credentials(config.tls_dir)
         self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
-        self.send_buffer = SendBuffer(self._deliver_from_engine, self._wait_sent)
+        self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._loop = asyncio.get_running_loop()
         self._engine: EngineLoop | None = None
         self._core: ServedCore | None = None
@@ -248,17 +244,6 @@ class NodeServer:
 
     def _deliver_from_engine(self, messages: list[OutgoingMessage]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, messages)
-
-    def _wait_sent(self) -> None:
-        """Return once the loop has handled what was delivered, or after `_SEND_S`. Called on the engine's thread.
-
-        Otherwise that thread goes on at once, most often with a grant that starts the transfer of KV, and the loop waits for
-        the interpreter's lock: for both threads before it can begin, and again each time that TLS gives the lock up.
-        """
-        sent = threading.Lock()
-        sent.acquire()
-        self._loop.call_soon_threadsafe(sent.release)
-        sent.acquire(timeout=_SEND_S)
 
     def _deliver(self, messages: list[OutgoingMessage]) -> None:
         for outgoing in messages:

@@ -163,13 +163,14 @@ class Flow:
         self._enough = len(self.token_ids) + (event.prefill is not None)
         self._decode = _Leg(event.decode)
         generated, timeout_s = pack_ids(self.token_ids), event.timeout_s
-        ask = Send(event.decode, DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s))
-        if event.prefill is None:
-            return [ask]
-        self._prefill = _Leg(event.prefill)
-        order = PrefillRequest(self.key, self.request, generated, event.decode, timeout_s)
-        # The prefill node first: the first token waits for it. The decode node keeps an offer that comes before its request.
-        return [Send(event.prefill, order), ask]
+        # The decode node first, so that it knows the attempt when the prefill node's offer arrives.
+        ask = DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s)
+        instructions: Instructions = [Send(event.decode, ask)]
+        if event.prefill is not None:
+            self._prefill = _Leg(event.prefill)
+            order = PrefillRequest(self.key, self.request, generated, event.decode, timeout_s)
+            instructions.append(Send(event.prefill, order))
+        return instructions
 
     def _on_unplaceable(self, event: Unplaceable) -> Instructions:
         return self._end(Fail(event.error))

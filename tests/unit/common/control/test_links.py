@@ -13,19 +13,8 @@ from common.base.clock import monotonic
 from common.base.errors import ConfigError, Unavailable
 from common.control import connection_limits, frames, links
 from common.control.codec import MAX_MESSAGE_BYTES, MAX_MESSAGES, encode, join
-from common.control.ids import pack_ids
 from common.control.links import Link, Server
-from common.control.messages import (
-    Abort,
-    AttemptFailed,
-    AttemptKey,
-    DecodeRequest,
-    EngineRequest,
-    Message,
-    PeerRef,
-    PrefillRequest,
-    SamplingParams,
-)
+from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
 
 
 def abort(number: int) -> Abort:
@@ -53,40 +42,6 @@ def test_messages_of_one_turn_arrive_in_order_and_malformed_ones_are_dropped() -
         with pytest.raises(Unavailable):
             link.send(abort(52))
         await server.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-@pytest.mark.parametrize("first", [PrefillRequest, DecodeRequest])
-def test_a_request_leaves_for_the_prefill_node_before_the_decode_node(
-    first: type[Message], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[bytes] = []
-    monkeypatch.setattr(frames.FrameConnection, "send", lambda _, frame: sent.append(frame))
-    engine, peer = (
-        EngineRequest(pack_ids([1]), SamplingParams(seed=0, max_tokens=1)),
-        PeerRef("n", "inc", "tcp://127.0.0.1:9", []),
-    )
-    order, ask = (kind(AttemptKey("r", 1), engine, pack_ids(), peer, 1.0) for kind in (PrefillRequest, DecodeRequest))
-
-    async def main() -> None:
-        made: list[Link] = []
-        for _ in range(2):
-            link = Link("tcp://127.0.0.1:9", lambda _: None, lambda _: None)
-            link._connection, link._connected = frames.FrameConnection(lambda _: None, lambda _: None), True
-            made.append(link)
-        requests = [order, ask] if first is PrefillRequest else [ask, order]
-        for link, message in zip(made, requests, strict=True):
-            link.send(message)
-        made[0 if requests[0] is ask else 1].send(abort(1))
-        turns: list[int] = []
-        for _ in range(3):
-            await asyncio.sleep(0)
-            turns.append(len(sent))
-        assert turns == [1, 2, 2]
-        assert sent == [join([encode(order)]), join([encode(ask), encode(abort(1))])]
-        for link in made:
-            link.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -73,8 +73,8 @@ def test_both_legs_are_asked_at_once_each_told_of_the_other() -> None:
     assert flow.start() == [Place(1, 2, frozenset())]
     asked = [each.message for each in flow.handle(Placed(P, D, 9.0)) if isinstance(each, Send)]
     assert asked == [
-        PrefillRequest(FIRST, flow.request, pack_ids(), D, 9.0),
         DecodeRequest(FIRST, flow.request, pack_ids(), P, 9.0),
+        PrefillRequest(FIRST, flow.request, pack_ids(), D, 9.0),
     ]
 
 
