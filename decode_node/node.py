@@ -70,7 +70,7 @@ class _Attempt(Attempt):
     phase: Phase = Phase.WAITING
     offer: Offer | None = None
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
-    """Of its prompt, as offered."""
+    """Hashes of all blocks of its prompt, set once an offer with the same last hash has come."""
     prefill_identity: Identity = b""
     first_blocks: list[int] = field(default_factory=list[int])
     """For each block table, the first block that the prefill node sends."""

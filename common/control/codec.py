@@ -27,11 +27,12 @@ MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens has 4 MB."""
 
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
-"""Items of a list, and keys of a map; lists of token ids are the longest."""
+"""Items of a list, and keys of a map; the longest lists are those of a step, which a leader sends to its ranks."""
 _SMALL_BYTES = 65_536
 """Whatever a frame of this size holds costs little."""
 _LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
-"""Most lists and maps of a larger frame: that many, and one for so many bytes. Log-probabilities of a prompt come close."""
+"""Most lists and maps of a larger frame: that many, and one for so many bytes. Frames of control links
+have a stricter limit (`common.control.item_count`)."""
 MAX_MESSAGES = 1024
 """Messages in one frame."""
 
@@ -40,8 +41,8 @@ _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnk
 _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 
-def fields_of(value: object) -> object:
-    """What is packed of a value that MessagePack does not know: `Ids` as bytes, a dataclass as a map."""
+def _as_packable(value: object) -> object:
+    """Converts what MessagePack cannot pack by itself: `Ids` to bytes, a dataclass to a map by field name."""
     return value.tobytes() if isinstance(value, array) else vars(value)
 
 
@@ -62,7 +63,7 @@ class Codec:
             raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
 
     def _pack(self, message: object) -> bytes:
-        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=fields_of)
+        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=_as_packable)
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in `data`.
@@ -157,9 +158,9 @@ class _ControlCodec(Codec):
         shared = message[:_SHARED_FIELDS]
         known, packed = self._latest
         if shared != known:
-            packed = _pack(shared, default=fields_of)[1:]
+            packed = _pack(shared, default=_as_packable)[1:]
             self._latest = shared, packed
-        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=fields_of)[1:]))
+        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=_as_packable)[1:]))
 
 
 _CODEC = _ControlCodec(*get_args(Message))

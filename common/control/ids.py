@@ -1,4 +1,8 @@
-"""Token ids and block ids in messages. Pure."""
+"""Token ids and block ids in messages. Pure.
+
+`Ids` are arrays of uint32, made by `pack_ids`. As lists they would take ten times the memory, and would have to be checked
+item by item.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-ID_BYTES = 4
+_ID_BYTES = 4
 
 
 class _OnWire:
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
     Ids = Annotated[array[int], _OnWire]
 else:  # Python 3.11 has no `array[int]`
     Ids = Annotated[array, _OnWire]
-"""Ids from 0 to 2**32 - 1, made by `pack_ids`. A list of them would take ten times the memory, and would have to be checked item
-by item."""
 
 
 def pack_ids(values: Iterable[int] = ()) -> array[int]:
@@ -34,7 +36,7 @@ def pack_ids(values: Iterable[int] = ()) -> array[int]:
 
 
 def _from_bytes(data: bytes) -> array[int]:
-    if len(data) % ID_BYTES:
+    if len(data) % _ID_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of ids")
     values = pack_ids()
     values.frombytes(data)

@@ -228,7 +228,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
         request = message.request
         self.scheduler.check_length(len(request.prompt_ids) + len(message.generated_ids))
-        token_ids = list(message.token_ids)
+        token_ids = list(message.token_ids)  # ten times the size of the message: its length is checked before
         if request.adapter is not None:
             self.adapters.check(request.adapter)
         check_request(request, token_ids, self.vocab_size)
