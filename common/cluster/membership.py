@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
 _RETRY_S = 0.2
+_WITHOUT_NODES = 0.2
+"""Factor of the poll interval while there are no nodes: a cluster that starts waits for each poll."""
 LEASE_IN_REDIS = 5 / 6
 """Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 
@@ -275,7 +277,7 @@ class Directory:
         try:
             while True:
                 await self.poll()
-                await asyncio.sleep(self._poll_s)
+                await asyncio.sleep(self._poll_s if self._records else self._poll_s * _WITHOUT_NODES)
         finally:
             await self.close()
 

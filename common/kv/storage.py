@@ -16,12 +16,15 @@ from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
 from common.kv.memory_layout import GroupMemory, group_memories, rank_bytes, strips_of
+from common.kv.page_supply import supply_pages
 from common.kv.rank_layout import KVLayout, RankShard
 from common.kv.spec import LayerGroup
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 Scales = tuple[tuple[float, ...], ...]
 """Scale of each plane, for each of a rank's layers in a group."""
+_SHARE_OF_FREE = 0.25
+"""Of the free memory, what pages are supplied for before requests need them: other nodes of this host start at the same time."""
 
 
 class GroupStorage:
@@ -114,6 +117,19 @@ class KVStorage:
             GroupStorage(data, group, memory, spec.block_size, scales)
             for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
         )
+
+    def supply_pages(self, limit_s: float) -> None:
+        """Have the kernel provide the memory's pages, for `limit_s` seconds at most, before requests have to wait for them.
+        Only on a CPU."""
+        if not self._is_on_cpu:
+            return
+        planes: list[tuple[int, int]] = []
+        for group, memory in zip(self.layout.spec.groups, self.memories, strict=True):
+            for strip in strips_of(group, self.layout.spec.block_size):
+                offset, plane_bytes, block_bytes = memory.place(strip, memory.part)
+                count = memory.part.num_layers * strip.planes_per_layer
+                planes += [(offset + i * plane_bytes, memory.num_blocks * block_bytes) for i in range(count)]
+        supply_pages(self.data.data_ptr(), planes, limit_s, _SHARE_OF_FREE * free_memory_bytes())
 
 
 def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:

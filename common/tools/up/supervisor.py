@@ -44,7 +44,7 @@ from common.tools.up.plan import STOP_ORDER, ChildSpec, plan_children
 from common.tools.up.restarts import GiveUp, describe_exit
 from common.tools.up.routers import router_places
 
-_PROBE_S = 0.2
+_PROBE_S = 0.1
 _PROGRESS_S = 5.0
 _STOP_S = 10.0
 """Time between SIGTERM and SIGKILL for a child."""

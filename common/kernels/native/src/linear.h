@@ -45,6 +45,7 @@ struct Fetch {
 // Each kind of weights says what activations it takes and multiplies one tile.
 struct Float32Weights {
     using Act = float;
+    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) * PANEL * 4; }
 
     template <int ROWS>
@@ -65,6 +66,7 @@ struct Float32Weights {
 // bfloat16 weights for processors without bfloat16 products: a shift makes each a float32.
 struct ShiftedWeights {
     using Act = float;
+    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 1) / 2 * PANEL * 4; }
 
     static KV_INLINE Lanes even(Words pairs) {
@@ -106,6 +108,7 @@ struct ShiftedWeights {
 #ifdef KV_HAS_BF16_DOT
 struct PairedWeights {
     using Act = bf16;
+    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
 
     template <int ROWS>
@@ -174,38 +177,67 @@ KV_INLINE void put_tile(const kv_linear& l, const Output& output, int row, int p
     }
 }
 
+// Some of the inputs of a panel's product. All but the last leave sums for the next.
+struct Slice {
+    float* sums;  // [rows][32]
+    bool is_first, is_last;
+};
+
 template <class Weights, int ROWS>
 __attribute__((noinline)) void multiply_tile(const kv_linear& l, int panel_index, const char* panel, Fetch fetch,
-                                             Rows<typename Weights::Act> rows, const Output& output, int row) {
+                                             Rows<typename Weights::Act> rows, const Output& output, int row,
+                                             Slice slice) {
     Tile<ROWS> acc;
-    for (int m = 0; m < ROWS; ++m) acc[m][0] = acc[m][1] = zeros();
+    for (int m = 0; m < ROWS; ++m)
+        for (int half = 0; half < 2; ++half)
+            acc[m][half] = slice.is_first ? zeros() : load(slice.sums + m * PANEL + half * LANES);
     Weights::template multiply<ROWS>(l, panel_index, panel, fetch, rows, acc);
-    put_tile<ROWS>(l, output, row, panel_index, acc);
+    if (slice.is_last) return put_tile<ROWS>(l, output, row, panel_index, acc);
+    for (int m = 0; m < ROWS; ++m)
+        for (int half = 0; half < 2; ++half) store(slice.sums + m * PANEL + half * LANES, acc[m][half]);
 }
 
 // The tile functions for 1, 2, ... MAX_ROWS rows.
 template <class Weights, int... COUNT>
 KV_INLINE void multiply_rows(int count, std::integer_sequence<int, COUNT...>, const kv_linear& l, int panel_index,
                              const char* panel, Fetch fetch, Rows<typename Weights::Act> rows, const Output& output,
-                             int row) {
+                             int row, Slice slice) {
     using Function = decltype(&multiply_tile<Weights, 1>);
     static constexpr Function functions[] = {&multiply_tile<Weights, COUNT + 1>...};
-    functions[count - 1](l, panel_index, panel, fetch, rows, output, row);
+    functions[count - 1](l, panel_index, panel, fetch, rows, output, row, slice);
 }
 
+// Several tiles take a panel in slices of this many inputs, which stay in the cache from one tile to the next.
+constexpr int SLICE_INPUTS = 256;
+// With more tiles a product is bound by its arithmetic.
+constexpr int MOST_SLICED_TILES = 4;
+
 // One panel by `num_rows` rows from `row` on, in tiles of nearly equal size. With two tiles or more, each of the first two
-// fetches half of the next panel while it computes on this one, so that memory is busy all the time.
+// fetches half of the next slice while it computes on this one, so that memory is busy all the time.
 template <class Weights>
 void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
                     Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
     const int tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int sums = l.group ? l.in / l.group : 0;
-    for (int t = 0; t < tiles; ++t) {
-        const int lo = row + num_rows * t / tiles, hi = row + num_rows * (t + 1) / tiles;
-        const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
-                                       : Fetch{panel + next_panel + (t == 1 ? next_panel / 2 : 0), CACHE_LINE};
-        multiply_rows<Weights>(hi - lo, std::make_integer_sequence<int, MAX_ROWS>{}, l, panel_index, panel, fetch,
-                               rows.from(lo, sums), output, lo);
+    const int groups = l.group ? l.in / l.group : 0;
+    const bool is_sliced = Weights::IS_SLICED && tiles > 1 && tiles <= MOST_SLICED_TILES;
+    const int slices = is_sliced ? (l.in + SLICE_INPUTS - 1) / SLICE_INPUTS : 1;
+    alignas(CACHE_LINE) float sums[MOST_SLICED_TILES * MAX_ROWS * PANEL];
+    kv_linear part = l;
+    for (int s = 0, from = 0; s < slices; ++s, from += part.in) {
+        part.in = s + 1 < slices ? l.in / slices / 2 * 2 : l.in - from;
+        int64_t bytes = next_panel;
+        if constexpr (Weights::IS_SLICED)
+            if (slices > 1) bytes = Weights::panel_bytes(part);
+        for (int t = 0; t < tiles; ++t) {
+            const int lo = num_rows * t / tiles, hi = num_rows * (t + 1) / tiles;
+            const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
+                                           : Fetch{panel + bytes + (t == 1 ? bytes / 2 : 0), CACHE_LINE};
+            Rows<typename Weights::Act> own = rows.from(row + lo, groups);
+            own.x += from;
+            multiply_rows<Weights>(hi - lo, std::make_integer_sequence<int, MAX_ROWS>{}, part, panel_index, panel, fetch,
+                                   own, output, row + lo, {sums + lo * PANEL, s == 0, s + 1 == slices});
+        }
+        panel += bytes;
     }
 }
 

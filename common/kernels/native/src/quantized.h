@@ -48,6 +48,7 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
 
 struct Int8Weights {
     using Act = uint8_t;
+    static constexpr bool IS_SLICED = false;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 3) / 4 * PANEL * 4; }
 
     template <int ROWS>
@@ -207,6 +208,7 @@ KV_INLINE void multiply_groups(const kv_linear& l, int panel_index, float added,
 template <class T>
 struct CodedInt4 {
     using Act = T;
+    static constexpr bool IS_SLICED = false;
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
 
     template <int ROWS>
@@ -230,6 +232,7 @@ struct CodedInt4 {
 template <class T>
 struct ExpandedInt4 {
     using Act = T;
+    static constexpr bool IS_SLICED = false;
 
     static void expand(const kv_linear& l, const char* w, char* out) {
         for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
