@@ -29,7 +29,7 @@ _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
 _RETRY_S = 0.2
 _WITHOUT_NODES = 0.2
-"""Factor of the poll interval while there are no nodes: a cluster that starts waits for each poll."""
+"""Factor of the poll interval while no node is known: the start of a cluster waits for these polls."""
 LEASE_IN_REDIS = 5 / 6
 """Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 

@@ -23,8 +23,11 @@ from common.kv.spec import LayerGroup
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 Scales = tuple[tuple[float, ...], ...]
 """Scale of each plane, for each of a rank's layers in a group."""
-_SHARE_OF_FREE = 0.25
-"""Of the free memory, what pages are supplied for before requests need them: other nodes of this host start at the same time."""
+_SUPPLY_S = 0.5
+"""Maximum time for supplying pages: enough for several GB, or for about 0.2 GB on a virtual machine whose host must find the
+memory first."""
+_SUPPLY_SHARE = 0.25
+"""Maximum share of the free memory that supplied pages may take: other nodes on this host may be starting too."""
 
 
 class GroupStorage:
@@ -99,8 +102,9 @@ class KVStorage:
         size_bytes = rank_bytes(self.memories)
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
         """The GPU memory, if other processes can map it; None otherwise and on the CPU."""
-        if self._is_on_cpu:
-            data = _zeros_on_demand(size_bytes)
+        self._pages = _map_zeros(size_bytes) if self._is_on_cpu else None
+        if self._pages is not None:
+            data = torch.as_tensor(np.frombuffer(self._pages, dtype=np.uint8, count=size_bytes))
         elif self.shared is None:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=where)
         else:
@@ -118,10 +122,10 @@ class KVStorage:
             for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
         )
 
-    def supply_pages(self, limit_s: float) -> None:
-        """Have the kernel provide the memory's pages, for `limit_s` seconds at most, before requests have to wait for them.
-        Only on a CPU."""
-        if not self._is_on_cpu:
+    def supply_pages(self) -> None:
+        """Have the kernel provide memory pages, within limits of time and memory, so that requests need not wait for them.
+        Does nothing on a GPU."""
+        if self._pages is None:
             return
         planes: list[tuple[int, int]] = []
         for group, memory in zip(self.layout.spec.groups, self.memories, strict=True):
@@ -129,7 +133,7 @@ class KVStorage:
                 offset, plane_bytes, block_bytes = memory.place(strip, memory.part)
                 count = memory.part.num_layers * strip.planes_per_layer
                 planes += [(offset + i * plane_bytes, memory.num_blocks * block_bytes) for i in range(count)]
-        supply_pages(self.data.data_ptr(), planes, limit_s, _SHARE_OF_FREE * free_memory_bytes())
+        supply_pages(self._pages, planes, _SUPPLY_S, _SUPPLY_SHARE * free_memory_bytes())
 
 
 def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
@@ -139,9 +143,8 @@ def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
         raise ConfigError(f"KV scales must be positive numbers: {scales}")
 
 
-def _zeros_on_demand(size_bytes: int) -> Tensor:
-    """[size_bytes], uint8, of zeroed memory that the kernel provides page by page on first write: a node starts at once
-    and uses only as much memory as its requests have needed.
+def _map_zeros(size_bytes: int) -> mmap.mmap:
+    """At least `size_bytes` of zeroed memory, whose pages the kernel provides on the first write or by `supply_pages`.
 
     It asks for huge pages: otherwise blocks at random places miss the TLB at every access, which halves the speed of
     gathering and scattering them.
@@ -158,4 +161,4 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.as_tensor(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))
+    return memory

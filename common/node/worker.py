@@ -38,10 +38,6 @@ from common.parallel.mesh import Mesh, RankPlace
 
 log = logging.getLogger(__name__)
 
-_PAGES_S = 0.5
-"""Time limit for supplying pages of KV memory: enough for several GB, but for a tenth of one where a host must first find
-memory for a virtual machine."""
-
 
 class Worker:
     """One rank's shard of the model. `allocate_kv` sets `storage` and `runner`; `capture_graphs` then captures its
@@ -117,7 +113,7 @@ class Worker:
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
         self.storage = self._storage(num_blocks + self._spare_blocks)
-        self.storage.supply_pages(_PAGES_S)
+        self.storage.supply_pages()
         self.runner, self._attention = self._runner(self.storage)
 
     def capture_graphs(self) -> None:

@@ -110,7 +110,7 @@ class GrammarState:
         for token_id in self._eos_ids:
             _set(mask, token_id, allowed=False)
         if self._matcher.is_accepting():
-            for token_id in self._ends(alone=not any(mask)):
+            for token_id in self._ends(alone=bytes(mask) == bytes(len(mask))):
                 _set(mask, token_id, allowed=True)
         self._mask = bytes(mask)
 
