@@ -37,12 +37,18 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
-    if decoder is None:
+def _decoder_types(tokenizer: Tokenizer) -> list[str]:
+    """Its decoder's type; of a sequence, those of its parts."""
+    if tokenizer.decoder is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [kind for part in decoder["decoders"] for kind in _decoder_types(part)]
-    return [decoder["type"]]
+
+    def types(decoder: dict[str, Any]) -> list[str]:
+        if decoder["type"] == "Sequence":
+            return [kind for part in decoder["decoders"] for kind in types(part)]
+        return [decoder["type"]]
+
+    # Its state is its JSON; that of the whole tokenizer, with all tokens, takes a second to write and read.
+    return types(json.loads(tokenizer.decoder.__getstate__()))
 
 
 class TokenPieces:
@@ -53,8 +59,7 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        spec: dict[str, Any] = json.loads(tokenizer.to_str())
-        types = _decoder_types(spec.get("decoder"))
+        types = _decoder_types(tokenizer)
         self.kind: Kind = "text"
         if types and set(types) <= {"ByteLevel", "Fuse"}:
             self.kind = "bytes"

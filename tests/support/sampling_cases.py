@@ -11,8 +11,8 @@ from torch import Tensor
 from common.control.messages import SamplingParams
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.logits_steps import GREEDY_STEPS
-from common.engine.sampling.row_passes import RowPasses
-from common.engine.sampling.steps.base import DeviceRows, HostRow, Row, scratch_size
+from common.engine.sampling.row_passes import NumpyPasses, Row, RowPasses
+from common.engine.sampling.steps.base import DeviceRows, HostRow
 from common.engine.sampling.top_k_top_p import Bisection
 from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampledToken, SampleSpec
@@ -57,7 +57,7 @@ def sample(logits: Tensor, specs: list[SampleSpec], passes: RowPasses | None = N
 
 def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
     """`row` after the steps that apply to greedy draws, too."""
-    on_its_way = HostRow(row, 0, np.empty(scratch_size(row.size), np.float32))
+    on_its_way = HostRow(row, 0, np.empty_like(row), NumpyPasses())
     for step in GREEDY_STEPS:
         if step.asked_for([spec], row.size):
             step.on_host(on_its_way, spec)

@@ -22,7 +22,7 @@ from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import most_likely
 from common.engine.sampling.row_passes import Draw, NumpyPasses, Row, RowPasses, Sum
-from common.engine.sampling.steps.base import HostRow, LogitsStep, scratch_size
+from common.engine.sampling.steps.base import HostRow, LogitsStep
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
 
@@ -88,12 +88,13 @@ class HostSampler:
         steps = steps_of(specs, rows.shape[1])
         drawn: dict[int, int | None] = {index: bests[index] for index in indices}
         changed = [index for index in indices if steps[index]]
-        if changed and self._scratch.shape[1] != scratch_size(rows.shape[1]):
-            self._scratch = np.empty((_TOGETHER, scratch_size(rows.shape[1])), np.float32)
+        if changed and self._scratch.shape[1] != rows.shape[1]:
+            self._scratch = np.empty((_TOGETHER, rows.shape[1]), np.float32)
         for first in range(0, len(changed), _TOGETHER):
             undecided: dict[int, Draw] = {}
             for scratch, index in zip(self._scratch, changed[first : first + _TOGETHER], strict=False):
-                found = _draw(HostRow(rows[index], bests[index], scratch), specs[index], steps[index])
+                row = HostRow(rows[index], bests[index], scratch, self._passes)
+                found = _draw(row, specs[index], steps[index])
                 if isinstance(found, Draw):
                     undecided[index] = found
                 else:

@@ -1,5 +1,5 @@
-"""What reads whole rows of a vocabulary on the host: sums for log-probabilities, and draws from all tokens. By NumPy, or by
-the native kernels on all of their threads. Runs on a rank's engine thread."""
+"""What reads whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. By NumPy,
+or by the native kernels on all of their threads. Runs on a rank's engine thread."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from common.kernels.native.library import MAXIMA_OF, DrawStruct, NativeLibrary
 Row = NDArray[np.float32]
 _PART = 2**14
 """Entries that are exponentiated at once, so that temporaries stay in cache."""
+_ADDED = np.array([-np.inf, 0], np.float32)
+"""What is added to a logit, by its token's bit in a mask."""
 
 
 class Sum(NamedTuple):
@@ -41,6 +43,11 @@ class Draw:
 class RowPasses(Protocol):
     """Rows are treated alone: results do not depend on which are passed together."""
 
+    def mask(self, row: Row, mask: bytes, out: Row) -> None:
+        """Write `row` to `out`, both [vocab] and contiguous, with -inf for tokens whose bit, lowest first, in `mask` is not
+        set, and for those past its end."""
+        ...
+
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
         """rows: [n, vocab], contiguous; indices, highest: of m rows, and their maxima. Returns m sums."""
         ...
@@ -52,6 +59,11 @@ class RowPasses(Protocol):
 
 class NumpyPasses:
     """By NumPy."""
+
+    def mask(self, row: Row, mask: bytes, out: Row) -> None:
+        allowed = np.unpackbits(np.frombuffer(mask or b"\0", np.uint8), count=row.size, bitorder="little")
+        # Without a branch for each token, which a mask of every second one would make slow.
+        np.add(row, _ADDED.take(allowed), out=out)
 
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
         whole = rows.shape[1] // MAXIMA_OF * MAXIMA_OF
@@ -72,6 +84,10 @@ class NativePasses:
 
     def __init__(self, native: NativeLibrary) -> None:
         self._native = native
+
+    def mask(self, row: Row, mask: bytes, out: Row) -> None:
+        native = self._native
+        native.mask(native.team, row.ctypes.data, row.size, mask, len(mask), out.ctypes.data)
 
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
         if not indices:

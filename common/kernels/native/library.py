@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -120,6 +120,7 @@ _SIGNATURES = {
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
+    "kv_mask": [_P, _P, _I, _P, _I, _P],
     "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P, _P],
     "kv_draw_tokens": [_P, _P, _I, _I, _P],
 }
@@ -160,6 +161,7 @@ class NativeLibrary:
         self.lora_add = library.kv_lora_add
         self.silu_and_mul = library.kv_silu_and_mul
         self.norm = library.kv_norm
+        self.mask = library.kv_mask
         self.log_sum_exp = library.kv_log_sum_exp
         self.draw_tokens = library.kv_draw_tokens
 

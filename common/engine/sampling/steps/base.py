@@ -13,16 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.sampling.row_passes import Row, RowPasses
 from common.engine.sampling.top_k_top_p import Thresholds
 from common.engine.step import SampleSpec
-
-Row = NDArray[np.float32]
-_TOKENS_OF_WORD = 32
-
-
-def scratch_size(vocab: int) -> int:
-    """Numbers for a row and for all tokens of the last word of its mask."""
-    return -(-vocab // _TOKENS_OF_WORD) * _TOKENS_OF_WORD
 
 
 class HostRow:
@@ -34,6 +27,7 @@ class HostRow:
         "candidates",
         "cut",
         "none_left",
+        "passes",
         "raw",
         "scratch",
         "temperature",
@@ -42,11 +36,12 @@ class HostRow:
         "values",
     )
 
-    def __init__(self, raw: Row, best: int, scratch: Row) -> None:
-        """raw: [vocab], what the model computed, never changed; its maximum is at `best`. scratch: [`scratch_size(vocab)`],
-        for changed logits: fresh memory for each row would cost more than the changes."""
+    def __init__(self, raw: Row, best: int, scratch: Row, passes: RowPasses) -> None:
+        """raw: [vocab], what the model computed, never changed; its maximum is at `best`. scratch: [vocab], for changed
+        logits: fresh memory for each row would cost more than the changes."""
         self.raw = raw
         self.scratch = scratch
+        self.passes = passes
         self._best = best
         self.values = raw
         """[vocab], `raw` itself until the first change."""
@@ -65,7 +60,7 @@ class HostRow:
     def writable(self) -> Row:
         """`values`, as a copy of its own."""
         if self.values is self.raw:
-            self.values = self.scratch[: self.raw.size]
+            self.values = self.scratch
             np.copyto(self.values, self.raw)
         return self.values
 

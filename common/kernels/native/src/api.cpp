@@ -48,7 +48,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 7; }
+int32_t kv_abi_version(void) { return 8; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -137,6 +137,10 @@ void kv_silu_and_mul(kv_team* team, const void* x, int32_t dtype, int32_t rows, 
 void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
              const void* delta, void* out) {
     chosen->norm(team, weight, eps, hidden, dtype, rows, residual, delta, out);
+}
+
+void kv_mask(kv_team* team, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
+    chosen->mask(team, x, size, mask, mask_bytes, out);
 }
 
 void kv_log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,

@@ -1,4 +1,5 @@
-// Drawing a token from a row of logits: the arithmetic of common/engine/sampling/gumbel.py, and what log-probabilities need.
+// Passes over a row of logits: a mask, what log-probabilities need, and drawing a token, with the arithmetic of
+// common/engine/sampling/gumbel.py.
 #pragma once
 #include <cmath>
 
@@ -17,6 +18,22 @@ KV_INLINE Lanes load_first(const float* x, int count) {
     float whole[LANES];
     for (int i = 0; i < LANES; ++i) whole[i] = i < count ? x[i] : -INFINITY;
     return load(whole);
+}
+
+// Copies x: [size], tokens whose bit in `mask`, of `mask_bytes` bytes, is not set as -infinity.
+inline void masked_copy(const float* x, int size, const uint8_t* mask, int mask_bytes, float* out) {
+    static const uint32_t BITS[LANES] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                         1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const Words bits = load_words(BITS);
+    const FloatPart none = FloatPart{} - INFINITY;
+    for (int i = 0; i < size; i += LANES) {
+        const int byte = i / 8;
+        const uint32_t allowed = (byte < mask_bytes ? mask[byte] : 0) | (byte + 1 < mask_bytes ? mask[byte + 1] << 8 : 0);
+        Lanes a = load_first(x + i, size - i);
+        KV_PARTS a.v[p] = (bits.v[p] & allowed) != 0 ? a.v[p] : none;
+        if (size - i >= LANES) store(out + i, a);
+        else store_some(out + i, a, size - i);
+    }
 }
 
 class Draw {

@@ -220,6 +220,17 @@ void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t
     });
 }
 
+void mask(kv_team* team, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
+    constexpr int PART = 16 * DRAW_BLOCK;
+    team->run([&](Worker& w) {
+        w.for_each((size + PART - 1) / PART, [&](int i) {
+            const int first = i * PART;
+            masked_copy(x + first, size - first < PART ? size - first : PART, mask + first / 8, mask_bytes - first / 8,
+                        out + first);
+        });
+    });
+}
+
 void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
                  const float* highest, double* out, float* maxima) {
     team->run([&](Worker& w) {
@@ -243,5 +254,5 @@ void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t siz
 extern const kv_variant KV_TABLE(KV_VARIANT){
     KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
-    KV_VARIANT::norm,           KV_VARIANT::log_sum_exp,   KV_VARIANT::draw_tokens,
+    KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
 };

@@ -12,6 +12,7 @@ struct kv_variant {
     decltype(&kv_lora_add) lora_add;
     decltype(&kv_silu_and_mul) silu_and_mul;
     decltype(&kv_norm) norm;
+    decltype(&kv_mask) mask;
     decltype(&kv_log_sum_exp) log_sum_exp;
     decltype(&kv_draw_tokens) draw_tokens;
 };

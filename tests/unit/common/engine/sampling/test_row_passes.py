@@ -1,4 +1,4 @@
-"""Sums over rows of a vocabulary and draws from all of its tokens, by NumPy and by every variant of the native kernels."""
+"""Masks, sums over rows of a vocabulary and draws from all of its tokens, by NumPy and by every variant of the native kernels."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ VOCABS = [1, 31, 1024, 2050, 152_064]
 @pytest.fixture(params=[None, *VARIANTS])
 def passes(request: pytest.FixtureRequest) -> RowPasses:
     return choose_passes(None if request.param is None else native(request.param))
+
+
+@pytest.mark.parametrize("bits", [0, 1, 7, 1024, None])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_only_the_tokens_of_a_mask_keep_their_logits(passes: RowPasses, vocab: int, bits: int | None) -> None:
+    rng = np.random.default_rng(vocab)
+    row = rng.normal(0, 5, vocab).astype(np.float32)
+    allowed = rng.integers(0, 2, vocab + 64 if bits is None else bits).astype(np.uint8)
+    around = np.full(vocab + 2, 7, np.float32)
+    passes.mask(row, np.packbits(allowed, bitorder="little").tobytes(), around[1:-1])
+    kept = np.zeros(vocab, np.bool_)
+    kept[: allowed.size] = allowed[:vocab]
+    np.testing.assert_array_equal(around, [7, *np.where(kept, row, -np.inf), 7])
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
