@@ -27,7 +27,7 @@ from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
 
 _TOGETHER = 8
-"""Rows that are changed before tokens are drawn from them: few enough to stay in cache."""
+"""Most rows that wait for tokens to be drawn from them: few enough to stay in cache."""
 
 
 class HostSamplerOutput:
@@ -90,16 +90,18 @@ class HostSampler:
         changed = [index for index in indices if steps[index]]
         if changed and self._scratch.shape[1] != rows.shape[1]:
             self._scratch = np.empty((_TOGETHER, rows.shape[1]), np.float32)
-        for first in range(0, len(changed), _TOGETHER):
-            undecided: dict[int, Draw] = {}
-            for scratch, index in zip(self._scratch, changed[first : first + _TOGETHER], strict=False):
-                row = HostRow(rows[index], bests[index], scratch, self._passes)
-                found = _draw(row, specs[index], steps[index])
-                if isinstance(found, Draw):
-                    undecided[index] = found
-                else:
-                    drawn[index] = found
-            drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
+        undecided: dict[int, Draw] = {}
+        for index in changed:
+            row = HostRow(rows[index], bests[index], self._scratch[len(undecided)], self._passes)
+            found = _draw(row, specs[index], steps[index])
+            if not isinstance(found, Draw):
+                drawn[index] = found
+                continue
+            undecided[index] = found
+            if len(undecided) == _TOGETHER:
+                drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
+                undecided.clear()
+        drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
         return drawn
 
 

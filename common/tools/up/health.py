@@ -45,7 +45,8 @@ class HealthProbe:
         return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
     async def sees(self, url: str, counts: Mapping[str, int]) -> bool:
-        """Whether the router at `url` sees at least so many usable nodes of each of these roles, as `/health` names them.
+        """Whether the router at `url` serves requests and sees at least so many usable nodes of each of these roles, as
+        `/health` names them.
 
         Raises: ConfigError if it cannot use the files of their model.
         """
@@ -53,7 +54,8 @@ class HealthProbe:
         refused = health.get("refused")
         if isinstance(refused, list) and refused:
             raise ConfigError(str(cast("list[object]", refused)[0]))
-        return all(_count(health.get(role)) >= count for role, count in counts.items())
+        serves = health.get("status") in ("ok", "degraded")
+        return serves and all(_count(health.get(role)) >= count for role, count in counts.items())
 
     async def close(self) -> None:
         await self._client.aclose()

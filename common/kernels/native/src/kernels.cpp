@@ -220,15 +220,8 @@ void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t
     });
 }
 
-void mask(kv_team* team, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
-    constexpr int PART = 16 * DRAW_BLOCK;
-    team->run([&](Worker& w) {
-        w.for_each((size + PART - 1) / PART, [&](int i) {
-            const int first = i * PART;
-            masked_copy(x + first, size - first < PART ? size - first : PART, mask + first / 8, mask_bytes - first / 8,
-                        out + first);
-        });
-    });
+void mask(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
+    masked_copy(x, size, mask, mask_bytes, out);  // waking the others would take longer
 }
 
 void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
