@@ -144,7 +144,30 @@ async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:
     if cycle.flow.write_paused:
         await cycle.flow.drain()
     cycle.response_started, cycle.waiting_for_100_continue = True, False
-    cycle.transport.write(head)
+    _HeldHead(cycle, head)
+
+
+class _HeldHead:
+    """Takes the place of a cycle's transport until the first write, with which the head is sent in one system call, or until
+    the next turn of the event loop.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, head: bytes) -> None:
+        self._cycle, self._head, self._transport = cycle, head, cycle.transport
+        cycle.transport = cast("asyncio.Transport", self)
+        asyncio.get_running_loop().call_soon(self._send)
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport = self._transport
+        self._transport.writelines((self._head, data))
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._cycle.transport is self and not self._transport.is_closing():
+            self.write(b"")
 
 
 class _Parser(httptools.HttpRequestParser):

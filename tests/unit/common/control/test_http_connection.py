@@ -13,6 +13,7 @@ from common.control.disconnects import DisconnectListener
 from common.control.http_connection import HttpConnection
 
 Headers = list[tuple[bytes, bytes]]
+_POST = b"POST / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class _Transport(asyncio.Transport):
@@ -21,9 +22,11 @@ class _Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.num_writes = 0
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
+        self.num_writes += 1
 
     def is_closing(self) -> bool:
         return False
@@ -35,7 +38,13 @@ class _Transport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def _answer(headers: Headers, body: bytes, *, request: bytes = b"POST / HTTP/1.1\r\nhost: x\r\n\r\n") -> bytes:
+def _connection(app: Any) -> HttpConnection:
+    config = Config(app, log_config=None, lifespan="off", date_header=False, server_header=False)
+    config.load()
+    return HttpConnection(config=config, server_state=ServerState(), app_state={})
+
+
+def _answer(headers: Headers, body: bytes, *, request: bytes = _POST) -> bytes:
     """What a connection writes when an application answers with these headers and this body."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -43,9 +52,7 @@ def _answer(headers: Headers, body: bytes, *, request: bytes = b"POST / HTTP/1.1
         await send({"type": "http.response.body", "body": body})
 
     async def main() -> bytes:
-        config = Config(app, log_config=None, lifespan="off", date_header=False, server_header=False)
-        config.load()
-        connection, transport = HttpConnection(config=config, server_state=ServerState(), app_state={}), _Transport()
+        connection, transport = _connection(app), _Transport()
         connection.connection_made(transport)
         connection.data_received(request)
         await asyncio.sleep(0.01)
@@ -63,6 +70,32 @@ def test_an_ordinary_answer_has_its_headers_and_its_length() -> None:
 def test_an_answer_without_a_length_is_chunked() -> None:
     written = _answer([(b"x-a", b"1")], b"ok")
     assert written == b"HTTP/1.1 200 OK\r\nx-a: 1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_head_is_sent_with_the_body_if_that_comes_at_once(waits: bool) -> None:
+    transport, begun = _Transport(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        if waits:
+            await begun.wait()
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def main() -> None:
+        connection = _connection(app)
+        connection.connection_made(transport)
+        connection.data_received(_POST)
+        await asyncio.sleep(0.01)
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+        assert transport.written == (head if waits else head + b"ok")
+        begun.set()
+        await asyncio.sleep(0.01)
+        assert transport.written == head + b"ok"
+        assert transport.num_writes == 1 + waits
+        connection.connection_lost(None)
+
+    asyncio.run(main())
 
 
 def test_an_answer_after_which_the_connection_closes_says_so() -> None:
