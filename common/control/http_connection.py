@@ -159,14 +159,15 @@ class _HeldHead:
 
     def write(self, data: bytes) -> None:
         self._cycle.transport = self._transport
-        self._transport.writelines((self._head, data))
+        head, self._head = self._head, b""
+        self._transport.writelines((head, data))
 
     def close(self) -> None:
         self._send()
         self._transport.close()
 
     def _send(self) -> None:
-        if self._cycle.transport is self and not self._transport.is_closing():
+        if self._head and not self._transport.is_closing():
             self.write(b"")
 
 

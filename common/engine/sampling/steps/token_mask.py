@@ -11,7 +11,6 @@ from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
 from common.engine.step import SampleSpec
 
 
-
 class TokenMask(LogitsStep):
     """-inf for tokens whose bit is not set, and for those past the end of the mask."""
 

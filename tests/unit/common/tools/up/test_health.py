@@ -19,7 +19,9 @@ def sees(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) -> bool
     return asyncio.run(HealthProbe().sees("http://a", {"prefill": 1, "decode": 1, "pooling": 0}))
 
 
-def test_the_start_waits_for_nodes_and_for_their_model_and_ends_where_the_model_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_waits_for_nodes_and_for_their_model_and_ends_where_the_model_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not sees(monkeypatch, None)
     assert not sees(monkeypatch, {"status": "ok", "prefill": 1, "decode": 0, "pooling": 0, "refused": []})
     assert not sees(monkeypatch, {"status": "unavailable", "prefill": 1, "decode": 2, "pooling": 0})
