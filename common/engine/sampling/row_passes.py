@@ -1,5 +1,5 @@
 """What reads whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. By NumPy,
-or by the native kernels on all of their threads. Runs on a rank's engine thread."""
+or by the native kernels, all but masks on all of their threads. Runs on a rank's engine thread."""
 
 from __future__ import annotations
 
