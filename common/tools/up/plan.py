@@ -11,7 +11,7 @@ from typing import Literal
 from common.config.fields import field_infos
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
-from common.config.sources import ENV_PREFIX, UNSET, Source
+from common.config.sources import ENV_PREFIX, Source
 from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.models import UpModel
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
@@ -68,8 +68,6 @@ def plan_children(
     for place in routers:
         router = {"host": config.host, "port": str(place.port), "redis_url": redis_url, "cluster": config.cluster}
         router |= {"admin_token": admin_token, "admin_port": str(place.admin_port), "admin_host": ADMIN_HOST}
-        # With several models it uses those that its nodes report, whatever a file or a variable names.
-        router["model"] = models[0].model if len(models) == 1 and models[0].generates else UNSET
         spec = _service(place.name, RouterConfig, config, sources, router, None)
         children.append(replace(spec, url=place.url))
     generating = [each for each in models if each.generates]
@@ -155,6 +153,10 @@ def _service(
         for key, source in sources.items()
         if key in infos and not infos[key].own and source not in ("default", "file")
     }
+    if cls is RouterConfig:
+        # The router uses the model that its nodes report, since they know where they found it, whatever else a file or
+        # a variable names.
+        options["model"] = "none"
     options |= own
     argv = [sys.executable, "-m", "common.cli", cls.section]
     environ: dict[str, str] = {}

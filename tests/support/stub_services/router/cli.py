@@ -1,4 +1,4 @@
-"""Stands in for the router under `kvrelay up`: says that all nodes are usable."""
+"""Stands in for the router under `kvrelay up`: says that it serves and that all nodes are usable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.config.sources import Resolved
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = json.dumps({"prefill": 1, "decode": 1, "pooling": 0}).encode()
+        body = json.dumps({"status": "ok", "prefill": 1, "decode": 1, "pooling": 0}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

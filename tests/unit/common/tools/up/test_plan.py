@@ -73,16 +73,7 @@ def test_router_always_has_the_model_of_its_nodes(tmp_path) -> None:
     ):
         router, *nodes = (as_the_child_sees_it(spec, str(file)) for spec in plan(up)[1:])
         assert {node.model for node in nodes} == {model}
-        assert router.model == model, "so that it is loaded while the nodes start"
-
-
-def test_router_takes_other_models_from_its_nodes(tmp_path) -> None:
-    file = tmp_path / "k.toml"
-    file.write_text('[router]\nmodel = "/a"\n')
-    several = UpModel("/b", "generate"), UpModel("/c", "generate")
-    for models in (several, (UpModel("/b", "embed"),)):
-        (router,) = (spec for spec in plan(resolved(file=str(file)), models=models) if spec.role == "router")
-        assert as_the_child_sees_it(router, str(file)).model is None
+        assert router.model is None, "what the nodes report"
 
 
 def test_nodes_get_the_planned_ranks_whatever_the_file_says(tmp_path) -> None:
