@@ -148,8 +148,10 @@ async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:
 
 
 class _HeldHead:
-    """Takes the place of a cycle's transport until the first write, with which the head is sent in one system call, or until
-    the next turn of the event loop.
+    """Holds back the head of an answer in order to send it together with the first part of the body, in one system call.
+
+    It takes the place of the cycle's transport until the first write. If none comes in this turn of the event loop, the head is
+    sent alone.
     """
 
     def __init__(self, cycle: RequestResponseCycle, head: bytes) -> None:

@@ -37,18 +37,12 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-def _decoder_types(tokenizer: Tokenizer) -> list[str]:
-    """Its decoder's type; of a sequence, those of its parts."""
-    if tokenizer.decoder is None:
+def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
+    if decoder is None:
         return []
-
-    def types(decoder: dict[str, Any]) -> list[str]:
-        if decoder["type"] == "Sequence":
-            return [kind for part in decoder["decoders"] for kind in types(part)]
-        return [decoder["type"]]
-
-    # Its state is its JSON; that of the whole tokenizer, with all tokens, takes a second to write and read.
-    return types(json.loads(tokenizer.decoder.__getstate__()))
+    if decoder["type"] == "Sequence":
+        return [kind for part in decoder["decoders"] for kind in _decoder_types(part)]
+    return [decoder["type"]]
 
 
 class TokenPieces:
@@ -59,7 +53,9 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        types = _decoder_types(tokenizer)
+        decoder = tokenizer.decoder
+        # __getstate__ serializes the decoder alone to JSON; to_str() would serialize the whole vocabulary with it.
+        types = _decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
         self.kind: Kind = "text"
         if types and set(types) <= {"ByteLevel", "Fuse"}:
             self.kind = "bytes"

@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
         raise ConfigError(f"no tokenizer.json in {folder}: grammars need it")
     ends = [token_id for token_id in sorted(set(eos_ids)) if 0 <= token_id < vocab_size]
     try:
-        # Without slices, which make masks quicker: it computes none.
+        # Slices only speed up masks, and this tokenizer computes none.
         parsed = LLTokenizer(str(file), n_vocab=vocab_size, eos_token=ends or None, slices=[])
         text = _TextTokenizer(Tokenizer.from_file(str(file)), parsed)
         return LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None)

@@ -27,7 +27,7 @@ from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
 
 _TOGETHER = 8
-"""Most rows that wait for tokens to be drawn from them: few enough to stay in cache."""
+"""How many changed rows may wait for their random draws: few enough to stay in cache."""
 
 
 class HostSamplerOutput:
@@ -91,6 +91,11 @@ class HostSampler:
         if changed and self._scratch.shape[1] != rows.shape[1]:
             self._scratch = np.empty((_TOGETHER, rows.shape[1]), np.float32)
         undecided: dict[int, Draw] = {}
+
+        def draw_undecided() -> None:
+            drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
+            undecided.clear()
+
         for index in changed:
             row = HostRow(rows[index], bests[index], self._scratch[len(undecided)], self._passes)
             found = _draw(row, specs[index], steps[index])
@@ -99,9 +104,8 @@ class HostSampler:
                 continue
             undecided[index] = found
             if len(undecided) == _TOGETHER:
-                drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
-                undecided.clear()
-        drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
+                draw_undecided()
+        draw_undecided()
         return drawn
 
 

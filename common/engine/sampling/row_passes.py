@@ -1,5 +1,6 @@
-"""What reads whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. By NumPy,
-or by the native kernels, all but masks on all of their threads. Runs on a rank's engine thread."""
+"""What reads whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. There
+is one implementation in NumPy and one in the native kernels, whose sums and draws use all of their threads. Runs on a rank's
+engine thread."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Row = NDArray[np.float32]
 _PART = 2**14
 """Entries that are exponentiated at once, so that temporaries stay in cache."""
 _ADDED = np.array([-np.inf, 0], np.float32)
-"""What is added to a logit, by its token's bit in a mask."""
+"""What a mask adds to a logit: -inf where the token's bit is 0, nothing where it is 1."""
 
 
 class Sum(NamedTuple):
@@ -44,8 +45,10 @@ class RowPasses(Protocol):
     """Rows are treated alone: results do not depend on which are passed together."""
 
     def mask(self, row: Row, mask: bytes, out: Row) -> None:
-        """Write `row` to `out`, both [vocab] and contiguous, with -inf for tokens whose bit, lowest first, in `mask` is not
-        set, and for those past its end."""
+        """Copy `row` to `out` with -inf for every token that `mask` does not allow; both are [vocab] and contiguous.
+
+        mask: one bit for each token, 1 if it is allowed, the lowest bit of a byte first; tokens past its end are not allowed.
+        """
         ...
 
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:

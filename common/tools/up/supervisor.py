@@ -134,7 +134,7 @@ class Supervisor:
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]
         self._waiting_routers: list[str] = []
-        """Routers that did not see all nodes at the last probe."""
+        """Routers that at the last probe did not see all nodes or could not serve their model yet."""
         self._probe = HealthProbe()
         self._records: dict[str, NodeRecord] = {}
         self._directory = Directory(

@@ -136,7 +136,8 @@ void kv_silu_and_mul(kv_team*, const void* x, int32_t dtype, int32_t rows, int32
 void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
              const void* delta, void* out);
 
-// out = x: [size] float32, with -infinity for tokens whose bit, lowest first, in `mask` is not set, or that are past its end.
+// out[i] = x[i] if bit i of `mask` is set, else -infinity; i < size. The lowest bit of a byte comes first; bits past the end of
+// the mask count as not set.
 void kv_mask(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out);
 // out[i] = log of the sum of e^(x - highest[i]) over row indices[i] of x: [*][size] float32, rows `stride` apart, whose
 // maximum is highest[i]. maxima: [count][size / KV_MAXIMA_OF], the highest of as many numbers of the row each.

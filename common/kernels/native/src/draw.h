@@ -20,7 +20,7 @@ KV_INLINE Lanes load_first(const float* x, int count) {
     return load(whole);
 }
 
-// Copies x: [size], tokens whose bit in `mask`, of `mask_bytes` bytes, is not set as -infinity.
+// kv_mask.
 inline void masked_copy(const float* x, int size, const uint8_t* mask, int mask_bytes, float* out) {
     static const uint32_t BITS[LANES] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                          1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
