@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from common.base.hashing import BLOCK_SIZE
 from common.engine.sequence import Sequence
-from common.engine.step import RelayProgress, SampleSpec, ScoredRows, StepInput
+from common.engine.step import BlockCopy, RelayProgress, SampleSpec, ScoredRows, StepInput
 
 Rows = tuple[Sequence, int]
 """A sequence of a step and its number of rows."""
 
 
-def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
+def build_step(step_id: int, rows: list[Rows], num_decodes: int, copies: list[BlockCopy]) -> StepInput:
     """The next rows of each sequence, from `num_scheduled` on; the first `num_decodes` sequences decode.
 
     A row is sampled if its next token is unknown. All pending tokens come from one earlier step.
@@ -59,6 +59,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         placeholders=placeholders,
         scored=scored,
         adapters=adapters if any(adapters) else [],
+        copies=copies,
     )
 
 

@@ -11,10 +11,12 @@ all h of a table without a window, those within the window else. So a shorter pr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from common.base.hashing import BLOCK_SIZE, BlockHash
 from common.engine.sequence import Sequence
+from common.engine.step import BlockCopy
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 
@@ -74,6 +76,30 @@ class KVAllocator:
         seq.num_computed = seq.num_scheduled = hit * BLOCK_SIZE
         seq.num_published = hit
         return True
+
+    def copy_begun_block(self, seq: Sequence, others: Iterable[Sequence], num_usable: int) -> list[BlockCopy]:
+        """Have a sequence that has just got its blocks (`take`) continue in a copy of another one's block, where the tokens
+        of both agree.
+
+        The prefix cache has full blocks only, and each sample of a prompt writes to the prompt's last block: it gets a copy.
+        `num_usable`: leading tokens whose KV may come from others. Returns the copies that the sequence's first step must
+        make; their sources are referenced until the caller releases them.
+        """
+        start, at = seq.num_computed, seq.num_computed // BLOCK_SIZE
+        begun = seq.token_ids[start : min(start + BLOCK_SIZE, num_usable)]
+        end = start + len(begun)
+        for other in others if begun else ():
+            if (
+                other.num_computed >= end
+                and other.token_ids[start:end] == begun
+                and (other.root == seq.root if at == 0 else other.block_hashes[at - 1] == seq.block_hashes[at - 1])
+                and all(first <= at for first in other.first_blocks)
+            ):
+                sources = [blocks[at] for blocks in other.block_tables]
+                self.pool.acquire(sources)
+                seq.num_scheduled = end
+                return [BlockCopy(t, source, seq.block_tables[t][at]) for t, source in enumerate(sources)]
+        return []
 
     def take_for_arrival(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> list[int] | None:
         """Take the blocks to keep of all known tokens, for KV that another node sends.

@@ -68,6 +68,7 @@ class ModelRunner:
         self._graphs = graphs
         self._mesh = model.mesh
         self._attention = attention
+        self._storage = storage
         self._device = storage.data.device
         self._sampler = sampler or HostSampler()
         self._overlaps = overlaps
@@ -96,6 +97,7 @@ class ModelRunner:
         try:
             if several or self._device.type != "cpu":
                 self._check(step)
+            self._copy_blocks(step)
             self._model.adapters.plan(step.adapters, step.query_lens)
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
             rows = graphs.load(step) if graphs is not None else self._plan(step)
@@ -139,6 +141,12 @@ class ModelRunner:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
         if any(not 0 <= spec.row < rows for spec in step.samples):
             raise ValueError("a sample refers to a row outside the step")
+
+    def _copy_blocks(self, step: StepInput) -> None:
+        for table in {copy.table for copy in step.copies}:
+            copies = [copy for copy in step.copies if copy.table == table]
+            sources = to_device([copy.source for copy in copies], self._device)
+            self._storage.copy_blocks(table, sources, to_device([copy.target for copy in copies], self._device))
 
     def _plan(self, step: StepInput) -> StepRows:
         rows = rows_of(step, self._device)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from common.base.errors import BadRequest, from_code
-from common.base.hashing import BLOCK_SIZE, BlockHash
+from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
 from common.engine.build_step import Rows, build_step
 from common.engine.kv_allocator import KVAllocator
@@ -30,7 +30,7 @@ from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.plan import Plan, Progress
 from common.engine.priority import goes_first, insert_by_priority
 from common.engine.sequence import Sequence
-from common.engine.step import SampledToken
+from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 
@@ -74,6 +74,8 @@ class Scheduler:
         self.prefix_hits = 0
         self.num_wasted_rows = 0
         """Rows computed for sequences that had already ended when the step was done."""
+        self._copies: list[BlockCopy] = []
+        """For the sequences that were admitted to the step being scheduled."""
         self._has_adapters = False
         self._steps = 0
         self._in_flight = [0] * config.num_groups
@@ -112,7 +114,7 @@ class Scheduler:
 
     def likely_cached(self, seq: Sequence) -> int:
         """Tokens of a sequence that are in the prefix cache now."""
-        return self.allocator.hit_blocks(self._usable_hashes(seq, spare_tokens=1)) * BLOCK_SIZE
+        return self.allocator.hit_blocks(seq.usable_hashes(spare_tokens=1)) * BLOCK_SIZE
 
     def reserve(self, seq: Sequence) -> list[int] | None:
         """Give a sequence the blocks for KV that another node will send.
@@ -123,7 +125,7 @@ class Scheduler:
         busy = bool(self.running or self.reserved)
         if self._free_slots() <= 0 or (self.waiting and goes_first(self.waiting[0], seq)):
             return None
-        hashes = self._usable_hashes(seq, spare_tokens=0)
+        hashes = seq.usable_hashes(spare_tokens=0)
         first = self.allocator.take_for_arrival(seq, hashes, spare_blocks=len(self.running) + 1 if busy else 0)
         if first is None:
             return None
@@ -206,7 +208,8 @@ class Scheduler:
             prompts.sort(key=lambda row: row[0].adapter_id)
         rows = decodes + prompts
         self._steps += 1
-        step = build_step(self._steps, rows, len(decodes))
+        step = build_step(self._steps, rows, len(decodes), self._copies)
+        self._copies = []
         self._in_flight[group] += 1
         for seq, count in rows:
             seq.in_flight += 1
@@ -224,25 +227,29 @@ class Scheduler:
 
         A finished sequence is removed, and tokens drawn after its end are dropped.
         """
-        self._in_flight[plan.group] -= 1
+        self._end(plan)
         drawn: list[list[SampledToken]] = [[] for _ in plan.seqs]
         for spec, token in zip(plan.step.samples, sampled, strict=True):
             drawn[spec.seq_index].append(token)
         prompts = {rows.seq_index: found for rows, found in zip(plan.step.scored, scored, strict=True)}
         progress: list[Progress] = []
-        for index, (seq, query_len, tokens) in enumerate(zip(plan.seqs, plan.step.query_lens, drawn, strict=True)):
+        for index, (seq, tokens) in enumerate(zip(plan.seqs, drawn, strict=True)):
             seq.in_flight -= 1
             if seq.over:
-                self.num_wasted_rows += query_len
+                self.num_wasted_rows += plan.step.query_lens[index]
                 self._leave(seq)
             else:
-                progress.append(self._advance(seq, query_len, tokens, prompts.get(index, [])))
+                progress.append(self._advance(seq, plan.step.context_lens[index], tokens, prompts.get(index, [])))
         return progress
 
+    def _end(self, plan: Plan) -> None:
+        self._in_flight[plan.group] -= 1
+        self.pool.release([copy.source for copy in plan.step.copies])
+
     def _advance(
-        self, seq: Sequence, num_rows: int, tokens: list[SampledToken], scored: list[PromptLogprobs]
+        self, seq: Sequence, context_len: int, tokens: list[SampledToken], scored: list[PromptLogprobs]
     ) -> Progress:
-        """A step computed `num_rows` rows of a sequence, and drew `tokens`."""
+        """After a step a sequence has KV of `context_len` tokens; the step drew `tokens`."""
         seq.num_pending -= len(tokens)
         seq.num_scored += len(scored)
         reason: FinishReason | None = None
@@ -261,7 +268,7 @@ class Scheduler:
             return Progress(seq, [], error=error)
         if seq.draft_ids:
             seq.draft_ids = []
-        seq.num_computed = min(seq.num_computed + num_rows, len(seq.token_ids))
+        seq.num_computed = min(context_len, len(seq.token_ids))
         self.allocator.advance(seq)
         if reason is not None or (tokens and seq.relays):
             self._leave(seq)
@@ -269,7 +276,7 @@ class Scheduler:
 
     def fail(self, plan: Plan) -> None:
         """Drop the sequences of a step that raised. The others are untouched."""
-        self._in_flight[plan.group] -= 1
+        self._end(plan)
         for seq in plan.seqs:
             seq.in_flight -= 1
             self.abort(seq)
@@ -347,10 +354,11 @@ class Scheduler:
     def _admit(self, seq: Sequence, group: int) -> bool:
         if self._free_slots() <= 0 or (self.due is not None and not goes_first(seq, self.due)):
             return False
-        hashes = self._usable_hashes(seq, spare_tokens=1)
+        hashes = seq.usable_hashes(spare_tokens=1)
         if not self.allocator.take(seq, hashes, spare_blocks=len(self.running)):
             return False
-        self._count_hits(seq, seq.num_computed)
+        self._copies += self.allocator.copy_begun_block(seq, self.running.values(), seq.num_usable(spare_tokens=1))
+        self._count_hits(seq, seq.num_scheduled)
         self._run(seq, group)
         return True
 
@@ -373,14 +381,6 @@ class Scheduler:
             seq.cached_tokens = num_tokens
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += num_tokens
-
-    def _usable_hashes(self, seq: Sequence, spare_tokens: int) -> list[BlockHash]:
-        """Hashes of the leading blocks that the sequence may take from the prefix cache: `spare_tokens` at the end are
-        computed even if cached (the logits of the last one are needed), as are rows whose log-probabilities are wanted."""
-        usable = seq.num_tokens - spare_tokens
-        if seq.scores_prompt:
-            usable = min(usable, seq.num_scored)
-        return seq.full_block_hashes()[: usable // BLOCK_SIZE]
 
     def _remove(self, seq: Sequence) -> None:
         self.running.pop(seq.key, None)

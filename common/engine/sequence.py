@@ -127,6 +127,16 @@ class Sequence:
         self.block_hashes = hash_blocks(self.root, self.token_ids, parents=self.block_hashes)
         return self.block_hashes
 
+    def num_usable(self, spare_tokens: int) -> int:
+        """Leading tokens whose KV may come from other sequences: `spare_tokens` at the end are computed in any case (the
+        logits of the last one are needed), as are rows whose log-probabilities are wanted."""
+        usable = self.num_tokens - spare_tokens
+        return min(usable, self.num_scored) if self.scores_prompt else usable
+
+    def usable_hashes(self, spare_tokens: int) -> list[BlockHash]:
+        """Hashes of the leading blocks that it may take from the prefix cache."""
+        return self.full_block_hashes()[: self.num_usable(spare_tokens) // BLOCK_SIZE]
+
     def seen_tokens(self, num_drafts: int = 0) -> SeenTokens | None:
         """The tokens that its penalties count: all that are known, and the first `num_drafts` of `draft_ids`.
 

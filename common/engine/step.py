@@ -42,6 +42,14 @@ class ScoredRows(NamedTuple):
     """How many of the most likely tokens to return for each row."""
 
 
+class BlockCopy(NamedTuple):
+    """Copy a block's KV, in all layers of one block table, before the step writes anything."""
+
+    table: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class RelayProgress:
     """After this step, blocks [0, `num_blocks`) of this attempt hold final KV in every layer.
@@ -87,6 +95,8 @@ class StepInput:
     scored: list[ScoredRows] = field(default_factory=list[ScoredRows])
     adapters: list[int] = field(default_factory=list[int])
     """[num_seqs], the id of each sequence's LoRA adapter in the ranks' memory, 0 without; empty: none has one."""
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    """No block is the target of two."""
 
 
 @dataclass(frozen=True)

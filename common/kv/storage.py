@@ -68,6 +68,16 @@ class GroupStorage:
         shape = (len(self.planes), self.num_blocks, self._heads, self.block_size, width)
         return self._layers.view(self._layers.size(0), *shape)
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """As `KVStorage.copy_blocks`, for the layers of this group."""
+        for plane in self.planes.values():
+            stored = plane.view(torch.uint8)
+            if stored.is_cpu:  # by NumPy, which does not start OpenMP threads
+                numbers = stored.numpy()
+                numbers[:, targets.numpy()] = numbers[:, sources.numpy()]
+            else:
+                stored.index_copy_(1, targets, stored.index_select(1, sources))
+
     def _plane(self, width_before: int, width: int) -> Tensor:
         slots = self.num_blocks * self._heads * self.block_size
         plane = self._layers[:, slots * width_before : slots * (width_before + width)]
@@ -121,6 +131,13 @@ class KVStorage:
             GroupStorage(data, group, memory, spec.block_size, scales)
             for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
         )
+
+    def copy_blocks(self, table: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of block `sources[i]` to block `targets[i]`, in the layers of one block table. Both: [copies] int64, on
+        the device. No block may be a target twice. On a GPU it only starts the copies, on the current stream."""
+        for group, storage in zip(self.layout.spec.groups, self.groups, strict=True):
+            if group.table == table:
+                storage.copy_blocks(sources, targets)
 
     def supply_pages(self) -> None:
         """Have the kernel provide memory pages, within limits of time and memory, so that requests need not wait for them.

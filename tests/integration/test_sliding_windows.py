@@ -150,14 +150,14 @@ def test_the_samples_of_a_prompt_share_its_window_at_the_decode_node(served: Ser
         before = served.system.metric("kvrelay_relayed_bytes_total")
         computed = served.system.metric("kvrelay_node_prompt_tokens_total")
         with httpx.Client(timeout=60.0) as client:
-            body = served.body(prompt, n=4, max_tokens=20)
+            body = served.body(prompt, n=4, max_tokens=60)
             answer = client.post(f"{served.system.url}/v1/completions", json=body)
         for choice in answer.json()["choices"]:
-            check(served, prompt, choice["token_ids"], 20)
+            check(served, prompt, choice["token_ids"], 60)
         assert served.system.metric("kvrelay_relayed_bytes_total") - before == served.relayed_bytes(length)
         served.system.wait_whole()
         computed = served.system.metric("kvrelay_node_prompt_tokens_total") - computed
-        assert computed < 2 * length, "the other samples compute the last, partial block"
+        assert computed <= length + 3, "each of the other samples computes the last token"
 
 
 @pytest.mark.thorough

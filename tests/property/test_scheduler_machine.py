@@ -210,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         owners += [seq for plan, _ in self.flying for seq in plan.seqs]
         tables = [(seq, table) for seq in owners for table in range(len(seq.block_tables))]
         held = {block for seq, table in tables for block in seq.block_tables[table][seq.first_blocks[table] :]}
+        held |= {copy.source for plan, _ in self.flying for copy in plan.step.copies}
         assert self.scheduler.pool.num_used == len(held), "nobody's block"
         for plan, _ in self.flying:
             for index, (query_len, end) in enumerate(zip(plan.step.query_lens, plan.step.context_lens, strict=True)):

@@ -98,6 +98,9 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         self.steps += 1
+        for copy in step.copies:
+            for offset in range(BLOCK_SIZE):
+                self.slots[copy.target * BLOCK_SIZE + offset] = self.slots[copy.source * BLOCK_SIZE + offset]
         token_ids = list(step.token_ids)
         for row, sample in step.placeholders:
             token_ids[row] = self._drawn[step.placeholder_step][sample]
