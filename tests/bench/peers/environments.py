@@ -88,8 +88,8 @@ class Environment:
     def _refuse_cuda(self, arguments: Sequence[str]) -> None:
         report = self.folder / "report.json"
         self.pip(*arguments, "--dry-run", "--report", str(report))
-        names = [entry["metadata"]["name"] for entry in json.loads(report.read_text("utf-8"))["install"]]
-        if any(name.startswith("nvidia-") for name in names):
+        names = {entry["metadata"]["name"] for entry in json.loads(report.read_text("utf-8"))["install"]}
+        if any(name.startswith("nvidia-") for name in names - {"nvidia-ml-py"}):  # that one is a few kB of Python
             raise Unavailable(
                 "its PyTorch would bring gigabytes of CUDA libraries; "
                 "set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds"

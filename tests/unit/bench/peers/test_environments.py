@@ -46,7 +46,7 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path, monkeypatch: p
     assert len(finished) == 2
 
 
-@pytest.mark.parametrize(("name", "refused"), [("nvidia-cublas", True), ("numpy", False)])
+@pytest.mark.parametrize(("name", "refused"), [("nvidia-cublas", True), ("nvidia-ml-py", False), ("numpy", False)])
 def test_an_installation_that_would_bring_cuda_is_refused(
     name: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
