@@ -223,7 +223,7 @@ class Supervisor:
     def _missing(self) -> str:
         """The services that the start still waits for."""
         routers = "the router" if len(self._routers) == 1 else ", ".join(self._waiting_routers) or "the routers"
-        return ", ".join(self._unready()) or f"{routers} to see all nodes"
+        return ", ".join(self._unready()) or f"{routers} to see all nodes and serve their models"
 
     async def _show_progress(self) -> None:
         started_s = time.monotonic()

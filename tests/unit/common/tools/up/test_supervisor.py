@@ -55,7 +55,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
         assert await cluster._find_waiting_routers() == ["router-0", "router-2"]
         for child in cluster._children:
             child.ready = True
-        assert cluster._missing() == "router-0, router-2 to see all nodes"
+        assert cluster._missing() == "router-0, router-2 to see all nodes and serve their models"
         seeing |= {"http://0", "http://2"}
         assert not await cluster._find_waiting_routers()
         await cluster._probe.close()
