@@ -34,7 +34,7 @@ def run(session: Session) -> Result:
 
 def _measure(session: Session, split: str) -> list[Run]:
     folder = str(session.folder)
-    record = session.folder.parent / "pipeline-steps.jsonl"
+    record = session.folder.parent / "pipeline-steps.pickle"
     single = {"folder": folder, "threads": max(1, (os.cpu_count() or 1) // _STAGES)}
     workers: list[Worker] = []
     runs: list[Run] = []

@@ -6,19 +6,18 @@ Worker classes. The node is real: leader, rank processes, scheduler, engine loop
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import pickle
 import random
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import psutil
 from bench.overhead_node import NoReceiver
-from pydantic import TypeAdapter
 
 from common.base.clock import monotonic
 from common.base.torch_setup import configure_torch
@@ -123,7 +122,7 @@ class PipelineNode:
             )
             node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
             self._engine = EngineLoop(node, self._send_buffer.flush, self._on_crash)
-            self._leader.watch(self._on_step, lambda report: None, self._on_crash)
+            self._leader.watch(self._on_step, lambda report: None, self._on_crash, lambda answer: None)
             self._engine.start()
         except BaseException:
             self._leader.close()
@@ -154,7 +153,7 @@ class PipelineNode:
         middle = self._moments[len(self._moments) // 2].steps
         first, last = (_nearest(self._moments, middle + offset) for offset in (-keep // 2, keep // 2))
         kept = self._recorder.steps[first.steps : last.steps]
-        Path(record).write_text("".join(json.dumps(asdict(step)) + "\n" for step in kept), "utf-8")
+        Path(record).write_bytes(pickle.dumps(kept))
         return {
             "wall_s": wall_s,
             "whole": whole,
@@ -248,11 +247,8 @@ class SingleProcess:
 
     def replay(self, record: str) -> tuple[float, float]:
         """Seconds of forward, and of processor time, for the steps that `PipelineNode.measure` wrote."""
-        steps = [_STEP.validate_json(line) for line in Path(record).read_text("utf-8").splitlines()]
+        steps: list[StepInput] = pickle.loads(Path(record).read_bytes())
         self._runner.execute(steps[0])
         before_s = time.process_time()
         forward_s = sum(self._runner.execute(step).forward_s for step in steps)
         return forward_s, time.process_time() - before_s
-
-
-_STEP = TypeAdapter(StepInput)
