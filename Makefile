@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-all test-matrix test-faults soak check bench bench-router bench-peers check-api check-clients check-load check-newcomer check-arm fuzz gpu-check gpu-bench install clean
+.PHONY: run test test-all test-matrix test-faults soak check bench bench-router bench-peers check-api check-clients check-load check-newcomer check-arm check-sanitizers fuzz gpu-check gpu-bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -15,6 +15,7 @@ check-clients: ; @scripts/check-clients
 check-load: ; @scripts/check-load
 check-newcomer: ; @scripts/check-newcomer
 check-arm: ; @scripts/check-arm
+check-sanitizers: ; @scripts/check-sanitizers
 fuzz: ; @scripts/fuzz $(if $(SECONDS),--seconds $(SECONDS))
 soak: ; @scripts/soak $(if $(MINUTES),--minutes $(MINUTES))
 gpu-check: ; @scripts/gpu-check

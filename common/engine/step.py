@@ -43,7 +43,7 @@ class ScoredRows(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy a block's KV, in all layers of one block table, before the step writes anything."""
+    """Copy a block's KV in all layers of one block table."""
 
     table: int
     source: int
@@ -96,7 +96,7 @@ class StepInput:
     adapters: list[int] = field(default_factory=list[int])
     """[num_seqs], the id of each sequence's LoRA adapter in the ranks' memory, 0 without; empty: none has one."""
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
-    """No block is the target of two."""
+    """Made before anything else of the step. No block is the target of two."""
 
 
 @dataclass(frozen=True)

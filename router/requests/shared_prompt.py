@@ -1,9 +1,9 @@
 """The samples of one prompt (`n` > 1) share its KV: one relay, then every other sample starts where the prompt's blocks are.
 
 The first sample is placed like any request. Once a decode node has generated from the prompt's KV, that node is the
-*holder*: the other samples go there without a prefill node, and its prefix cache gives them the prompt's full blocks, and
-its scheduler a copy of the last one (`KVAllocator.copy_begun_block`). Without a holder, after a failure too, one sample goes first and the
-others wait for it. Pure; router process, event loop.
+*holder*: the other samples go there without a prefill node. The holder's prefix cache gives them the prompt's full blocks, its
+scheduler a copy of the last one (`KVAllocator.copy_begun_block`). Without a holder, after a failure too, one sample goes
+first and the others wait for it. Pure; router process, event loop.
 """
 
 from __future__ import annotations
