@@ -6,6 +6,7 @@ sealed (`kvtransfer.transports.sealed`). Used by the I/O threads of senders and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Iterator
@@ -86,8 +87,12 @@ class DealerLink:
         poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, *frames: Any) -> None:
-        """Send one message; the frames' memory belongs to ZMQ until the peer has acknowledged the message."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        """Send one message; the frames' memory belongs to ZMQ until the peer has acknowledged the message.
+
+        After the connection has ended the message is dropped: `replies` reports the end next.
+        """
+        with contextlib.suppress(zmq.Again):  # the peer refused the connection, since `replies` was called
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def replies(self, ready: Ready) -> Iterator[bytes]:
         """The messages that have arrived, frames joined. Raises: PeerLost after the last if the connection ended."""

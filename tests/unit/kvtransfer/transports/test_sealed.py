@@ -22,7 +22,7 @@ from common.security.sealing import Channel, ServerKey
 from kvtransfer import wire
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import sealed
-from kvtransfer.transports.zmq import ZmqListener
+from kvtransfer.transports.zmq import DealerLink, ZmqListener
 
 
 class Tap:
@@ -205,6 +205,23 @@ def test_a_sender_whose_key_is_of_an_earlier_start_of_the_receiver_fails_its_tra
     transfer.final()
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, PeerLost)
+
+
+def test_sending_to_a_receiver_that_has_refused_the_connection_costs_no_other_transfer(cluster: Cluster) -> None:
+    """The refusal may come between a sender's look at its connections and its send."""
+    address, _ = split_key(cluster.receivers[0].end.address.removeprefix("zmq+"))
+    poller = zmq.Poller()
+    with zmq.Context() as context:
+        link = DealerLink(context, poller, address, ServerKey().public)
+        try:
+            wait_until(
+                lambda: bool(poller.poll(0)) and not link._socket.poll(0, zmq.POLLOUT), "the end of the connection"
+            )
+            link.send(b"header", b"payload")
+            with pytest.raises(PeerLost):
+                list(link.replies(dict(poller.poll(0))))
+        finally:
+            link.close()
 
 
 def test_replies_that_were_changed_are_dropped(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
