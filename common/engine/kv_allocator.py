@@ -29,8 +29,8 @@ def first_seen(num_tokens: int, window: int | None) -> int:
 def first_kept(num_tokens: int, window: int | None) -> int:
     """The first block to keep of a sequence of `num_tokens` tokens, the one that `first_seen` names or one before it.
 
-    Another sample of the same prompt has all its full blocks from the prefix cache, and computes at least the last token: it
-    continues at the last block's beginning or end.
+    Another sample of the same prompt has all its full blocks from the prefix cache, and computes at least the last token: its
+    first row is in the last block.
     """
     return first_seen((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, window)
 

@@ -38,7 +38,8 @@ class Sequence:
     num_computed: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     cached_tokens: int = 0
-    """Tokens found in the prefix cache when the sequence was first admitted."""
+    """Tokens whose KV it did not compute when it was first admitted: from the prefix cache, or in a block copied from another
+    sequence."""
     likely_cached: int = 0
     """Tokens that were in the prefix cache when it was queued."""
     num_published: int = 0
