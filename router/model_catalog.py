@@ -19,6 +19,7 @@ from common.control.messages import NodeRecord, Task
 from common.model.hub import model_name
 from router import served_model
 from router.output.formats import check_names
+from router.preloads import Preloads
 from router.registered_model import RegisteredModel
 from router.served_model import LoadOptions, ServedModel
 
@@ -42,6 +43,7 @@ class ModelCatalog:
         generation_config: GenerationConfig = "auto",
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        preload: str | None = None,
         remembered_s: float = REMEMBERED_S,
     ) -> None:
         self._configured = model
@@ -49,6 +51,7 @@ class ModelCatalog:
         check_names(tool_call_parser, reasoning_parser)
         self._main_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
         self._other_options = LoadOptions(generation_config=generation_config)
+        self._preloads = Preloads(listed("preload", preload), self._main_options)
         self._remembered_s = remembered_s
         self._given: ServedModel | None = None
         """The configured model."""
@@ -63,13 +66,14 @@ class ModelCatalog:
         """One for each registered model without nodes."""
 
     async def load_configured(self) -> None:
-        """Load the configured model, if there is one.
+        """Load the configured model, if there is one; begin to load those that nodes will register.
 
         Raises: ConfigError when it cannot be used.
         """
         if self._configured is not None:
             self._given = await asyncio.to_thread(served_model.load, self._configured, None, self._main_options)
             self._publish()
+        self._preloads.start()
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Return the nodes whose models this router can serve. What the configuration leaves open comes from them."""
@@ -78,7 +82,7 @@ class ModelCatalog:
             found[record.model.name].append(record)
         for name in found:
             if name not in self._registered:
-                self._registered[name] = RegisteredModel(name, self._other_options, self._publish)
+                self._registered[name] = RegisteredModel(name, self._other_options, self._preloads, self._publish)
         self._choose_main(found)
         used: set[str] = set()
         for name, model in self._registered.items():
@@ -188,6 +192,7 @@ class ModelCatalog:
 
     def close(self) -> None:
         """Stop loading."""
+        self._preloads.close()
         for timer in self._forget_timers.values():
             timer.cancel()
         for model in self._registered.values():

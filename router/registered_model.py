@@ -14,6 +14,7 @@ from dataclasses import replace
 from common.base.errors import ConfigError
 from common.control.messages import Adapter, ModelInfo, NodeRecord, Task
 from router import served_model
+from router.preloads import Preloads
 from router.served_model import LoadOptions, ServedModel
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class RegisteredModel:
     loaded.
     """
 
-    def __init__(self, name: str, options: LoadOptions, on_loaded: Callable[[], None]) -> None:
+    def __init__(self, name: str, options: LoadOptions, preloads: Preloads, on_loaded: Callable[[], None]) -> None:
         self.name = name
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
@@ -32,10 +33,11 @@ class RegisteredModel:
         """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.served: ServedModel | None = None
         self.problem = "its files are being loaded"
+        """Why `served` is None."""
         self.is_refused = False
         """Whether its files were found unusable; `problem` says why."""
-        """Why `served` is None."""
         self._options = options
+        self._preloads = preloads
         self._on_loaded = on_loaded
         self._given: ServedModel | None = None
         self._files: ServedModel | None = None
@@ -115,7 +117,10 @@ class RegisteredModel:
     async def _load(self, info: ModelInfo) -> None:
         try:
             if info.task == "generate":
-                model = await asyncio.to_thread(served_model.load, info.path, info.name, self._options)
+                options = self._options
+                model = await self._preloads.take(info, options) or await asyncio.to_thread(
+                    served_model.load, info.path, info.name, options
+                )
             else:
                 model = await asyncio.to_thread(served_model.load_pooling, info, self._options)
         except ConfigError as error:

@@ -32,6 +32,7 @@ class Router:
             generation_config=config.generation_config,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            preload=config.preload,
         )
         self.index = PrefixIndex(config.index_blocks)
         self.dispatcher = Dispatcher(config, self.metrics, index=self.index)

@@ -66,6 +66,13 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
         help="Folder or hub name of the tokenizer to use; by default that of the model that the nodes report.",
     )
     served_model_name: str | None = variant(ModelOptions, "served_model_name")
+    preload: str | None = option(
+        None,
+        "Models, as nodes name them, whose tokenizers to load at the start; others are loaded when a node registers them.",
+        "Model",
+        several=True,
+        own=True,
+    )
     otlp_traces_endpoint: str | None = option(
         None,
         "Send a trace of each request there with OTLP over HTTP, as in http://localhost:4318/v1/traces.",

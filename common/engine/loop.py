@@ -58,6 +58,8 @@ class EngineLoop:
     """Runs `core` on a thread of its own until `stop`. `flush` is called after every round.
 
     `on_crash(error)` is called once if the core raises, after which the process must end: RankLost, or a bug.
+    `use_idle_time()` is called while there is neither an event nor a request, until it returns False; each call may delay
+    an event by some milliseconds.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class EngineLoop:
         flush: Callable[[], None],
         on_crash: Callable[[BaseException], None],
         clock: Clock = monotonic,
+        use_idle_time: Callable[[], bool] = lambda: False,
     ) -> None:
         self._core = core
         self._flush = flush
         self._on_crash = on_crash
         self._clock = clock
+        self._use_idle_time = use_idle_time
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
         self.last_round_s = clock()
@@ -107,9 +111,11 @@ class EngineLoop:
             raise TimeoutError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
-        busy = False
+        busy, has_idle_work = False, True
         try:
             while not self._stopping:
+                if not busy and has_idle_work and not self._core.has_deadlines and self._inbox.empty():
+                    busy = has_idle_work = self._use_idle_time()
                 self._drain(block=not busy)
                 now_s = self.last_round_s = self._clock()
                 self._core.on_time(now_s)

@@ -1,44 +1,54 @@
-"""Has the kernel provide the pages of a KV cache before a node serves. For KV in main memory."""
+"""Has the kernel provide the pages of a KV cache before a request needs them. For KV in main memory."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import os
 import sys
-import time
 from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 2 * 2**20
-"""Size of a huge page."""
+"""Size of a huge page. It takes 0.1 ms, or 6 ms on a virtual machine whose host must find the memory first."""
 _MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def supply_pages(memory: mmap.mmap, planes: Sequence[tuple[int, int]], limit_s: float, limit_bytes: float) -> int:
-    """Provide pages of private memory without changing what they hold: the pages of each plane's first blocks before those
-    of later blocks, for at most `limit_s` seconds and at most `limit_bytes`. Returns the number of bytes provided.
+class PageSupply:
+    """The pages of private memory that are still to be provided: those of each plane's first blocks before those of later
+    blocks. What the memory holds does not change.
 
-    `planes`: (offset, size) of each in bytes. All other pages come with the first write to them, and so do all pages where
-    the kernel cannot provide them in advance (before Linux 5.14).
+    All other pages come with the first write to them, and so do all pages where the kernel cannot provide them in advance
+    (before Linux 5.14).
     """
-    if not sys.platform.startswith("linux"):
-        return 0
-    slices = [
-        (offset + done, offset + min(done + _SLICE_BYTES, size))
-        for done in range(0, max(size for _, size in planes), _SLICE_BYTES)
-        for offset, size in planes
-        if done < size
-    ]
-    ends_s, supplied = time.perf_counter() + limit_s, 0
-    for start, end in slices:
+
+    def __init__(self, address: int, planes: Sequence[tuple[int, int]], limit_bytes: float) -> None:
+        """`planes`: (offset from `address`, size) of each in bytes. Provides at most `limit_bytes`."""
+        self.supplied_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._slices = iter(
+            [
+                (address + offset + done, address + offset + min(done + _SLICE_BYTES, size))
+                for done in range(0, max((size for _, size in planes), default=0), _SLICE_BYTES)
+                for offset, size in planes
+                if done < size
+            ]
+            if sys.platform.startswith("linux")
+            else []
+        )
+
+    def advance(self) -> bool:
+        """Provide the next 2 MB. Returns whether that was done, so that it may be called again. Releases the GIL."""
+        start, end = next(self._slices, (0, 0))
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if supplied + end - first > limit_bytes or time.perf_counter() > ends_s:
-            break
-        try:
-            memory.madvise(_MADV_POPULATE_WRITE, first, end - first)
-        except OSError as error:
-            log.info("pages for KV come with the first write: %s", error.strerror)
-            break
-        supplied += end - first
-    return supplied
+        if start == end or self.supplied_bytes + end - first > self._limit_bytes:
+            return False
+        if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_POPULATE_WRITE) != 0:
+            log.info("pages for KV come with the first write: %s", os.strerror(ctypes.get_errno()))
+            self._slices = iter([])
+            return False
+        self.supplied_bytes += end - first
+        return True

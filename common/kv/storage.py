@@ -16,16 +16,13 @@ from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
 from common.kv.memory_layout import GroupMemory, group_memories, rank_bytes, strips_of
-from common.kv.page_supply import supply_pages
+from common.kv.page_supply import PageSupply
 from common.kv.rank_layout import KVLayout, RankShard
 from common.kv.spec import LayerGroup
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 Scales = tuple[tuple[float, ...], ...]
 """Scale of each plane, for each of a rank's layers in a group."""
-_SUPPLY_S = 0.5
-"""Maximum time for supplying pages: enough for several GB, or for about 0.2 GB on a virtual machine whose host must find the
-memory first."""
 _SUPPLY_SHARE = 0.25
 """Maximum share of the free memory that supplied pages may take: other nodes on this host may be starting too."""
 
@@ -112,9 +109,8 @@ class KVStorage:
         size_bytes = rank_bytes(self.memories)
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
         """The GPU memory, if other processes can map it; None otherwise and on the CPU."""
-        self._pages = _map_zeros(size_bytes) if self._is_on_cpu else None
-        if self._pages is not None:
-            data = torch.as_tensor(np.frombuffer(self._pages, dtype=np.uint8, count=size_bytes))
+        if self._is_on_cpu:
+            data = torch.as_tensor(np.frombuffer(_map_zeros(size_bytes), dtype=np.uint8, count=size_bytes))
         elif self.shared is None:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=where)
         else:
@@ -139,18 +135,15 @@ class KVStorage:
             if group.table == table:
                 storage.copy_blocks(sources, targets)
 
-    def supply_pages(self) -> None:
-        """Have the kernel provide memory pages, within limits of time and memory, so that requests need not wait for them.
-        Does nothing on a GPU."""
-        if self._pages is None:
-            return
+    def page_supply(self) -> PageSupply:
+        """Provides the pages of this memory before they are written to, within a limit of memory; nothing on a GPU."""
         planes: list[tuple[int, int]] = []
-        for group, memory in zip(self.layout.spec.groups, self.memories, strict=True):
+        for group, memory in zip(self.layout.spec.groups if self._is_on_cpu else (), self.memories, strict=False):
             for strip in strips_of(group, self.layout.spec.block_size):
                 offset, plane_bytes, block_bytes = memory.place(strip, memory.part)
                 count = memory.part.num_layers * strip.planes_per_layer
                 planes += [(offset + i * plane_bytes, memory.num_blocks * block_bytes) for i in range(count)]
-        supply_pages(self._pages, planes, _SUPPLY_S, _SUPPLY_SHARE * free_memory_bytes())
+        return PageSupply(self.data.data_ptr(), planes, _SUPPLY_SHARE * free_memory_bytes())
 
 
 def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
@@ -161,7 +154,7 @@ def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
 
 
 def _map_zeros(size_bytes: int) -> mmap.mmap:
-    """At least `size_bytes` of zeroed memory, whose pages the kernel provides on the first write or by `supply_pages`.
+    """At least `size_bytes` of zeroed memory, whose pages the kernel provides on the first write or by `page_supply`.
 
     It asks for huge pages: otherwise blocks at random places miss the TLB at every access, which halves the speed of
     gathering and scattering them.

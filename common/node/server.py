@@ -140,15 +140,16 @@ class NodeServer:
         on_ready: Callable[[], None],
         describe: Describe = dict,
         lora: AdapterAdmin | None = None,
+        use_idle_time: Callable[[], bool] = lambda: False,
     ) -> None:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
-        status at the admin port, `lora` the routes of adapters.
+        status at the admin port, `lora` the routes of adapters. `use_idle_time`: as `EngineLoop`.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
         `restart`.
         """
         self._core = core
-        self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash)
+        self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash, use_idle_time=use_idle_time)
         self._engine.start()
         record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank's shard of the model. `allocate_kv` sets `storage` and `runner`; `capture_graphs` then captures its
+    """One rank's shard of the model. `allocate_kv` sets `storage`, `page_supply` and `runner`; `capture_graphs` then captures its
     decode steps."""
 
     runner: ModelRunner
@@ -113,7 +113,7 @@ class Worker:
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
         self.storage = self._storage(num_blocks + self._spare_blocks)
-        self.storage.supply_pages()
+        self.page_supply = self.storage.page_supply()
         self.runner, self._attention = self._runner(self.storage)
 
     def capture_graphs(self) -> None:

@@ -45,7 +45,7 @@ from common.node.ranks.messages import (
     RankStarted,
 )
 from common.node.role import NodeRole
-from common.node.worker import load_worker
+from common.node.worker import Worker, load_worker
 from common.security.curve import encrypt_client, encrypt_server
 
 log = logging.getLogger(__name__)
@@ -129,18 +129,20 @@ class RankProcess:
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
             self.report(RankStarted(self._rank, advertised(end.data_address, config)))
-            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker.samples)
+            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker)
         finally:
             adapters.close()
             end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, adapters: RankAdapters, samples: bool) -> None:
+    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, adapters: RankAdapters, worker: Worker) -> None:
         """Run steps on this thread, and transfer orders on another, because they must not wait for a step."""
         steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
         threading.Thread(target=self._take_orders, args=(steps, end, adapters), name="orders", daemon=True).start()
         while True:
+            while steps.empty() and worker.page_supply.advance():
+                pass
             step = steps.get()
             if isinstance(step, Exception):
                 raise step
@@ -148,7 +150,7 @@ class RankProcess:
                 adapters.drop(step.adapter_id)
                 continue
             output = executor.submit(step)
-            if samples:
+            if worker.samples:
                 self.report(output)
 
     def _take_orders(self, steps: queue.SimpleQueue[_Work], end: RankTransferEnd, adapters: RankAdapters) -> None:

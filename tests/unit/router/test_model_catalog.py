@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.base.errors import BadRequest, NotFound, Unavailable
+from common.base.errors import BadRequest, ConfigError, NotFound, Unavailable
 from common.control.identities import Adapter, PeerRef
 from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
@@ -214,3 +214,52 @@ def test_adapters_are_served_by_name_with_the_weights_that_most_nodes_have(monke
         assert catalog.get("x").adapter == old
 
     play(monkeypatch, scene)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "folder", "loads"),
+    [
+        ("t-/m/a", "/m/a", ["/m/a"]),
+        ("newer", "/m/a", ["/m/a", "/m/a"]),
+        ("t-/m/b", "/m/b", ["/m/a", "/m/b"]),
+    ],
+    ids=["the same files", "files replaced meanwhile", "another model"],
+)
+def test_a_preloaded_model_is_read_once_if_its_nodes_have_the_same_files(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: str, folder: str, loads: list[str]
+) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        async with asyncio.timeout(10):
+            while not folders.loaded:
+                await asyncio.sleep(0.001)
+        assert catalog.models == []
+        folders.digests[folder] = tokenizer
+        catalog.accept([record("n0", "renamed", path=folder, tokenizer=tokenizer)])
+        await listed(catalog, "renamed")
+        assert catalog.get("renamed").path == folder
+        assert [path for path, _ in folders.loaded] == loads
+
+    play(monkeypatch, scene, preload="/m/a")
+
+
+def test_a_model_that_cannot_be_preloaded_is_loaded_when_its_node_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def fails(path: str, *_: object) -> ServedModel:
+        tries.append(path)
+        raise ConfigError("no such folder")
+
+    async def main() -> None:
+        monkeypatch.setattr(served_model, "load", fails)
+        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None, preload="/m/a")
+        await catalog.load_configured()
+        async with asyncio.timeout(10):
+            while not tries:
+                await asyncio.sleep(0.001)
+        monkeypatch.setattr(served_model, "load", Folders().load)
+        catalog.accept([record("n0", "a")])
+        await listed(catalog, "a")
+        catalog.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert tries == ["/m/a"]

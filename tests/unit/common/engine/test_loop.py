@@ -1,0 +1,75 @@
+"""`common.engine.loop`: idle time is used while there is no request, and only then."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from common.engine.loop import EngineLoop
+
+
+class _Core:
+    """Has a request while `has_deadlines`; every event takes it away or brings it."""
+
+    def __init__(self, *, busy: bool) -> None:
+        self.has_deadlines = busy
+        self.rests_until_s = 0.0
+
+    def handle(self, event: bool) -> None:
+        self.has_deadlines = event
+
+    def step(self) -> bool:
+        return False
+
+    def on_time(self, now_s: float) -> None:
+        pass
+
+
+def test_idle_time_is_used_until_there_is_no_more_to_do() -> None:
+    left, done = [3], threading.Event()
+
+    def work() -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            done.set()
+        return left[0] >= 0
+
+    loop = EngineLoop(_Core(busy=False), lambda: None, _no_crash, use_idle_time=work)
+    loop.start()
+    assert done.wait(5)
+    loop.stop()
+    assert left == [-1], "not called again"
+
+
+def test_a_request_ends_idle_time_and_its_end_brings_it_back() -> None:
+    calls = [0]
+
+    def work() -> bool:
+        calls[0] += 1
+        time.sleep(0.001)
+        return True
+
+    loop = EngineLoop(_Core(busy=True), lambda: None, _no_crash, use_idle_time=work)
+    loop.start()
+    time.sleep(0.05)
+    assert calls == [0]
+    loop.post(False)
+    _wait_for_more(calls, 0)
+    loop.post(True)
+    before = loop.ask(lambda: calls[0]).result(5)
+    time.sleep(0.05)
+    assert calls == [before]
+    loop.post(False)
+    _wait_for_more(calls, before)
+    loop.stop()
+
+
+def _wait_for_more(calls: list[int], before: int) -> None:
+    deadline_s = time.monotonic() + 5
+    while calls[0] == before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def _no_crash(error: BaseException) -> None:
+    raise error
