@@ -92,11 +92,11 @@ class _CommandGroup(typer.core.TyperGroup):
     """The subcommands of the installed distributions, each imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        names = set(_commands())
+        names = set(commands())
         return [name for name in _ORDER if name in names] + sorted(names - set(_ORDER))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        entry = _commands().get(cmd_name)
+        entry = commands().get(cmd_name)
         return None if entry is None else typer.main.get_command(entry.load())
 
 
@@ -144,7 +144,7 @@ def flowing(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def _commands() -> dict[str, EntryPoint]:
+def commands() -> dict[str, EntryPoint]:
     """The subcommands of all installed distributions, and in a source tree those in its pyproject.toml.
 
     An older installation of the source tree may not list its newest subcommands.

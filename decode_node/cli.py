@@ -20,6 +20,13 @@ off or no prefill node is alive.
 """
 
 
+def preload() -> None:
+    """Import all that the node needs, for a process that forks it."""
+    from common.node import startup  # noqa: F401
+
+    _load_role()
+
+
 def _load_role() -> DecodeRole:
     from decode_node.role import ROLE
 

@@ -22,6 +22,13 @@ next one. It samples the first token of each answer.
 """
 
 
+def preload() -> None:
+    """Import all that the node needs, for a process that forks it."""
+    from common.node import startup  # noqa: F401
+
+    _load_role()
+
+
 def _load_role() -> PrefillRole:
     from prefill_node.role import ROLE
 

@@ -51,6 +51,18 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
+def set_command_line(argv: list[str]) -> None:
+    """Set the command line that `ps -f` shows (Linux), cut to the room of the present one."""
+    with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as shown:
+        fields = stat.read().rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
+        room = end - start
+        if start and ctypes.string_at(start, room) == shown.read():
+            text = os.fsencode(" ".join(argv))[: room - 2]
+            # A last byte other than NUL tells the kernel that the text ends at the first NUL.
+            ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)
+
+
 def tied_command(argv: list[str]) -> list[str]:
     """The command that runs `argv` as a child that dies with the calling process. The child's pid is that of the program."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]

@@ -12,6 +12,7 @@ from collections import deque
 
 from common.config.sources import SUPERVISOR_VARIABLE
 from common.tools.up.console import Console
+from common.tools.up.fork_client import ForkedProcess, ForkServer
 from common.tools.up.plan import ChildSpec
 from common.tools.up.restarts import RestartPolicy
 
@@ -28,7 +29,8 @@ class Child:
     child has started can be killed with it.
     """
 
-    def __init__(self, spec: ChildSpec, console: Console) -> None:
+    def __init__(self, spec: ChildSpec, console: Console, fork_server: ForkServer | None = None) -> None:
+        """`fork_server`: forks the process if it is a node."""
         self.spec = spec
         self.policy = RestartPolicy()
         self.ready = False
@@ -40,7 +42,8 @@ class Child:
         """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
         self.last_line = ""
         self._console = console
-        self._process: Process | None = None
+        self._fork_server = fork_server if spec.node_id is not None else None
+        self._process: Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
         self._hidden_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
@@ -53,11 +56,26 @@ class Child:
         self.ready = False
         self.started_s = time.monotonic()
         self.last_line = ""
+        self._process = await self._fork() or await self._execute()
+        assert self._process.stdout is not None
+        self._pump = asyncio.create_task(self._read(self._process.stdout))
+
+    async def _execute(self) -> Process:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid()), **self.spec.environ}
-        self._process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *self.spec.argv, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environ, start_new_session=True
         )
-        self._pump = asyncio.create_task(self._read(self._process))
+
+    async def _fork(self) -> ForkedProcess | None:
+        """None if there is no fork server, or none any more."""
+        if self._fork_server is None:
+            return None
+        try:
+            return await self._fork_server.fork(self.spec.argv, self.spec.environ)
+        except OSError as error:
+            self._console.say(f"{self.spec.name} starts a second or two later, without the fork server: {error}")
+            self._fork_server = None
+            return None
 
     async def wait(self) -> int:
         """Wait for the process to end, show its remaining output, kill its process group. Returns its return code."""
@@ -95,10 +113,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
-    async def _read(self, process: Process) -> None:
-        assert process.stdout is not None
+    async def _read(self, output: asyncio.StreamReader) -> None:
         rest = b""
-        while chunk := await process.stdout.read(_READ_BYTES):
+        while chunk := await output.read(_READ_BYTES):
             # Cut an endless line rather than let the buffer grow.
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _READ_BYTES:

@@ -7,6 +7,7 @@ import asyncio
 from common.cli import service_app
 from common.config.service_configs import UpConfig
 from common.config.sources import Resolved
+from common.tools.up.fork_client import fork_server_for
 
 _HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
 
@@ -24,9 +25,10 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
-    from common.tools.up.supervisor import up
+    with fork_server_for(resolved.config.device) as fork_server:  # it imports PyTorch while this process imports the rest
+        from common.tools.up.supervisor import up
 
-    asyncio.run(up(resolved.config, resolved.sources))
+        asyncio.run(up(resolved.config, resolved.sources, fork_server))
 
 
 app = service_app(UpConfig, help=_HELP, run=_run)

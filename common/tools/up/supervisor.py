@@ -34,6 +34,7 @@ from common.tools.admin.running_clusters import RunningCluster, announced, runti
 from common.tools.up.certificates import with_certificates
 from common.tools.up.child import Child
 from common.tools.up.console import Console, banner, failure_line
+from common.tools.up.fork_client import ForkServer, reap_orphans
 from common.tools.up.gpus import find_gpus
 from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
@@ -58,8 +59,9 @@ class ChildFailed(KvRelayError):
         self.exit_code = exit_code
 
 
-async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
-    """Run a cluster until SIGINT, SIGTERM or (except under `nohup`) SIGHUP. No child is ever left behind.
+async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkServer | None = None) -> None:
+    """Run a cluster until SIGINT, SIGTERM or (except under `nohup`) SIGHUP. No child is ever left behind. `fork_server` forks
+    the nodes.
 
     Raises: ConfigError before anything is started; ChildFailed or DeadlineExceeded if the start fails.
     """
@@ -92,7 +94,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
         if config.tls:
             specs, credentials = with_certificates(specs, Path(directory))
         with announced(running, runtime_folder(os.environ)):
-            await Supervisor(config, specs, redis_url, pid_file, credentials).run()
+            await Supervisor(config, specs, redis_url, pid_file, credentials, fork_server).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -125,11 +127,12 @@ class Supervisor:
         redis_url: str,
         pid_file: PidFile,
         credentials: Credentials | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._config = config
         self._credentials = credentials
         self._console = Console([spec.name for spec in specs], form=config.log_format)
-        self._children = [Child(spec, self._console) for spec in specs]
+        self._children = [Child(spec, self._console, fork_server) for spec in specs]
         self._redis_url = redis_url
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]
@@ -281,7 +284,9 @@ class Supervisor:
         self._write_pids()
         if self._stop.is_set():
             child.signal(signal.SIGTERM)
-        return await child.wait()
+        return_code = await child.wait()
+        reap_orphans({each.pid for each in self._children})
+        return return_code
 
     async def _watch_readiness(self) -> None:
         """Probe the children that are not ready; sleep while all are."""

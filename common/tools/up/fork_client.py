@@ -1,0 +1,143 @@
+"""The supervisor's side of the fork server: starts it, has it fork nodes, watches these. Supervisor's asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from common.config.sources import SUPERVISOR_VARIABLE
+from common.tools.up.fork_server import MAX_REQUEST_BYTES
+from common.tools.up.gpus import find_gpus
+
+_NODE_COMMANDS = ("prefill", "decode")
+_PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_COMMAND = 3000
+"""Characters of a node's command line that `ps` can show: a forked process has the room of the server's own."""
+_ANSWER_S = 60.0
+"""Time for a fork, the server's imports included."""
+
+
+@contextlib.contextmanager
+def fork_server_for(device: str) -> Iterator[ForkServer | None]:
+    """A fork server for nodes that compute on `device`; None where there can be none: CUDA does not survive a fork."""
+    server = None
+    if device == "cpu" or (device == "auto" and not find_gpus(os.environ)):
+        with contextlib.suppress(OSError):
+            server = ForkServer(_NODE_COMMANDS)
+    try:
+        yield server
+    finally:
+        if server is not None:
+            server.close()
+
+
+class ForkServer:
+    """The running server. Nodes are forked one after the other."""
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        """Start it, for nodes that run one of the subcommands `commands`. Raises: OSError if that is not possible here."""
+        if not sys.platform.startswith("linux"):
+            raise OSError("processes are forked on Linux only")
+        os.close(os.pidfd_open(os.getpid()))
+        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError("cannot adopt orphans")
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            module = [sys.executable, "-m", "common.tools.up.fork_server"]
+            self._process = subprocess.Popen(
+                [*module, str(theirs.fileno()), " ".join(commands), " " * _LONGEST_COMMAND],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid())},
+            )
+        self._channel.setblocking(False)
+        self._one_at_a_time = asyncio.Lock()
+
+    async def fork(self, argv: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
+        """A new process that does what `argv` would, in a session of its own, with `environ` added to its environment.
+
+        argv: as `common.tools.up.fork_server.serve` expects it. Raises: OSError, after which the server is of no use.
+        """
+        request = json.dumps([list(argv), dict(environ)]).encode()
+        if len(request) > MAX_REQUEST_BYTES:
+            raise OSError(f"{len(request)} bytes of options are too many")
+        reading, writing = os.pipe()
+        output = os.fdopen(reading, "rb", 0)
+        try:
+            async with self._one_at_a_time, asyncio.timeout(_ANSWER_S):
+                socket.send_fds(self._channel, [request], [writing])
+                answer = await asyncio.get_running_loop().sock_recv(self._channel, 32)
+            pid = int(answer or 0)
+            if not pid:
+                raise OSError("it forks no process")
+            return await ForkedProcess.watch(pid, output)
+        except BaseException:
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+
+    def close(self) -> None:
+        """End the server; the nodes live on."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class ForkedProcess:
+    """A forked process, which is a child of this one. Has the part of `asyncio.subprocess.Process` that `Child` uses."""
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        """Its standard output and standard error."""
+        self.returncode: int | None = None
+        self._handle = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
+
+    @classmethod
+    async def watch(cls, pid: int, output: io.FileIO) -> ForkedProcess:
+        """Watch the child `pid` and read its output from the pipe `output`. Raises: OSError if there is no such child."""
+        stdout = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(stdout)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
+        return cls(pid, stdout)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        """Its exit code, or minus the signal that killed it, once it has ended."""
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Raises: ProcessLookupError if it has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError
+        os.kill(self.pid, number)  # until `_on_end`, the process id is not reused
+
+
+def reap_orphans(children: Collection[int]) -> None:
+    """Take notice of the end of adopted processes, such as ranks whose node died. `children`: those for which others wait."""
+    with contextlib.suppress(ChildProcessError):  # no process at all
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in children:
+            os.waitpid(ended.si_pid, 0)

@@ -1,0 +1,106 @@
+"""A process that has imported what nodes need, PyTorch above all, and forks itself for each node that `kvrelay up` starts:
+importing takes seconds of processor time for every process. `common.tools.up.fork_client` starts it and talks to it.
+
+A forked node is a child of the supervisor like any other, because the process between them ends at once and the supervisor
+adopts its orphans. Nodes outlive this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
+
+from common.base.process import die_with_parent, end_process, lasting_imports, prepare_compute, set_command_line
+from common.cli import commands, main
+
+MAX_REQUEST_BYTES = 1 << 16
+
+
+def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
+    """Import what the commands `preloaded` need, by the function `preload` of their modules. Then, until the supervisor
+    closes its end of `channel`, answer each request with the pid of a new process, or 0 if there can be none.
+
+    A request is a JSON list [argv, environment variables to add] and the descriptor of the process's output; argv is the
+    command that it stands for: python -m common.cli, and the arguments of `kvrelay`.
+    """
+    with lasting_imports():
+        for name in preloaded:
+            importlib.import_module(commands()[name].module).preload()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
+        if not data:
+            return
+        argv, environ = json.loads(data)
+        (output,) = descriptors
+        pid = _fork_orphan(partial(_be_service, channel, argv, environ, output))
+        os.close(output)
+        channel.send(str(pid).encode())
+
+
+def _fork_orphan(run: Callable[[int], NoReturn]) -> int:
+    """Fork a process that has lost its parent, whose pid `run` gets, when this returns. Returns its pid, 0 if there is none."""
+    reading, writing = os.pipe()
+    try:
+        between = os.fork()
+        if between == 0:
+            try:
+                parent_pid = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(reading)
+                    os.close(writing)
+                    run(parent_pid)
+                os.write(writing, str(pid).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(between, 0)
+    except OSError:
+        return 0
+    finally:
+        os.close(writing)
+        with os.fdopen(reading, "rb", 0) as pipe:
+            answer = pipe.read(32)
+    return int(answer or 0)
+
+
+def _be_service(
+    channel: socket.socket, argv: list[str], environ: dict[str, str], output: int, parent_pid: int
+) -> NoReturn:
+    """All that the new process runs. Nothing of the stack above may run in it."""
+    code: str | int | None = 1
+    try:
+        while os.getppid() == parent_pid:  # until the supervisor is the parent
+            time.sleep(0.001)
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
+        channel.close()
+        os.environ.update(environ)
+        set_command_line(argv)
+        sys.argv = ["kvrelay", *argv[argv.index("common.cli") + 1 :]]
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # whatever it is, the process ends here
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+    finally:
+        end_process(code)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    set_command_line([sys.executable, "-m", "common.tools.up.fork_server"])
+    prepare_compute(None, nice=0)
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2].split())
