@@ -56,8 +56,8 @@ def set_command_line(argv: list[str]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as shown:
         fields = stat.read().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
-        room = end - start
-        if start and ctypes.string_at(start, room) == shown.read():
+        room, present = end - start, shown.read()
+        if start and room > 1 and ctypes.string_at(start, len(present)) == present:
             text = os.fsencode(" ".join(argv))[: room - 2]
             # A last byte other than NUL tells the kernel that the text ends at the first NUL.
             ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)

@@ -106,6 +106,64 @@ def test_services_read_the_configuration_file_of_up(start, free_port, tmp_path: 
     assert [line.split("| ")[1] for line in told()] == [decode, decode, prefill], "at its restart as at its start"
 
 
+def _fork_server(up: Up) -> psutil.Process:
+    (found,) = [
+        child
+        for child in psutil.Process(up.process.pid).children()
+        if "common.tools.up.fork_server" in " ".join(child.cmdline())
+    ]
+    return found
+
+
+def _open_files(pid: int) -> set[str]:
+    """Sockets, pipes and other files behind the descriptors of a process."""
+    return {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()} - {"/dev/null"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_forked_nodes_are_children_of_up_like_any_other(start, free_port) -> None:
+    up = start("--port", str(free_port), "--api-key", "hush")
+    up.wait_line(READY)
+    for role in ("prefill", "decode"):
+        node = psutil.Process(up.entries()[f"{role}-0"]["pid"])
+        assert node.ppid() == up.process.pid
+        assert os.getsid(node.pid) == node.pid
+        shown = " ".join(node.cmdline())
+        assert f"-m common.cli {role} --" in shown
+        assert f"--node-id {role}-0" in shown
+        assert not _open_files(node.pid) & _open_files(_fork_server(up).pid), "nothing of the server is left open"
+    assert not [line for line in up.lines if "fork" in line]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_the_end_of_the_fork_server_affects_no_node_and_restarts_go_on(start, free_port, eventually) -> None:
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    before = up.entries()
+    _fork_server(up).kill()
+    time.sleep(0.5)
+    assert up.entries() == before
+    assert all(psutil.pid_exists(entry["pid"]) for entry in before.values())
+    for role in ("prefill", "decode"):
+        os.kill(before[f"{role}-0"]["pid"], signal.SIGKILL)
+        up.wait_line(f"{role}-0 starts a second or two later, without the fork server")
+        up.wait_line(f"{role}-0 is ready again")
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_end() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_what_a_dead_node_leaves_behind_does_not_stay_as_a_zombie(start, free_port, eventually) -> None:
+    up = start("--port", str(free_port), STUB_DECODE="parent")
+    up.wait_line(READY)
+    node = psutil.Process(up.entries()["decode-0"]["pid"])
+    (child,) = node.children()
+    node.kill()
+    up.wait_line("decode-0 is ready again")
+    eventually(lambda: child.status() == psutil.STATUS_ZOMBIE or not child.is_running())
+    eventually(lambda: not child.is_running())
+
+
 def test_everything_starts_is_listed_and_stops_in_order(start, free_port, eventually) -> None:
     up = start("--port", str(free_port), "--prefill", "1", "--decode", "1", "--api-key", "hush")
     up.wait_line(READY)

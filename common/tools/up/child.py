@@ -67,14 +67,13 @@ class Child:
         )
 
     async def _fork(self) -> ForkedProcess | None:
-        """None if there is no fork server, or none any more."""
+        """None if there is no fork server, or it cannot fork now."""
         if self._fork_server is None:
             return None
         try:
             return await self._fork_server.fork(self.spec.argv, self.spec.environ)
         except OSError as error:
             self._console.say(f"{self.spec.name} starts a second or two later, without the fork server: {error}")
-            self._fork_server = None
             return None
 
     async def wait(self) -> int:

@@ -68,7 +68,7 @@ class ForkServer:
     async def fork(self, argv: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
         """A new process that does what `argv` would, in a session of its own, with `environ` added to its environment.
 
-        argv: as `common.tools.up.fork_server.serve` expects it. Raises: OSError, after which the server is of no use.
+        argv: as `common.tools.up.fork_server.serve` expects it. Raises: OSError.
         """
         request = json.dumps([list(argv), dict(environ)]).encode()
         if len(request) > MAX_REQUEST_BYTES:
@@ -76,9 +76,8 @@ class ForkServer:
         reading, writing = os.pipe()
         output = os.fdopen(reading, "rb", 0)
         try:
-            async with self._one_at_a_time, asyncio.timeout(_ANSWER_S):
-                socket.send_fds(self._channel, [request], [writing])
-                answer = await asyncio.get_running_loop().sock_recv(self._channel, 32)
+            async with self._one_at_a_time:
+                answer = await self._ask(request, writing)
             pid = int(answer or 0)
             if not pid:
                 raise OSError("it forks no process")
@@ -88,6 +87,15 @@ class ForkServer:
             raise
         finally:
             os.close(writing)
+
+    async def _ask(self, request: bytes, output: int) -> bytes:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                socket.send_fds(self._channel, [request], [output])
+                return await asyncio.get_running_loop().sock_recv(self._channel, 32)
+        except BaseException:
+            self._channel.close()  # a late answer must not be taken for that of another request
+            raise
 
     def close(self) -> None:
         """End the server; the nodes live on."""
@@ -136,8 +144,8 @@ class ForkedProcess:
         os.kill(self.pid, number)  # until `_on_end`, the process id is not reused
 
 
-def reap_orphans(children: Collection[int]) -> None:
-    """Take notice of the end of adopted processes, such as ranks whose node died. `children`: those for which others wait."""
+def reap_orphans(children: Collection[int | None]) -> None:
+    """Take note of adopted processes that have ended, such as ranks whose node died. `children`: pids for which others wait."""
     with contextlib.suppress(ChildProcessError):  # no process at all
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in children:
             os.waitpid(ended.si_pid, 0)

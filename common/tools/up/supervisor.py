@@ -47,6 +47,7 @@ from common.tools.up.routers import router_places
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
+_ORPHANS_S = 5.0
 _STOP_S = 10.0
 """Time between SIGTERM and SIGKILL for a child."""
 
@@ -165,7 +166,13 @@ class Supervisor:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             hangs = HangWatch(self._children, self._console, self._answers)
-            for watcher in (self._start(), self._watch_readiness(), self._show_progress(), hangs.run()):
+            for watcher in (
+                self._start(),
+                self._watch_readiness(),
+                self._watch_orphans(),
+                self._show_progress(),
+                hangs.run(),
+            ):
                 self._spawn_watcher(watcher)
             await self._stop.wait()
         finally:
@@ -284,9 +291,15 @@ class Supervisor:
         self._write_pids()
         if self._stop.is_set():
             child.signal(signal.SIGTERM)
-        return_code = await child.wait()
-        reap_orphans({each.pid for each in self._children})
-        return return_code
+        return await child.wait()
+
+    async def _watch_orphans(self) -> None:
+        """Notice the ends of adopted processes, so that they do not stay as zombies."""
+        while True:
+            await asyncio.sleep(_ORPHANS_S)
+            pids = {child.pid for child in self._children}
+            if None not in pids:  # a process that is just being started is no orphan
+                reap_orphans(pids)
 
     async def _watch_readiness(self) -> None:
         """Probe the children that are not ready; sleep while all are."""

@@ -1,7 +1,7 @@
 """Stands in for a node under `kvrelay up`: registers, and misbehaves as the environment says.
 
 STUB_<ROLE>: `refuse` ends with a ConfigError, `hang` never registers, `stubborn` ignores SIGTERM; `hang-if:PATH` hangs
-while that file is there.
+while that file is there; `parent` has a child that outlives it by a second.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ async def _serve(config: NodeConfig, role: Any) -> None:
         raise ConfigError("the model folder /nowhere does not exist")
     if manner == "hang" or (manner.startswith("hang-if:") and os.path.exists(manner.removeprefix("hang-if:"))):
         await asyncio.Event().wait()
+    if manner == "parent" and os.fork() == 0:
+        os.setsid()
+        node = os.getppid()
+        while os.getppid() == node:
+            time.sleep(0.1)
+        time.sleep(1)
+        os._exit(0)
     if manner == "stubborn":
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGTERM)
@@ -45,6 +52,10 @@ async def _serve(config: NodeConfig, role: Any) -> None:
     finally:
         await registrar.deregister()
         print("bye", flush=True)
+
+
+def preload() -> None:
+    """For the fork server."""
 
 
 def node_app(cls: type[Any], role: str) -> Any:

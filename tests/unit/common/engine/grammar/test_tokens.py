@@ -1,0 +1,82 @@
+"""The tokens that grammars are made of: read from a tokenizer.json as llguidance itself reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from common.engine.grammar.compile import byte_level_tokens, load_tokenizer, parsed_tokens
+from common.model.hub import resolve_model
+
+DEMO = Path(resolve_model("demo"))
+
+
+def _file(folder: Path, **changes: Any) -> Path:
+    """The demo model's tokenizer.json with other entries."""
+    parts = json.loads((DEMO / "tokenizer.json").read_text("utf-8"))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**parts, **changes}), "utf-8")
+    return file
+
+
+@pytest.mark.parametrize("more", [0, 37])
+def test_byte_level_tokens_are_read_as_llguidance_reads_them(more: int) -> None:
+    file = DEMO / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size() + more
+    tokens = byte_level_tokens(tokenizer, size)
+    assert tokens == parsed_tokens(file, size)
+    assert tokens is not None
+    assert {bytes([byte]) for byte in range(0xFF)} <= set(tokens), "every byte is a token"
+
+
+_ADDED = {
+    "<think>": False,
+    "<|end|>": True,
+    "stop": True,
+    "[TOOL]": False,
+    "Ġab": False,
+    "日本": False,
+    "a b": False,
+    "<x": False,
+}
+"""Content of an added token, and whether it is special."""
+
+
+def test_added_tokens_are_text_or_special_as_llguidance_takes_them(tmp_path: Path) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": 2048 + number, "content": content, "special": special, **flags}
+        for number, (content, special) in enumerate(_ADDED.items())
+    ]
+    parts = json.loads((DEMO / "tokenizer.json").read_text("utf-8"))
+    file = _file(tmp_path, added_tokens=parts["added_tokens"] + added)
+    size = 2048 + len(added)
+    tokens = byte_level_tokens(Tokenizer.from_file(str(file)), size)
+    assert tokens == parsed_tokens(file, size)
+    assert tokens is not None
+    assert tokens[2048:2051] == [b"\xff<think>", b"\xff<|end|>", b"\xffstop"]
+
+
+@pytest.mark.parametrize("token", ["日本", "a b", "\x80"])
+def test_a_token_with_a_character_that_stands_for_no_byte_is_left_to_llguidance(tmp_path: Path, token: str) -> None:
+    model = json.loads((DEMO / "tokenizer.json").read_text("utf-8"))["model"]
+    file = _file(tmp_path, model={**model, "vocab": {**model["vocab"], token: 2048}})
+    assert byte_level_tokens(Tokenizer.from_file(str(file)), 2049) is None
+    assert load_tokenizer(tmp_path, 2049, [1]).vocab_size == 2049
+
+
+def test_other_decoders_and_vocabularies_that_are_too_large_are_left_to_llguidance(tmp_path: Path) -> None:
+    pieces = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    file = _file(tmp_path, decoder={"type": "Sequence", "decoders": pieces})
+    assert byte_level_tokens(Tokenizer.from_file(str(file)), 2048) is None
+    assert load_tokenizer(tmp_path, 2048, [1]).vocab_size == 2048
+    assert byte_level_tokens(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 2047) is None
