@@ -22,6 +22,7 @@ from bench.command import Run, end_by_exception, make_parser, parse  # noqa: E40
 
 BENCHES = {
     "idle": "bench.idle:run",
+    "start": "bench.start:run",
     "limits": "bench.limits:run",
     "decode_single": "bench.decode:run_single",
     "decode_batch": "bench.decode:run_batch",
