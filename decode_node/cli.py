@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.cli import service_app
 from common.config.service_configs import DecodeConfig
-from common.node.before_torch import main
+from common.node.before_torch import import_node, main
 
 if TYPE_CHECKING:
     from decode_node.role import DecodeRole
@@ -22,9 +22,7 @@ off or no prefill node is alive.
 
 def preload() -> None:
     """Import all that the node needs, for a process that forks it."""
-    from common.node import startup  # noqa: F401
-
-    _load_role()
+    import_node(_load_role)
 
 
 def _load_role() -> DecodeRole:

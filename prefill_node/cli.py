@@ -8,7 +8,7 @@ from common.base.process import lasting_imports, prepare_compute
 from common.cli import service_app
 from common.config.service_configs import PrefillConfig
 from common.config.sources import Resolved
-from common.node.before_torch import main
+from common.node.before_torch import import_node, main
 
 if TYPE_CHECKING:
     from prefill_node.role import PrefillRole
@@ -24,9 +24,7 @@ next one. It samples the first token of each answer.
 
 def preload() -> None:
     """Import all that the node needs, for a process that forks it."""
-    from common.node import startup  # noqa: F401
-
-    _load_role()
+    import_node(_load_role)
 
 
 def _load_role() -> PrefillRole:

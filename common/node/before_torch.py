@@ -40,7 +40,14 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
         build_library(min(COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        from common.node.startup import run_node
-
-        role = load_role()
+        run_node, role = import_node(load_role)
     run_node(role, config)
+
+
+def import_node(
+    load_role: Callable[[], NodeRole[Any, Any]],
+) -> tuple[Callable[[NodeRole[Any, Any], Any], None], NodeRole[Any, Any]]:
+    """Import all that a node needs. Returns what runs it, and its role."""
+    from common.node.startup import run_node
+
+    return run_node, load_role()

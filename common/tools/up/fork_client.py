@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 from common.config.sources import SUPERVISOR_VARIABLE
 from common.tools.up.fork_server import MAX_REQUEST_BYTES
@@ -22,12 +22,13 @@ _NODE_COMMANDS = ("prefill", "decode")
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_COMMAND = 3000
 """Characters of a node's command line that `ps` can show: a forked process has the room of the server's own."""
+_ORPHANS_S = 5.0
 _ANSWER_S = 60.0
 """Time for a fork, the server's imports included."""
 
 
 @contextlib.contextmanager
-def fork_server_for(device: str) -> Iterator[ForkServer | None]:
+def fork_server_for(device: str) -> Generator[ForkServer | None]:
     """A fork server for nodes that compute on `device`; None where there can be none: CUDA does not survive a fork."""
     server = None
     if device == "cpu" or (device == "auto" and not find_gpus(os.environ)):
@@ -144,8 +145,16 @@ class ForkedProcess:
         os.kill(self.pid, number)  # until `_on_end`, the process id is not reused
 
 
-def reap_orphans(children: Collection[int | None]) -> None:
-    """Take note of adopted processes that have ended, such as ranks whose node died. `children`: pids for which others wait."""
-    with contextlib.suppress(ChildProcessError):  # no process at all
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in children:
-            os.waitpid(ended.si_pid, 0)
+async def watch_orphans(children: Callable[[], Collection[int | None]]) -> None:
+    """Take note of adopted processes that have ended, such as ranks whose node died, until cancelled.
+
+    children: pids of processes whose end others wait for; None for one that is just being started.
+    """
+    while True:
+        await asyncio.sleep(_ORPHANS_S)
+        pids = children()
+        if None in pids:  # its process, which has no known pid yet, is no orphan
+            continue
+        with contextlib.suppress(ChildProcessError):  # no process at all
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in pids:
+                os.waitpid(ended.si_pid, 0)

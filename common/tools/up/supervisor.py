@@ -16,25 +16,25 @@ import socket
 import tempfile
 import time
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, DeadlineExceeded, KvRelayError
+from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
 from common.config.service_configs import UpConfig
-from common.config.sources import CONFIG_FILE_VARIABLE, Source
+from common.config.sources import Source
 from common.control.messages import NodeRecord, Task
 from common.node.healthcheck import node_complaint
 from common.security.tls import Credentials
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
 from common.tools.up.certificates import with_certificates
 from common.tools.up.child import Child
+from common.tools.up.config_copy import with_config_copy
 from common.tools.up.console import Console, banner, failure_line
-from common.tools.up.fork_client import ForkServer, reap_orphans
+from common.tools.up.fork_client import ForkServer, watch_orphans
 from common.tools.up.gpus import find_gpus
 from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
@@ -47,7 +47,6 @@ from common.tools.up.routers import router_places
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
-_ORPHANS_S = 5.0
 _STOP_S = 10.0
 """Time between SIGTERM and SIGKILL for a child."""
 
@@ -90,7 +89,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
             gpus=gpus,
         )
         check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
-        specs = _copy_config_file(specs, directory)
+        specs = with_config_copy(specs, directory)
         credentials = None
         if config.tls:
             specs, credentials = with_certificates(specs, Path(directory))
@@ -98,21 +97,6 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
             await Supervisor(config, specs, redis_url, pid_file, credentials, fork_server).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _copy_config_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
-    """Give the children a copy of the configuration file as it is now, for every restart.
-
-    Raises: ConfigError if the file cannot be copied.
-    """
-    file = os.environ.get(CONFIG_FILE_VARIABLE)
-    if not file:
-        return specs
-    try:
-        kept = shutil.copyfile(file, os.path.join(directory, "kvrelay.toml"))
-    except (OSError, shutil.SpecialFileError) as error:
-        raise ConfigError(f"{file} cannot be copied for the services, it must be a regular file: {error}") from error
-    return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]
 
 
 class Supervisor:
@@ -169,7 +153,7 @@ class Supervisor:
             for watcher in (
                 self._start(),
                 self._watch_readiness(),
-                self._watch_orphans(),
+                watch_orphans(lambda: [child.pid for child in self._children]),
                 self._show_progress(),
                 hangs.run(),
             ):
@@ -292,14 +276,6 @@ class Supervisor:
         if self._stop.is_set():
             child.signal(signal.SIGTERM)
         return await child.wait()
-
-    async def _watch_orphans(self) -> None:
-        """Notice the ends of adopted processes, so that they do not stay as zombies."""
-        while True:
-            await asyncio.sleep(_ORPHANS_S)
-            pids = {child.pid for child in self._children}
-            if None not in pids:  # a process that is just being started is no orphan
-                reap_orphans(pids)
 
     async def _watch_readiness(self) -> None:
         """Probe the children that are not ready; sleep while all are."""
