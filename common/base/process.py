@@ -88,6 +88,15 @@ def prepare_compute(threads: int | None, nice: int) -> None:
             from common.base.errors import ConfigError
 
             raise ConfigError(f"cannot add {nice} to the niceness of this process: {error.strerror}") from error
+        _set_niceness_of_session(nice)
+
+
+def _set_niceness_of_session(nice: int) -> None:
+    """Where Linux shares cores between sessions (sched_autogroup_enabled, the default of most distributions), the niceness of a
+    process counts within its session only. If this process leads one, as the children of `kvrelay up` do, set the session's."""
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+            autogroup.write(str(nice))
 
 
 @contextlib.contextmanager

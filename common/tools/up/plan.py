@@ -22,8 +22,8 @@ ServiceRole = Literal["redis", "router", "prefill", "decode", "pooling"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode", "redis")
 """Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
 
-_YIELDING_NICE = 10
-"""Niceness of the role that `favor` does not favor; under contention it still keeps most of its throughput."""
+_YIELDING_NICE = 5
+"""Niceness of the role that `favor` does not favor: beside the other one it gets a quarter of the cores."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,21 @@ print(time.monotonic() - began_s < 0.9, child.wait(10))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("True -15\n", "")
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel does not share cores between sessions")
+@pytest.mark.parametrize(("leads", "niceness"), [(True, "nice 5"), (False, "nice 0")])
+def test_niceness_counts_beside_other_sessions_if_the_process_leads_its_own(leads: bool, niceness: str) -> None:
+    program = (
+        "from pathlib import Path; from common.base.process import prepare_compute\n"
+        f"prepare_compute(None, 5); print(Path('{AUTOGROUP}').read_text(), Path('/proc/self/stat').read_text().split()[18])"
+    )
+    command = [sys.executable, "-c", program]
+    if not leads:
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, start_new_session=True)
+    assert niceness in done.stdout
+    assert done.stdout.rstrip().endswith(" 5"), "niceness within the session"

@@ -166,8 +166,8 @@ def test_favor_gives_the_other_role_a_higher_niceness() -> None:
         return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
 
     assert niceness("balanced") == [0, 0]
-    assert niceness("itl") == [10, 0]
-    assert niceness("ttft") == [0, 10]
+    assert niceness("itl") == [5, 0]
+    assert niceness("ttft") == [0, 5]
 
 
 def test_decode_nodes_on_the_cpu_know_that_prefill_nodes_share_it() -> None:
