@@ -20,6 +20,7 @@ from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
 from common.engine.step import StepInput, StepOutput
+from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
 from common.model.rank_model import RankModel
 
@@ -61,9 +62,10 @@ class ModelRunner:
         sampler: Sampler | None = None,
         *,
         overlaps: bool = False,
+        pages: PageSupply | None = None,
     ) -> None:
         """`graphs`: captured already, used when `takes(step)`. `overlaps`: a step may be launched before the output of
-        the previous one is known, with placeholder tokens from it; the same on all ranks."""
+        the previous one is known, with placeholder tokens from it; the same on all ranks. `pages`: those of `storage`."""
         self._model = model
         self._graphs = graphs
         self._mesh = model.mesh
@@ -72,6 +74,8 @@ class ModelRunner:
         self._device = storage.data.device
         self._sampler = sampler or HostSampler()
         self._overlaps = overlaps
+        self._pages = pages
+        self._block_size = storage.layout.spec.block_size
         self._drawn: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
         """The last step that drew tokens, and the tokens: [samples] int64, on the device."""
 
@@ -97,6 +101,8 @@ class ModelRunner:
         try:
             if several or self._device.type != "cpu":
                 self._check(step)
+            if self._pages is not None:
+                self._pages.reach(max(map(max, step.slot_mapping)) // self._block_size)
             self._copy_blocks(step)
             self._model.adapters.plan(step.adapters, step.query_lens)
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None

@@ -7,12 +7,18 @@ import logging
 import mmap
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 2 * 2**20
 """Size of a huge page. It takes 0.1 ms, or 6 ms on a virtual machine whose host must find the memory first."""
+_AHEAD_BYTES = 2 * _SLICE_BYTES
+"""How far in each plane the pages are provided ahead of the blocks in use."""
+_REST_S = 0.003
+"""Between two times that the thread provides 2 MB: at once, they would hold up a step."""
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -21,34 +27,63 @@ class PageSupply:
     """The pages of private memory that are still to be provided: those of each plane's first blocks before those of later
     blocks. What the memory holds does not change.
 
-    All other pages come with the first write to them, and so do all pages where the kernel cannot provide them in advance
-    (before Linux 5.14).
+    `advance` provides pages in idle time; `reach` has a thread keep ahead of the blocks that steps write to, because a step
+    that moves on to new pages in all planes at once would wait for each. All other pages come with the first write to them,
+    and so do all pages where the kernel cannot provide them in advance (before Linux 5.14).
     """
 
-    def __init__(self, address: int, planes: Sequence[tuple[int, int]], limit_bytes: float) -> None:
-        """`planes`: (offset from `address`, size) of each in bytes. Provides at most `limit_bytes`."""
+    def __init__(self, address: int, planes: Sequence[tuple[int, int]], num_blocks: int, limit_bytes: float) -> None:
+        """`planes`: (offset from `address`, size) of each in bytes, of `num_blocks` blocks. Provides at most `limit_bytes`."""
         self.supplied_bytes = 0
         self._limit_bytes = limit_bytes
-        self._slices = iter(
-            [
-                (address + offset + done, address + offset + min(done + _SLICE_BYTES, size))
-                for done in range(0, max((size for _, size in planes), default=0), _SLICE_BYTES)
-                for offset, size in planes
-                if done < size
-            ]
-            if sys.platform.startswith("linux")
-            else []
-        )
+        self._largest = max((size for _, size in planes), default=0)
+        self._num_blocks = num_blocks
+        self._slices = [
+            (done, address + offset + done, address + offset + min(done + _SLICE_BYTES, size))
+            for done in range(0, self._largest, _SLICE_BYTES)
+            for offset, size in planes
+            if done < size
+        ]
+        self._next = 0 if sys.platform.startswith("linux") else len(self._slices)
+        self._lock = threading.Lock()
+        self._goal_bytes = 0
+        self._has_goal = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def advance(self) -> bool:
         """Provide the next 2 MB. Returns whether that was done, so that it may be called again. Releases the GIL."""
-        start, end = next(self._slices, (0, 0))
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if start == end or self.supplied_bytes + end - first > self._limit_bytes:
+        with self._lock:
+            if self._next == len(self._slices):
+                return False
+            _, start, end = self._slices[self._next]
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            if self.supplied_bytes + end - first > self._limit_bytes:
+                self._next = len(self._slices)
+            elif _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_POPULATE_WRITE) != 0:
+                log.info("pages for KV come with the first write: %s", os.strerror(ctypes.get_errno()))
+                self._next = len(self._slices)
+            else:
+                self._next += 1
+                self.supplied_bytes += end - first
+                return True
             return False
-        if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_POPULATE_WRITE) != 0:
-            log.info("pages for KV come with the first write: %s", os.strerror(ctypes.get_errno()))
-            self._slices = iter([])
-            return False
-        self.supplied_bytes += end - first
-        return True
+
+    def reach(self, block: int) -> None:
+        """Have the pages of the next blocks after `block`, which is about to be written to, provided by a thread."""
+        if self._next == len(self._slices):
+            return
+        goal_bytes = self._largest * (block + 1) // self._num_blocks + _AHEAD_BYTES
+        if goal_bytes > self._slices[self._next][0] and goal_bytes > self._goal_bytes:
+            self._goal_bytes = goal_bytes
+            self._has_goal.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_ahead, name="kv-pages", daemon=True)
+                self._thread.start()
+
+    def _keep_ahead(self) -> None:
+        while self._next < len(self._slices):
+            self._has_goal.wait()
+            self._has_goal.clear()
+            while self._next < len(self._slices) and self._slices[self._next][0] < self._goal_bytes:
+                self.advance()
+                time.sleep(_REST_S)

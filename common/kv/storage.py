@@ -143,7 +143,7 @@ class KVStorage:
                 offset, plane_bytes, block_bytes = memory.place(strip, memory.part)
                 count = memory.part.num_layers * strip.planes_per_layer
                 planes += [(offset + i * plane_bytes, memory.num_blocks * block_bytes) for i in range(count)]
-        return PageSupply(self.data.data_ptr(), planes, _SUPPLY_SHARE * free_memory_bytes())
+        return PageSupply(self.data.data_ptr(), planes, self.num_blocks, _SUPPLY_SHARE * free_memory_bytes())
 
 
 def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:

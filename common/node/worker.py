@@ -26,6 +26,7 @@ from common.engine.sampling.row_passes import choose_passes
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
+from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
 from common.model.loader import load_model
 from common.model.lora.adapters import Adapters
@@ -59,6 +60,7 @@ class Worker:
         """`meter`: measures GPU memory, from which the number of KV blocks follows. `graph_capture`: for decode steps;
         None: they are not captured. All ranks of the node do this at the same time."""
         self._graph_capture = graph_capture
+        self.page_supply = PageSupply(0, [], 1, 0)
         self._spare_blocks = 0 if graph_capture is None else 1  # padding rows of captured steps write there
         self.device = model.device
         self.kernels = describe_kernels(model.device)
@@ -169,7 +171,8 @@ class Worker:
             sampler = DeviceSampler(find_flashinfer(self.device).flashinfer)
         else:
             sampler = HostSampler(choose_passes(find_native()))
-        return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps)
+        pages = self.page_supply if self.device.type == "cpu" else None
+        return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps, pages=pages)
 
     def describe(self, peak_bytes: int) -> str:
         """For the log: peak memory and KV blocks of this rank."""

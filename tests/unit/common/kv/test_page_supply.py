@@ -6,6 +6,8 @@ import ctypes
 import math
 import mmap
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -33,7 +35,7 @@ def test_pages_are_resident_without_a_write_and_keep_their_content() -> None:
     memory = _memory()
     memory[3_000_000:3_000_005] = b"block"
     before = _resident_bytes()
-    supply = PageSupply(_address(memory), _PLANES, math.inf)
+    supply = PageSupply(_address(memory), _PLANES, 16, math.inf)
     assert [supply.advance() for _ in range(6)] == [True] * 4 + [False] * 2
     assert supply.supplied_bytes == _SIZE
     assert _resident_bytes() - before > _SIZE * 0.7
@@ -43,7 +45,7 @@ def test_pages_are_resident_without_a_write_and_keep_their_content() -> None:
 
 def test_the_limit_of_memory_holds() -> None:
     memory = _memory()
-    supply = PageSupply(_address(memory), _PLANES, 5 * 2**20)
+    supply = PageSupply(_address(memory), _PLANES, 16, 5 * 2**20)
     while supply.advance():
         pass
     assert supply.supplied_bytes == 4 * 2**20
@@ -51,6 +53,23 @@ def test_the_limit_of_memory_holds() -> None:
 
 def test_memory_that_cannot_be_supplied_is_left_to_the_first_write(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    unmapped = PageSupply(0, _PLANES, math.inf)
+    unmapped = PageSupply(0, _PLANES, 16, math.inf)
     assert [unmapped.advance(), unmapped.advance()] == [False, False]
     assert caplog.text.count("come with the first write") == 1
+
+
+def test_a_thread_keeps_ahead_of_the_blocks_in_use_and_no_further(eventually: Callable[..., None]) -> None:
+    size = 64 * 2**20
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    planes = [(0, size // 2), (size // 2, size // 2)]  # of 64 blocks of half a MB
+    supply = PageSupply(_address(memory), planes, 64, math.inf)
+    supply.reach(1)  # 1 MB of each plane, and 4 MB ahead
+    eventually(lambda: supply.supplied_bytes == 2 * 6 * 2**20)
+    supply.reach(0)
+    supply.reach(4)  # 2.5 MB, and 4 ahead
+    eventually(lambda: supply.supplied_bytes == 2 * 8 * 2**20)
+    assert supply.advance()
+    supply.reach(63)
+    eventually(lambda: supply.supplied_bytes == size)
+    assert not supply.advance()
+    eventually(lambda: "kv-pages" not in [thread.name for thread in threading.enumerate()])
