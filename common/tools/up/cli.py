@@ -25,9 +25,8 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
-    with fork_server_for(
-        resolved.config.device
-    ) as fork_server:  # it imports PyTorch while this process imports the rest
+    # The server imports PyTorch while this process imports the rest.
+    with fork_server_for(resolved.config.device) as fork_server:
         from common.tools.up.supervisor import up
 
         asyncio.run(up(resolved.config, resolved.sources, fork_server))

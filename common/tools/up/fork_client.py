@@ -94,8 +94,8 @@ class ForkServer:
             async with asyncio.timeout(_ANSWER_S):
                 socket.send_fds(self._channel, [request], [output])
                 return await asyncio.get_running_loop().sock_recv(self._channel, 32)
-        except BaseException:
-            self._channel.close()  # a late answer must not be taken for that of another request
+        except BaseException:  # a late answer would be that of another request, a late fork a node that nobody watches
+            self.close()
             raise
 
     def close(self) -> None:
