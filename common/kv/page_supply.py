@@ -27,7 +27,7 @@ class PageSupply:
     """The pages of private memory that are still to be provided: those of each plane's first blocks before those of later
     blocks. What the memory holds does not change.
 
-    `advance` provides pages in idle time; `reach` has a thread keep ahead of the blocks that steps write to, because a step
+    `advance` provides pages in idle time; `reach` has a thread catch up with the blocks that steps write to, because a step
     that moves on to new pages in all planes at once would wait for each. All other pages come with the first write to them,
     and so do all pages where the kernel cannot provide them in advance (before Linux 5.14).
     """
@@ -47,8 +47,7 @@ class PageSupply:
         self._next = 0 if sys.platform.startswith("linux") else len(self._slices)
         self._lock = threading.Lock()
         self._goal_bytes = 0
-        self._has_goal = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_catching_up = False
 
     def advance(self) -> bool:
         """Provide the next 2 MB. Returns whether that was done, so that it may be called again. Releases the GIL."""
@@ -75,15 +74,12 @@ class PageSupply:
         goal_bytes = self._largest * (block + 1) // self._num_blocks + _AHEAD_BYTES
         if goal_bytes > self._slices[self._next][0] and goal_bytes > self._goal_bytes:
             self._goal_bytes = goal_bytes
-            self._has_goal.set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_ahead, name="kv-pages", daemon=True)
-                self._thread.start()
+            if not self._is_catching_up:
+                self._is_catching_up = True
+                threading.Thread(target=self._catch_up, name="kv-pages", daemon=True).start()
 
-    def _keep_ahead(self) -> None:
-        while self._next < len(self._slices):
-            self._has_goal.wait()
-            self._has_goal.clear()
-            while self._next < len(self._slices) and self._slices[self._next][0] < self._goal_bytes:
-                self.advance()
-                time.sleep(_REST_S)
+    def _catch_up(self) -> None:
+        while self._next < len(self._slices) and self._slices[self._next][0] < self._goal_bytes:
+            self.advance()
+            time.sleep(_REST_S)
+        self._is_catching_up = False  # a goal that comes at this moment is seen with the next one
