@@ -21,6 +21,8 @@ def run(session: Session) -> Result:
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as folder, running_system(Path(folder)) as system:
         system.wait_usable()
         names = {entry["pid"]: entry["name"] for entry in system.processes()} | {system.supervisor.pid: "kvrelay up"}
+        for child in psutil.Process(system.supervisor.pid).children():
+            names.setdefault(child.pid, "fork server")
         processes = [psutil.Process(pid) for pid in names]
         time.sleep(_SETTLE_S)
         before_s, began_s = [_cpu_s(process) for process in processes], time.monotonic()
