@@ -16,11 +16,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_LOST = 120
 _CHILDREN_END_S = 1.0
 
@@ -43,6 +45,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(f"the process {parent_pid} that started this one is gone")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own (Linux). Raises: OSError where that is not possible."""
+    if not sys.platform.startswith("linux") or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError("this process cannot adopt orphans")
 
 
 def name_process(name: str) -> None:
@@ -143,6 +151,20 @@ def end_process(code: str | int | None) -> NoReturn:
             status = status or _OUTPUT_LOST
     finally:
         os._exit(status)
+
+
+def run_and_end(work: Callable[[], None]) -> NoReturn:
+    """All that a forked process runs: nothing of its parent's stack may run in it. An error is printed with its traceback."""
+    code: str | int | None = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # whatever it is, the process ends here
+        traceback.print_exc()
+    finally:  # even if the traceback cannot be written
+        end_process(code)
 
 
 def allow_files(count: int) -> int:

@@ -138,7 +138,9 @@ class KVStorage:
     def page_supply(self) -> PageSupply:
         """Provides the pages of this memory before they are written to, within a limit of memory; nothing on a GPU."""
         planes: list[tuple[int, int]] = []
-        for group, memory in zip(self.layout.spec.groups if self._is_on_cpu else (), self.memories, strict=False):
+        if not self._is_on_cpu:
+            return PageSupply(0, planes, self.num_blocks, 0)
+        for group, memory in zip(self.layout.spec.groups, self.memories, strict=True):
             for strip in strips_of(group, self.layout.spec.block_size):
                 offset, plane_bytes, block_bytes = memory.place(strip, memory.part)
                 count = memory.part.num_layers * strip.planes_per_layer

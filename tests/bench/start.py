@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.peers.checkpoints import make_checkpoint
 from bench.results import Result, Target, median
 from bench.session import RESULTS, Session
-from support.system import System, running_system
+from support.system import System, running_system, wait_until
 
 _PATIENCE_S = 300.0
 _STEADY_S = 1.5
@@ -67,9 +67,10 @@ def _start(model: Path) -> tuple[float, float]:
 
 def _wait_for_line(system: System, text: str) -> float:
     """The time, as of `time.perf_counter`, when the log has `text`."""
-    deadline_s = time.perf_counter() + _PATIENCE_S
-    while text not in system.log_file.read_text(errors="replace"):
-        assert time.perf_counter() < deadline_s, system.log_tail()
+
+    def shows() -> bool:
         assert system.supervisor.poll() is None, system.log_tail()
-        time.sleep(0.01)
+        return text in system.log_file.read_text(errors="replace")
+
+    wait_until(shows, _PATIENCE_S, text, system.log_tail)
     return time.perf_counter()

@@ -106,6 +106,9 @@ def test_services_read_the_configuration_file_of_up(start, free_port, tmp_path: 
     assert [line.split("| ")[1] for line in told()] == [decode, decode, prefill], "at its restart as at its start"
 
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+
+
 def _fork_server(up: Up) -> psutil.Process:
     (found,) = [
         child
@@ -120,7 +123,7 @@ def _open_files(pid: int) -> set[str]:
     return {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()} - {"/dev/null"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@on_linux
 def test_forked_nodes_are_children_of_up_like_any_other(start, free_port) -> None:
     up = start("--port", str(free_port), "--api-key", "hush")
     up.wait_line(READY)
@@ -135,7 +138,7 @@ def test_forked_nodes_are_children_of_up_like_any_other(start, free_port) -> Non
     assert not [line for line in up.lines if "fork" in line]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@on_linux
 def test_the_end_of_the_fork_server_affects_no_node_and_restarts_go_on(start, free_port, eventually) -> None:
     up = start("--port", str(free_port))
     up.wait_line(READY)
@@ -152,7 +155,7 @@ def test_the_end_of_the_fork_server_affects_no_node_and_restarts_go_on(start, fr
     assert up.wait_end() == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@on_linux
 def test_what_a_dead_node_leaves_behind_does_not_stay_as_a_zombie(start, free_port, eventually) -> None:
     up = start("--port", str(free_port), STUB_DECODE="parent")
     up.wait_line(READY)

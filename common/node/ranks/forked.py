@@ -12,11 +12,10 @@ import signal
 import subprocess
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from common.base.process import die_with_parent, end_process, flush_output
+from common.base.process import die_with_parent, flush_output, run_and_end
 
 RunRank = Callable[[dict[str, Any], int, str], None]
 """(fields of the configuration, rank, address of its leader): runs the rank to its end."""
@@ -39,7 +38,7 @@ class ForkedRank:
         self._lock = threading.Lock()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_rank(run, orders, parent_pid)
+            run_and_end(lambda: _be_rank(run, orders, parent_pid))
         os.close(orders)
 
     def begin(self, fields: dict[str, Any], rank: int, leader: str) -> None:
@@ -78,18 +77,8 @@ class ForkedRank:
                 os.kill(self.pid, number)
 
 
-def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:
-    """All that the child runs. Nothing of the parent's stack may run in it."""
-    code: str | int | None = 1
-    try:
-        die_with_parent(parent_pid)
-        with os.fdopen(orders) as lines:
-            fields, rank, leader = json.loads(lines.readline())
-        run(fields, rank, leader)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # whatever it is, the child ends here
-        traceback.print_exc()
-    finally:  # even if the traceback cannot be written
-        end_process(code)
+def _be_rank(run: RunRank, orders: int, parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    with os.fdopen(orders) as lines:
+        fields, rank, leader = json.loads(lines.readline())
+    run(fields, rank, leader)

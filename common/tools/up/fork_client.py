@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -14,12 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
+from common.base.process import adopt_orphans
 from common.config.sources import SUPERVISOR_VARIABLE
 from common.tools.up.fork_server import MAX_REQUEST_BYTES
 from common.tools.up.gpus import find_gpus
 
 _NODE_COMMANDS = ("prefill", "decode")
-_PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_COMMAND = 3000
 """Characters of a node's command line that `ps` can show: a forked process has the room of the server's own."""
 _ORPHANS_S = 5.0
@@ -46,11 +45,8 @@ class ForkServer:
 
     def __init__(self, commands: Sequence[str]) -> None:
         """Start it, for nodes that run one of the subcommands `commands`. Raises: OSError if that is not possible here."""
-        if not sys.platform.startswith("linux"):
-            raise OSError("processes are forked on Linux only")
-        os.close(os.pidfd_open(os.getpid()))
-        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError("cannot adopt orphans")
+        adopt_orphans()
+        os.close(os.pidfd_open(os.getpid()))  # some sandboxes refuse it
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             module = [sys.executable, "-m", "common.tools.up.fork_server"]
@@ -111,7 +107,7 @@ class ForkedProcess:
     def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
         self.pid = pid
         self.stdout = stdout
-        """Its standard output and standard error."""
+        """What the process writes to its standard output and standard error."""
         self.returncode: int | None = None
         self._handle = os.pidfd_open(pid)
         self._ended = asyncio.Event()
@@ -133,7 +129,7 @@ class ForkedProcess:
         self._ended.set()
 
     async def wait(self) -> int:
-        """Its exit code, or minus the signal that killed it, once it has ended."""
+        """Wait until the process has ended. Returns its exit code, or -N if signal N killed it."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode

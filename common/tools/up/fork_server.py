@@ -7,19 +7,16 @@ adopts its orphans. Nodes outlive this process.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
 
-from common.base.process import die_with_parent, end_process, lasting_imports, prepare_compute, set_command_line
+from common.base.process import die_with_parent, lasting_imports, prepare_compute, run_and_end, set_command_line
 from common.cli import commands, main
 
 MAX_REQUEST_BYTES = 1 << 16
@@ -46,8 +43,11 @@ def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
         channel.send(str(pid).encode())
 
 
-def _fork_orphan(run: Callable[[int], NoReturn]) -> int:
-    """Fork a process that has lost its parent, whose pid `run` gets, when this returns. Returns its pid, 0 if there is none."""
+def _fork_orphan(run: Callable[[int], None]) -> int:
+    """Fork a process that calls `run(pid of its parent)` and ends. When this returns, it has lost that parent.
+
+    Returns its pid, 0 if there is none.
+    """
     reading, writing = os.pipe()
     try:
         between = os.fork()
@@ -58,7 +58,7 @@ def _fork_orphan(run: Callable[[int], NoReturn]) -> int:
                 if pid == 0:
                     os.close(reading)
                     os.close(writing)
-                    run(parent_pid)
+                    run_and_end(lambda: run(parent_pid))
                 os.write(writing, str(pid).encode())
             finally:
                 os._exit(0)
@@ -72,31 +72,18 @@ def _fork_orphan(run: Callable[[int], NoReturn]) -> int:
     return int(answer or 0)
 
 
-def _be_service(
-    channel: socket.socket, argv: list[str], environ: dict[str, str], output: int, parent_pid: int
-) -> NoReturn:
-    """All that the new process runs. Nothing of the stack above may run in it."""
-    code: str | int | None = 1
-    try:
-        while os.getppid() == parent_pid:  # until the supervisor is the parent
-            time.sleep(0.001)
-        os.setsid()
-        for standard in (1, 2):
-            os.dup2(output, standard)
-        os.close(output)
-        channel.close()
-        os.environ.update(environ)
-        set_command_line(argv)
-        sys.argv = ["kvrelay", *argv[argv.index("common.cli") + 1 :]]
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # whatever it is, the process ends here
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-    finally:
-        end_process(code)
+def _be_service(channel: socket.socket, argv: list[str], environ: dict[str, str], output: int, parent_pid: int) -> None:
+    while os.getppid() == parent_pid:  # until the supervisor is the parent
+        time.sleep(0.001)
+    os.setsid()
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    channel.close()
+    os.environ.update(environ)
+    set_command_line(argv)
+    sys.argv = ["kvrelay", *argv[argv.index("common.cli") + 1 :]]
+    main()
 
 
 if __name__ == "__main__":
