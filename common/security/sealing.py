@@ -45,7 +45,7 @@ class Channel:
         self._newest = bytes(NONCE_BYTES)
 
     def seal_into(self, data: Any, out: Any, context: bytes = b"") -> None:
-        """Seal `data` into `out`, which is `OVERHEAD_BYTES` longer."""
+        """Seal `data` into `out`, which is `OVERHEAD_BYTES` longer; in place where `data` is its beginning."""
         nonce = self._next.to_bytes(NONCE_BYTES, "big")
         self._next += 1
         view = memoryview(out)
@@ -59,7 +59,8 @@ class Channel:
         return bytes(out)
 
     def open_into(self, frame: Any, out: Any, context: bytes = b"") -> None:
-        """Open `frame` into `out`, which is `OVERHEAD_BYTES` shorter; what is there after an error means nothing.
+        """Open `frame` into `out`, which is `OVERHEAD_BYTES` shorter; in place where it is the beginning of `frame`. What is
+        there after an error means nothing.
 
         Raises: ProtocolError unless the other end sealed it, with this context, after all frames opened before.
         """

@@ -128,8 +128,8 @@ class Peer(ABC):
         """Send `batch`, gathered in `buffer`, a buffer of `stage`."""
         if not self._in_flight:
             self.last_progress = now
-        sent_from = self._put(wire.encode(header), buffer, batch.size_bytes)
-        self._in_flight[header.sequence] = sent_from, batch
+        self._put(wire.encode(header), buffer, batch.size_bytes)
+        self._in_flight[header.sequence] = buffer, batch
 
     def acks(self, ready: Ready, now: float) -> Iterator[tuple[wire.SliceAck, Batch]]:
         """The acks that have arrived, each once and with the batch it acknowledges; their buffers are free again.
@@ -177,9 +177,8 @@ class Peer(ABC):
         return False
 
     @abstractmethod
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
-        """Send a message without waiting; `_replies` reports a broken connection. Returns the buffer that it is sent from,
-        which is freed at its ack: `buffer`, or another one that took its content."""
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
+        """Send a message without waiting; `_replies` reports a broken connection."""
 
     @abstractmethod
     def _replies(self, ready: Ready, now: float) -> Iterable[bytes]:
@@ -287,10 +286,8 @@ class StagingPool:
         self._make: Callable[[int], Buffer] = make or _host_buffer
         self._idle: list[Buffer] = []
 
-    def take(self, at_least_bytes: int = 0) -> Buffer:
-        """[buffer_bytes], uint8, contents undefined; a buffer of its own size if `at_least_bytes` is more."""
-        if at_least_bytes > self.buffer_bytes:
-            return self._make(at_least_bytes)
+    def take(self) -> Buffer:
+        """[buffer_bytes], uint8, contents undefined."""
         return self._idle.pop() if self._idle else self._make(self.buffer_bytes)
 
     def give_back(self, buffer: Buffer) -> None:

@@ -40,8 +40,6 @@ window over a slow network."""
 
 STAGING_BYTES = 2 * 2**20
 """Size of a message, where it is not raised to that of one block of one layer."""
-_KEEP_OPENED = 8
-"""Idle buffers for opened messages; one is in use at a time, unless a device copies from them."""
 _RESOLVE_S = 0.5
 """Time limit for the address of a host's name: relays to other peers wait meanwhile."""
 GONE_S = 60.0
@@ -131,30 +129,21 @@ class DealerLink:
 class ZmqPeer(Peer):
     """One connection over ZMQ."""
 
-    def __init__(
-        self, link: DealerLink, pool: StagingPool, sealed: StagingPool, incarnation: str, *, window: int, now: float
-    ) -> None:
-        """sealed: buffers for messages of `pool` that are sealed."""
-        super().__init__(ZMQ, incarnation, message_bytes=pool.buffer_bytes, window=window, now=now)
+    def __init__(self, link: DealerLink, pool: StagingPool, incarnation: str, *, window: int, now: float) -> None:
+        super().__init__(ZMQ, incarnation, message_bytes=pool.buffer_bytes - OVERHEAD_BYTES, window=window, now=now)
         self._link = link
         self._pool = pool
-        self._sealed = sealed
 
     def stage(self) -> Buffer:
         """As `Peer.stage`."""
         return self._pool.take()
 
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
-        payload, channel = buffer[:size_bytes], self._link.channel
-        if channel is None:
-            self._link.send(header, payload.data)
-            return buffer
-        sealed, sealed_header = self._sealed.take(), channel.seal(header)
-        sealed_payload = sealed[: size_bytes + OVERHEAD_BYTES].data
-        channel.seal_into(payload, sealed_payload, context=sealed_header)
-        self._pool.give_back(buffer)
-        self._link.send(sealed_header, sealed_payload)
-        return sealed
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
+        payload, channel = buffer[:size_bytes].data, self._link.channel
+        if channel is not None:
+            header, content, payload = channel.seal(header), payload, buffer[: size_bytes + OVERHEAD_BYTES].data
+            channel.seal_into(content, payload, context=header)
+        self._link.send(header, payload)
 
     def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
         channel = self._link.channel
@@ -165,7 +154,7 @@ class ZmqPeer(Peer):
                 log.warning("dropped a reply: %s", error)
 
     def _free(self, buffer: Buffer) -> None:
-        (self._pool if self._link.channel is None else self._sealed).give_back(buffer)
+        self._pool.give_back(buffer)
 
     def _close(self) -> None:
         self._link.close()
@@ -186,13 +175,12 @@ class ZmqConnector:
         """As `Connector.attach`. Raises: ConfigError."""
         self._poller = context.poller
         size_bytes, keep = fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window
-        self._pool = StagingPool(size_bytes, keep, context.make_host_buffer)
-        self._sealed = StagingPool(size_bytes + OVERHEAD_BYTES, keep)
+        self._pool = StagingPool(size_bytes + OVERHEAD_BYTES, keep, context.make_host_buffer)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
         """As `Connector.connect`. Raises: PeerLost."""
         link = DealerLink(self._context, self._poller, _resolved(offer.endpoint), offer.key)
-        return ZmqPeer(link, self._pool, self._sealed, incarnation, window=self._window, now=now)
+        return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
         """As `Connector.close`."""
@@ -273,8 +261,6 @@ class _Origin(NamedTuple):
 
     identity: bytes
     channel: Channel | None = None
-    opened: Buffer = None
-    """The buffer that the message was opened into."""
 
 
 class ZmqListener:
@@ -299,8 +285,6 @@ class ZmqListener:
         context.poller.register(self._router.socket, zmq.POLLIN)
         if self._sealed is not None:
             context.poller.register(self._sealed.requests, zmq.POLLIN)
-            size_bytes = fit_message(STAGING_BYTES, context.unit_bytes)
-            self._opened = StagingPool(size_bytes, _KEEP_OPENED, context.make_host_buffer)
 
     def on_poll(self, ready: Ready, now: float) -> None:
         """As `Listener.on_poll`."""
@@ -325,17 +309,13 @@ class ZmqListener:
         if self._sealed is None:
             return Arrival(header.buffer, np.frombuffer(payload.buffer, dtype=np.uint8), _Origin(identity.bytes))
         content, channel = self._sealed.open_header(identity.bytes, header.bytes)
-        size_bytes = max(0, len(payload) - OVERHEAD_BYTES)
-        buffer = self._opened.take(size_bytes)
-        opened = buffer[:size_bytes]
+        opened = payload.buffer[: max(0, len(payload) - OVERHEAD_BYTES)]
         channel.open_into(payload.buffer, opened, context=header.bytes)
-        return Arrival(content, opened, _Origin(identity.bytes, channel, buffer))
+        return Arrival(content, np.frombuffer(opened, dtype=np.uint8), _Origin(identity.bytes, channel))
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
         """As `Listener.acknowledge`."""
-        identity, channel, opened = arrival.origin
-        if opened is not None:
-            self._opened.give_back(opened)
+        identity, channel = arrival.origin
         if ack is None:
             self.malformed_messages += 1
         else:

@@ -61,11 +61,10 @@ class LoopbackPeer(Peer):
         """As `Peer.stage`."""
         return np.empty(self.message_bytes, dtype=np.uint8)
 
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
         listener = self._network.listeners.get(self._endpoint)
         if listener is not None:
             listener.deliver(Arrival(header, buffer[:size_bytes], self._reply))
-        return buffer
 
     def _reply(self, data: bytes) -> None:
         self._context.post(partial(self._waiting_replies.append, data))

@@ -90,10 +90,9 @@ class CollectivePeer(Peer):
         """As `Peer.stage`."""
         return self._pool.take()
 
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
         self._link.send(header, SIZE.pack(size_bytes))
         self.group.move(as_tensor(buffer)[:size_bytes], lambda: None)
-        return buffer
 
     def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
         for data in self._link.replies(ready):

@@ -71,14 +71,13 @@ class ShmPeer(Peer):
         self._page_of[id(buffer)] = page
         return buffer
 
-    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> Buffer:
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
         page = self._page_of[id(buffer)]
         self._ring.header(page, len(header))[:] = np.frombuffer(header, dtype=np.uint8)
         try:
             self._socket.send(ring.PAGE_MESSAGE.pack(page, len(header), size_bytes))
         except OSError as error:
             self._broken = self._broken or str(error)
-        return buffer
 
     def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
         while self._socket.fileno() in ready and not self._broken:

@@ -112,3 +112,13 @@ def test_a_key_fits_into_an_address_and_is_left_out_for_others() -> None:
     for wrong in ("zz", "00ff"):
         with pytest.raises(ValueError, match=r"hex|32 bytes"):
             split_key(f"tcp://10.0.0.1:7?key={wrong}")
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 4096, 2**20 + 3])
+def test_data_is_sealed_and_opened_in_place(size: int) -> None:
+    client, server = ends()
+    data = os.urandom(size)
+    frame = memoryview(bytearray(data + bytes(OVERHEAD_BYTES)))
+    client.seal_into(frame[:size], frame, context=b"header")
+    server.open_into(frame, frame[:size], context=b"header")
+    assert frame[:size] == data
