@@ -42,6 +42,15 @@ struct Fetch {
     }
 };
 
+// acc += input k of each row times the weights of that input, w0 and w1.
+template <int ROWS>
+KV_INLINE void add_outer(Rows<float> rows, int k, Lanes w0, Lanes w1, Tile<ROWS>& acc) {
+    for (int m = 0; m < ROWS; ++m) {
+        acc[m][0] = multiply_add(rows[m][k], w0, acc[m][0]);
+        acc[m][1] = multiply_add(rows[m][k], w1, acc[m][1]);
+    }
+}
+
 // Each kind of weights says what activations it takes and multiplies one tile.
 struct Float32Weights {
     using Act = float;
@@ -54,11 +63,7 @@ struct Float32Weights {
         const float* w = reinterpret_cast<const float*>(panel);
         for (int k = 0; k < l.in; ++k, w += PANEL) {
             fetch();
-            const Lanes w0 = load(w), w1 = load(w + LANES);
-            for (int m = 0; m < ROWS; ++m) {
-                acc[m][0] = multiply_add(rows[m][k], w0, acc[m][0]);
-                acc[m][1] = multiply_add(rows[m][k], w1, acc[m][1]);
-            }
+            add_outer<ROWS>(rows, k, load(w), load(w + LANES), acc);
         }
     }
 };
@@ -81,16 +86,13 @@ struct ShiftedWeights {
     template <int ROWS>
     static KV_INLINE void multiply(const kv_linear& l, int, const char* w, Fetch fetch, Rows<float> rows,
                                    Tile<ROWS>& acc) {
-        for (int k = 0; k < l.in; k += 2, w += PANEL * 4) {
+        int k = 0;
+        for (; k + 1 < l.in; k += 2, w += PANEL * 4) {
             fetch();
-            for (int half = 0; half < 2; ++half) {
-                const Words pairs = load_words(w + half * CACHE_LINE);
-                const Lanes w0 = even(pairs), w1 = odd(pairs);
-                for (int m = 0; m < ROWS; ++m) acc[m][half] = multiply_add(rows[m][k], w0, acc[m][half]);
-                if (k + 1 < l.in)
-                    for (int m = 0; m < ROWS; ++m) acc[m][half] = multiply_add(rows[m][k + 1], w1, acc[m][half]);
-            }
+            add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);
+            add_outer<ROWS>(rows, k + 1, odd(load_words(w)), odd(load_words(w + CACHE_LINE)), acc);
         }
+        if (k < l.in) add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);
     }
 
     // One panel as Float32Weights take it. out: [in][32].

@@ -44,9 +44,11 @@ struct Lanes {
     FloatPart v[PARTS];
 };
 
+// x - 0 is x to the compiler, 0 + x is not: that would be an addition before each multiply-add, as -0 becomes 0.
+KV_INLINE FloatPart splat_part(float x) { return x - FloatPart{}; }
 KV_INLINE Lanes splat(float x) {
     Lanes r;
-    KV_PARTS r.v[p] = FloatPart{} + x;
+    KV_PARTS r.v[p] = splat_part(x);
     return r;
 }
 KV_INLINE Lanes zeros() { return splat(0.0f); }
@@ -88,7 +90,7 @@ KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
     return c;
 }
 KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
-    KV_PARTS c.v[p] = fused(FloatPart{} + a, b.v[p], c.v[p]);
+    KV_PARTS c.v[p] = fused(splat_part(a), b.v[p], c.v[p]);
     return c;
 }
 KV_INLINE Lanes as_floats(Words a) {
@@ -177,10 +179,10 @@ KV_INLINE Lanes exp(Lanes x) {
     Lanes r;
     KV_PARTS {
         FloatPart a = x.v[p];
-        FloatPart low = FloatPart{} - 87.3f, high = FloatPart{} + 88.7f;
+        FloatPart low = splat_part(-87.3f), high = splat_part(88.7f);
         FloatPart b = a < low ? low : a;
         b = b > high ? high : b;
-        const auto c = [](float x) { return FloatPart{} + x; };
+        const auto c = splat_part;
         FloatPart n = fused(b, c(1.44269504f), magic.v[p]);
         WordPart exponent = (WordPart)n << 23;
         n -= magic.v[p];
@@ -195,7 +197,7 @@ KV_INLINE Lanes exp(Lanes x) {
         // Adding to the exponent's bits, because 2^128 alone is infinite.
         FloatPart scaled = (FloatPart)((WordPart)y + exponent);
         FloatPart result = a < low ? FloatPart{} : scaled;
-        FloatPart infinite = FloatPart{} + __builtin_inff();
+        FloatPart infinite = splat_part(__builtin_inff());
         result = a > high ? infinite : result;
         r.v[p] = a != a ? a : result;
     }
