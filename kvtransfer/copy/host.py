@@ -1,7 +1,7 @@
-"""Gathering and scattering between paged KV and contiguous payloads, with NumPy alone. Runs on I/O threads.
+"""Gathering and scattering between paged KV and contiguous payloads, in CPU memory. Runs on I/O threads.
 
 No torch operation may run there: the first one would start an OpenMP team for that thread, which competes with the
-engine's for the cores. NumPy copies on the calling thread and releases the interpreter lock meanwhile.
+engine's for the cores. NumPy and the native library copy on the calling thread and release the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.base.errors import ConfigError
+from common.kernels.native.library import NativeLibrary, find_native
 from common.kv.memory_layout import Strip, strips_of
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import Mark, RelayDevice
@@ -47,7 +48,7 @@ class Copier(Protocol):
 
 def make_copier(storage: KVStorage, device: RelayDevice | None) -> Copier:
     """The copier for `storage`, which is on `device`, or in CPU memory if that is None. Raises: ConfigError."""
-    return SliceCopier(storage) if device is None else DeviceCopier(device, storage)
+    return SliceCopier(storage, find_native()) if device is None else DeviceCopier(device, storage)
 
 
 class SliceCopier:
@@ -60,7 +61,9 @@ class SliceCopier:
     Raises: ConfigError if the storage is not in CPU memory.
     """
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, native: NativeLibrary | None = None) -> None:
+        """native: scatters instead of NumPy; it writes past the caches."""
+        self._native = native
         data = storage.host_bytes
         if data is None:
             raise ConfigError("this transport needs a KV storage in CPU memory")
@@ -87,9 +90,15 @@ class SliceCopier:
 
     def scatter(self, piece: KVSlice, blocks: np.ndarray, payload: np.ndarray) -> None:
         """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block tables are `blocks`."""
+        native = self._native
         for rows, index, packed in self._rows(piece, blocks, payload):
-            for plane, part in zip(rows, packed, strict=True):
-                plane[index] = part
+            if native is None:
+                for plane, part in zip(rows, packed, strict=True):
+                    plane[index] = part
+            else:
+                planes, count, size = rows.ctypes.data, len(index), rows.itemsize
+                parts, ids = packed.ctypes.data, index.ctypes.data
+                native.scatter_rows(planes, rows.strides[0], len(rows), ids, count, size, parts, packed.strides[0])
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: np.ndarray) -> None:
         """Gather `pieces` one after the other into `out` (uint8, at least their size)."""

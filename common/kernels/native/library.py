@@ -1,6 +1,6 @@
 """The native CPU kernels, loaded: their C interface (src/api.h) through ctypes, and this process's team of threads.
 
-ctypes releases the GIL during every call. All calls come from a rank's engine thread, one at a time.
+ctypes releases the GIL during every call. All calls but `scatter_rows` come from a rank's engine thread, one at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -110,6 +110,7 @@ class DrawStruct(Structure):
 
 _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES = {
+    "kv_scatter_rows": [_P, _L, _I, _P, _I, _L, _P, _L],
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
@@ -144,13 +145,14 @@ class NativeLibrary:
         self.variant = chosen.decode()
         self.threads = threads
         self.team: int | None = library.kv_team_new(threads, _SPIN_US)
-        """struct kv_team, the first argument of every function below."""
+        """struct kv_team, the first argument of every function below but the first."""
         if self.team is None:
             raise ConfigError(f"cannot start {threads} threads for the native kernels")
         for name, argument_types in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype = None
             function.argtypes = argument_types
+        self.scatter_rows = library.kv_scatter_rows
         self.linear_forward = library.kv_linear_forward
         self.rotation_angles = library.kv_rotation_angles
         self.attention_forward = library.kv_attention_forward

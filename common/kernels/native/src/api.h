@@ -91,6 +91,11 @@ int32_t kv_abi_version(void);
 // Returns its name, null if `limit` is unknown. To be called first.
 const char* kv_select_variant(const char* limit);
 
+// Row i of each plane's part of `packed` becomes row rows[i] of the plane. Rows have row_bytes; planes lie plane_stride
+// bytes apart, their parts of `packed` packed_stride. Any thread may call it: there is no team.
+void kv_scatter_rows(void* planes, int64_t plane_stride, int32_t num_planes, const int64_t* rows, int32_t num_rows,
+                     int64_t row_bytes, const void* packed, int64_t packed_stride);
+
 // A team of `threads` threads, of which the caller of each function below is one. Waiting members spin for `spin_us`,
 // then sleep. One call at a time. Null if the threads cannot be started.
 kv_team* kv_team_new(int32_t threads, int32_t spin_us);
