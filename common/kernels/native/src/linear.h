@@ -201,9 +201,15 @@ __attribute__((noinline)) void multiply_tile(const kv_linear& l, int panel_index
         for (int half = 0; half < 2; ++half)
             acc[m][half] = slice.is_first ? zeros() : load(slice.sums + m * PANEL + half * LANES);
     Weights::template multiply<ROWS>(l, panel_index, panel, fetch, rows, acc);
-    if (slice.is_last) return put_tile<ROWS>(l, output, row, panel_index, acc);
+    if (!slice.is_last) {
+        for (int m = 0; m < ROWS; ++m)
+            for (int half = 0; half < 2; ++half) store(slice.sums + m * PANEL + half * LANES, acc[m][half]);
+        return;
+    }
+    Tile<ROWS> results;  // clang would keep acc itself in memory during the product, because put_tile is a loop
     for (int m = 0; m < ROWS; ++m)
-        for (int half = 0; half < 2; ++half) store(slice.sums + m * PANEL + half * LANES, acc[m][half]);
+        for (int half = 0; half < 2; ++half) results[m][half] = acc[m][half];
+    put_tile<ROWS>(l, output, row, panel_index, results);
 }
 
 // The tile functions for 1, 2, ... MAX_ROWS rows.
