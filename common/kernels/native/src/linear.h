@@ -12,12 +12,12 @@ constexpr int PANEL = 2 * LANES;
 constexpr int MAX_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
 constexpr int CACHE_LINE = 64;
 constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
-// How near to prefetch, as __builtin_prefetch counts. Intel's cores wait for more lines at once on the way to the second-level
-// cache than to the first.
-#ifdef KV_HAS_BF16_DOT
-constexpr int NEAR = 3;
-#else
+// How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get this variant, wait for more lines at once on the
+// way to the second-level cache than to the first.
+#if defined(__AVX512F__) && !defined(KV_HAS_BF16_DOT)
 constexpr int NEAR = 2;
+#else
+constexpr int NEAR = 3;
 #endif
 
 template <int ROWS>

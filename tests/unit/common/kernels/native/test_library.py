@@ -53,3 +53,18 @@ def test_an_unknown_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no native kernels")
     with pytest.raises(ConfigError, match="sse9"):
         find_native()
+
+
+def test_intels_processors_get_bfloat16_products_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs are slower than float32 arithmetic."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    if "avx512_bf16" not in flags:
+        pytest.skip("the processor has no AVX512-BF16")
+    chosen = {}
+    for limit in ("", "avx512bf16"):
+        monkeypatch.setenv(CPU_KERNELS, limit)
+        native = find_native()
+        assert native is not None
+        chosen[limit] = native.variant
+    assert chosen == {"": "avx512" if "GenuineIntel" in flags else "avx512bf16", "avx512bf16": "avx512bf16"}
