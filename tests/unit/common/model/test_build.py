@@ -236,7 +236,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_is_read(
 
 
 _LOAD = """
-import gc, sys, torch
+import gc, sys, time, torch
 from dataclasses import replace
 from pathlib import Path
 from common.model.config import load_model_config
@@ -254,6 +254,7 @@ gc.collect()  # a model and its adapters refer to each other
 print("ready", flush=True)
 sys.stdin.readline()
 model = load(config, "auto")
+time.sleep(0.5)  # on a busy machine, a look from outside may miss memory that is there for a moment only
 """
 
 
