@@ -96,7 +96,7 @@ class Comparison:
         """Every system once, in reversed order in every other round. One that does not serve leaves `serving`."""
         limits = BestLimits(self._machine)
         for key in list(serving) if turn % 2 == 0 else list(reversed(serving)):
-            read, product = limits.measure_read(), limits.measure_gemm("bfloat16")
+            read, product = limits.measure_read(), max(map(limits.measure_gemm, ("bfloat16", "float32")))
             figures: Figures = {}
             self.samples.figures[shape.name][key].append(figures)
             # The same prompts for every system, others in every round.

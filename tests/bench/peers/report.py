@@ -18,7 +18,7 @@ Rounds = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine reached in one round: memory read in bytes/s, bfloat16 products in FLOP/s."""
+    """What the machine reached in one round: memory read in bytes/s, products of bfloat16 or float32 in FLOP/s."""
 
     read: float
     product: float
@@ -155,5 +155,5 @@ def bounds_in_words(limits: Sequence[Limits]) -> str:
     read, product = ([getattr(machine, name) / 1e9 for machine in limits] for name in ("read", "product"))
     return (
         f"memory read {min(read):.0f} to {max(read):.0f} GB/s, "
-        f"bfloat16 products {min(product):.0f} to {max(product):.0f} GFLOP/s"
+        f"the faster of bfloat16 and float32 products {min(product):.0f} to {max(product):.0f} GFLOP/s"
     )

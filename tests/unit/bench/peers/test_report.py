@@ -69,4 +69,4 @@ def test_a_table_without_our_own_figures_still_shows_the_peers() -> None:
 
 def test_the_limits_of_all_rounds_are_named() -> None:
     words = bounds_in_words([Limits(31e9, 400e9), Limits(36e9, 450e9)])
-    assert words == "memory read 31 to 36 GB/s, bfloat16 products 400 to 450 GFLOP/s"
+    assert words == "memory read 31 to 36 GB/s, the faster of bfloat16 and float32 products 400 to 450 GFLOP/s"
