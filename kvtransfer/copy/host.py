@@ -56,7 +56,7 @@ class SliceCopier:
 
     Each plane of a layer is seen as rows. A row is the longest run that is contiguous both in the plane and in the
     slice: a whole block where the slice has all heads of the rank, else neighbouring heads of a block. One `take` or
-    one indexed store then moves any number of blocks of a plane.
+    one indexed store then moves any number of blocks of a plane, one call of the native library those of all planes.
 
     Raises: ConfigError if the storage is not in CPU memory.
     """
@@ -96,9 +96,16 @@ class SliceCopier:
                 for plane, part in zip(rows, packed, strict=True):
                     plane[index] = part
             else:
-                planes, count, size = rows.ctypes.data, len(index), rows.itemsize
-                parts, ids = packed.ctypes.data, index.ctypes.data
-                native.scatter_rows(planes, rows.strides[0], len(rows), ids, count, size, parts, packed.strides[0])
+                native.scatter_rows(
+                    rows.ctypes.data,
+                    rows.strides[0],
+                    len(rows),
+                    index.ctypes.data,
+                    len(index),
+                    rows.itemsize,
+                    packed.ctypes.data,
+                    packed.strides[0],
+                )
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: np.ndarray) -> None:
         """Gather `pieces` one after the other into `out` (uint8, at least their size)."""

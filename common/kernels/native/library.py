@@ -145,7 +145,7 @@ class NativeLibrary:
         self.variant = chosen.decode()
         self.threads = threads
         self.team: int | None = library.kv_team_new(threads, _SPIN_US)
-        """struct kv_team, the first argument of every function below but the first."""
+        """struct kv_team, the first argument of every function below except `scatter_rows`."""
         if self.team is None:
             raise ConfigError(f"cannot start {threads} threads for the native kernels")
         for name, argument_types in _SIGNATURES.items():

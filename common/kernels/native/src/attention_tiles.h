@@ -66,7 +66,7 @@ KV_INLINE Lanes keep_between(Lanes a, int first, int end) {
     typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     KV_PARTS {
         const IntPart lane = *(const IntPart*)(LANE + p * PART_LANES);
-        a.v[p] = (lane >= first) & (lane < end) ? a.v[p] : FloatPart{} - __builtin_inff();
+        a.v[p] = (lane >= first) & (lane < end) ? a.v[p] : splat_part(-__builtin_inff());
     }
     return a;
 }
@@ -96,7 +96,7 @@ KV_INLINE Lanes exp2(Lanes x) {
     };
     Lanes n;
     KV_PARTS {
-        const FloatPart low = FloatPart{} + NO_POWER;
+        const FloatPart low = splat_part(NO_POWER);
         x.v[p] = low > x.v[p] ? low : x.v[p];
         n.v[p] = x.v[p] + 12582912.0f - 12582912.0f;  // rounds to a whole number
     }

@@ -25,7 +25,7 @@ inline void masked_copy(const float* x, int size, const uint8_t* mask, int mask_
     static const uint32_t BITS[LANES] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                          1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
     const Words bits = load_words(BITS);
-    const FloatPart none = FloatPart{} - INFINITY;
+    const FloatPart none = splat_part(-INFINITY);
     for (int i = 0; i < size; i += LANES) {
         const int byte = i / 8;
         const uint32_t allowed = (byte < mask_bytes ? mask[byte] : 0) | (byte + 1 < mask_bytes ? mask[byte + 1] << 8 : 0);

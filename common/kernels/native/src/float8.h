@@ -18,7 +18,7 @@ KV_INLINE Lanes load(const fp8* x) {
         const FloatPart small = __builtin_convertvector(magnitude, FloatPart) * 0x1p-9f;
         FloatPart value = (FloatPart)((magnitude << 20) + (120u << 23));
         value = magnitude < 8 ? small : value;
-        const FloatPart nan = FloatPart{} + __builtin_nanf("");
+        const FloatPart nan = splat_part(__builtin_nanf(""));
         value = magnitude == 0x7f ? nan : value;
         r.v[p] = (FloatPart)((WordPart)value | (bits & 0x80) << 24);
     }
@@ -29,7 +29,7 @@ KV_INLINE Lanes load(const fp8* x) {
 KV_INLINE void store(fp8* x, Lanes a) {
     KV_PARTS {
         const WordPart bits = (WordPart)a.v[p], sign = bits & 0x80000000u;
-        const FloatPart magnitude = (FloatPart)(bits ^ sign), largest = FloatPart{} + 448.0f;
+        const FloatPart magnitude = (FloatPart)(bits ^ sign), largest = splat_part(448.0f);
         const FloatPart clamped = magnitude > largest ? largest : magnitude;
         WordPart word = (WordPart)clamped;
         // Adding 2^14 leaves units of 2^-9, the smallest number, in the low bits.

@@ -138,13 +138,7 @@ struct Int4Weights<float> {
     template <int ROWS>
     static KV_INLINE void add_expanded_pair(Tile<ROWS>& sums, const char* pair, Rows<float> rows, int k) {
         const float* w = reinterpret_cast<const float*>(pair);
-        for (int i = 0; i < 2; ++i, w += PANEL) {
-            const Lanes w0 = load(w), w1 = load(w + LANES);
-            for (int m = 0; m < ROWS; ++m) {
-                sums[m][0] = multiply_add(rows[m][k + i], w0, sums[m][0]);
-                sums[m][1] = multiply_add(rows[m][k + i], w1, sums[m][1]);
-            }
-        }
+        for (int i = 0; i < 2; ++i, w += PANEL) add_outer<ROWS>(rows, k + i, load(w), load(w + LANES), sums);
     }
 };
 
