@@ -20,9 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 9
-_SPIN_US = 20
-"""How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
+ABI_VERSION = 10
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -136,7 +134,7 @@ class NativeLibrary:
         library.kv_select_variant.restype = c_char_p
         library.kv_select_variant.argtypes = [c_char_p]
         library.kv_team_new.restype = c_void_p
-        library.kv_team_new.argtypes = [_I, _I]
+        library.kv_team_new.argtypes = [_I]
         if library.kv_abi_version() != ABI_VERSION:
             raise OSError(f"{path} has version {library.kv_abi_version()} of the interface, not {ABI_VERSION}")
         chosen: bytes | None = library.kv_select_variant(limit.encode())
@@ -144,7 +142,7 @@ class NativeLibrary:
             raise ConfigError(f"{CPU_KERNELS}={limit!r} names no kernels that this processor runs")
         self.variant = chosen.decode()
         self.threads = threads
-        self.team: int | None = library.kv_team_new(threads, _SPIN_US)
+        self.team: int | None = library.kv_team_new(threads)
         """struct kv_team, the first argument of every function below except `scatter_rows`."""
         if self.team is None:
             raise ConfigError(f"cannot start {threads} threads for the native kernels")

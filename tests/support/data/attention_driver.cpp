@@ -83,7 +83,7 @@ int main(int, char** arguments) {
     const char* chosen = kv_select_variant(arguments[1]);
     if (!chosen || std::strcmp(chosen, arguments[1])) return 77;  // this processor does not run it
     for (int threads : {1, 3}) {
-        kv_team* team = kv_team_new(threads, 20);
+        kv_team* team = kv_team_new(threads);
         for (int i = 0; i < std::atoi(arguments[2]); ++i) run(team);
         kv_team_free(team);
     }

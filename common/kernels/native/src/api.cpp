@@ -49,7 +49,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 9; }
+int32_t kv_abi_version(void) { return 10; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -79,9 +79,9 @@ const char* kv_select_variant(const char* limit) {
     return nullptr;
 }
 
-kv_team* kv_team_new(int32_t threads, int32_t spin_us) {
+kv_team* kv_team_new(int32_t threads) {
     try {
-        return new kv_team(threads, spin_us);
+        return new kv_team(threads);
     } catch (const std::system_error&) {
         return nullptr;
     }

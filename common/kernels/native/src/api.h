@@ -96,9 +96,9 @@ const char* kv_select_variant(const char* limit);
 void kv_scatter_rows(void* planes, int64_t plane_stride, int32_t num_planes, const int64_t* rows, int32_t num_rows,
                      int64_t row_bytes, const void* packed, int64_t packed_stride);
 
-// A team of `threads` threads, of which the caller of each function below is one. Waiting members spin for `spin_us`,
-// then sleep. One call at a time. Null if the threads cannot be started.
-kv_team* kv_team_new(int32_t threads, int32_t spin_us);
+// A team of `threads` threads, of which the caller of each function below is one. Waiting members spin briefly, then
+// sleep. One call at a time. Null if the threads cannot be started.
+kv_team* kv_team_new(int32_t threads);
 void kv_team_free(kv_team*);
 
 // x: [rows][in] of x_dtype at a distance of x_stride numbers; y: [rows][out] of y_dtype. With activation 1, and is_paired

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include "core_waits.h"
+
 #include <chrono>
 #include <cstdlib>
 #include <new>
@@ -37,6 +39,11 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) { word.wait(value)
 void wake_all(std::atomic<uint32_t>& word) { word.notify_all(); }
 #endif
 
+// How long a waiting member spins before it sleeps. Waking one takes 50 to 100 us on some virtual machines, longer than a
+// phase of a small model: members that sleep at every barrier then wake one after the other, and none works beside another.
+constexpr std::chrono::microseconds SPIN{200};
+// The same while other threads use the cores: a member that sleeps leaves its core to one that waits.
+constexpr std::chrono::microseconds CROWDED_SPIN{20};
 constexpr int PAUSES_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr size_t ALIGNMENT = 64;
 
@@ -52,7 +59,7 @@ void Buffer::reserve(size_t bytes) {
     if (!memory_) std::abort();  // out of memory: the rank ends, as Python's would
 }
 
-kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_us_(spin_us) {
+kv_team::kv_team(int threads) : size_(threads), crowded_(threads) {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -67,6 +74,7 @@ void kv_team::start(Function function, const void* argument) {
     if (size_ == 1) return function(argument, worker);
     function_ = function;
     argument_ = argument;
+    look_at_cores(caller_is_crowded_);
     barrier(callers_generation_);
     function(argument, worker);
     barrier(callers_generation_);
@@ -74,13 +82,22 @@ void kv_team::start(Function function, const void* argument) {
 
 void kv_team::serve(int index) {
     uint32_t generation = 0;
+    bool is_crowded = true;
     Worker worker{*this, index, generation};
     for (;;) {
         barrier(generation);
         if (is_closing_) return;
+        look_at_cores(is_crowded);
         function_(argument_, worker);
         barrier(generation);
     }
+}
+
+void kv_team::look_at_cores(bool& is_crowded) {
+    thread_local CoreWaits waits;
+    const bool was_crowded = is_crowded;
+    is_crowded = waits.are_long();
+    if (is_crowded != was_crowded) crowded_.fetch_add(is_crowded ? 1 : -1, std::memory_order_relaxed);
 }
 
 void kv_team::barrier(uint32_t& generation) {
@@ -92,7 +109,8 @@ void kv_team::barrier(uint32_t& generation) {
         if (sleeping_.load(std::memory_order_seq_cst) > 0) wake_all(generation_);
         return;
     }
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
+    const auto spin = crowded_.load(std::memory_order_relaxed) ? CROWDED_SPIN : SPIN;
+    const auto deadline = std::chrono::steady_clock::now() + spin;
     do {
         for (int i = 0; i < PAUSES_PER_LOOK_AT_THE_CLOCK; ++i) {
             if (generation_.load(std::memory_order_acquire) != current) return;

@@ -28,7 +28,7 @@ class Buffer {
 };
 
 struct kv_team {
-    kv_team(int threads, int spin_us);
+    explicit kv_team(int threads);
     ~kv_team();
 
     // Calls f(worker) on every member; returns when all have returned.
@@ -48,16 +48,19 @@ struct kv_team {
     void start(Function, const void*);
     void serve(int index);
     void barrier(uint32_t& generation);
+    void look_at_cores(bool& is_crowded);
 
-    int size_, spin_us_;
+    int size_;
     Function function_ = nullptr;
     const void* argument_ = nullptr;
     bool is_closing_ = false;
     uint32_t callers_generation_ = 0;
+    bool caller_is_crowded_ = true;
     std::vector<std::thread> threads_;
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> sleeping_{0};
+    alignas(64) std::atomic<int> crowded_;  // members that wait long for cores
     alignas(64) std::atomic<int> claimed_[2]{};
 };
 
