@@ -7,6 +7,7 @@ Everything reaches it through `EngineLoop.post`; everything leaves through its s
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -58,8 +59,8 @@ class EngineLoop:
     """Runs `core` on a thread of its own until `stop`. `flush` is called after every round.
 
     `on_crash(error)` is called once if the core raises, after which the process must end: RankLost, or a bug.
-    `use_idle_time()` is called while there is neither an event nor a request, until it returns False; each call may delay
-    an event by some milliseconds.
+    `use_idle_time()` is called while there is neither an event nor a request; each call may delay an event by some
+    milliseconds. It returns the seconds until it may be called again, None: never.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class EngineLoop:
         flush: Callable[[], None],
         on_crash: Callable[[BaseException], None],
         clock: Clock = monotonic,
-        use_idle_time: Callable[[], bool] = lambda: False,
+        use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._core = core
         self._flush = flush
         self._on_crash = on_crash
         self._clock = clock
         self._use_idle_time = use_idle_time
+        self._idle_work_at_s = -math.inf
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
         self.last_round_s = clock()
@@ -111,11 +113,11 @@ class EngineLoop:
             raise TimeoutError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
-        busy, has_idle_work = False, True
+        busy = False
         try:
             while not self._stopping:
-                if not busy and has_idle_work and not self._core.has_deadlines and self._inbox.empty():
-                    busy = has_idle_work = self._use_idle_time()
+                if not busy and not self._core.has_deadlines and self._inbox.empty():
+                    self._work_in_idle_time()
                 self._drain(block=not busy)
                 now_s = self.last_round_s = self._clock()
                 self._core.on_time(now_s)
@@ -126,6 +128,11 @@ class EngineLoop:
         except BaseException as error:
             log.exception("the engine loop crashed")
             self._on_crash(error)
+
+    def _work_in_idle_time(self) -> None:
+        if self._clock() >= self._idle_work_at_s:
+            wait_s = self._use_idle_time()
+            self._idle_work_at_s = math.inf if wait_s is None else self._clock() + wait_s
 
     def _drain(self, *, block: bool) -> None:
         try:
@@ -143,4 +150,6 @@ class EngineLoop:
         rest_s = self._core.rests_until_s - self._clock()
         if rest_s > 0:
             return rest_s
-        return _DEADLINE_WAIT_S if self._core.has_deadlines else _IDLE_WAIT_S
+        if self._core.has_deadlines:
+            return _DEADLINE_WAIT_S
+        return min(_IDLE_WAIT_S, max(0.0, self._idle_work_at_s - self._clock()))

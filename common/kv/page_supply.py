@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from common.base.spare_cores import LOOK_S, SpareCores
+
 log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 2 * 2**20
@@ -27,7 +29,7 @@ class PageSupply:
     """The pages of private memory that are still to be provided: those of each plane's first blocks before those of later
     blocks. What the memory holds does not change.
 
-    `advance` provides pages in idle time; `reach` has a thread catch up with the blocks that steps write to, because a step
+    `use_idle_time` provides pages while the cores are idle; `reach` has a thread catch up with the blocks that steps write to, because a step
     that moves on to new pages in all planes at once would wait for each. All other pages come with the first write to them,
     and so do all pages where the kernel cannot provide them in advance (before Linux 5.14).
     """
@@ -48,6 +50,13 @@ class PageSupply:
         self._lock = threading.Lock()
         self._goal_bytes = 0
         self._is_catching_up = False
+        self._spare_cores = SpareCores()
+
+    def use_idle_time(self) -> float | None:
+        """`advance`, unless other processes use the cores. Returns the seconds until it may be called again, None: never."""
+        if self._spare_cores.are_there():
+            return 0.0 if self.advance() else None
+        return LOOK_S
 
     def advance(self) -> bool:
         """Provide the next 2 MB. Returns whether that was done, so that it may be called again. Releases the GIL."""

@@ -140,7 +140,7 @@ class NodeServer:
         on_ready: Callable[[], None],
         describe: Describe = dict,
         lora: AdapterAdmin | None = None,
-        use_idle_time: Callable[[], bool] = lambda: False,
+        use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
         status at the admin port, `lora` the routes of adapters. `use_idle_time`: as `EngineLoop`.

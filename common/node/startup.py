@@ -97,7 +97,7 @@ async def _serve(
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},
                 lora=lora,
-                use_idle_time=leader.worker.page_supply.advance,
+                use_idle_time=leader.worker.page_supply.use_idle_time,
             )
         finally:
             loader.close()

@@ -140,10 +140,13 @@ class RankProcess:
         steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
         threading.Thread(target=self._take_orders, args=(steps, end, adapters), name="orders", daemon=True).start()
+        wait_s: float | None = 0.0
         while True:
-            while steps.empty() and worker.page_supply.advance():
-                pass
-            step = steps.get()
+            try:
+                step = steps.get(timeout=wait_s)
+            except queue.Empty:
+                wait_s = worker.page_supply.use_idle_time()
+                continue
             if isinstance(step, Exception):
                 raise step
             if isinstance(step, DropAdapter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -29,11 +30,12 @@ class _Core:
 def test_idle_time_is_used_until_there_is_no_more_to_do() -> None:
     left, done = [3], threading.Event()
 
-    def work() -> bool:
+    def work() -> float | None:
         left[0] -= 1
         if left[0] < 0:
             done.set()
-        return left[0] >= 0
+            return None
+        return 0.0
 
     loop = EngineLoop(_Core(busy=False), lambda: None, _no_crash, use_idle_time=work)
     loop.start()
@@ -42,13 +44,27 @@ def test_idle_time_is_used_until_there_is_no_more_to_do() -> None:
     assert left == [-1], "not called again"
 
 
+def test_idle_work_that_asks_for_time_is_called_again_then_and_not_before(eventually: Callable[..., None]) -> None:
+    times: list[float] = []
+
+    def work() -> float | None:
+        times.append(time.monotonic())
+        return 0.1 if len(times) < 3 else None
+
+    loop = EngineLoop(_Core(busy=False), lambda: None, _no_crash, use_idle_time=work)
+    loop.start()
+    eventually(lambda: len(times) == 3)
+    loop.stop()
+    assert all(0.1 <= later - earlier < 0.9 for earlier, later in itertools.pairwise(times))
+
+
 def test_a_request_ends_idle_time_and_its_end_brings_it_back(eventually: Callable[..., None]) -> None:
     calls = [0]
 
-    def work() -> bool:
+    def work() -> float | None:
         calls[0] += 1
         time.sleep(0.001)
-        return True
+        return 0.0
 
     loop = EngineLoop(_Core(busy=True), lambda: None, _no_crash, use_idle_time=work)
     loop.start()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from common.base.spare_cores import LOOK_S, SpareCores
 from common.kv.page_supply import PageSupply
 
 _SIZE = 8 * 2**20
@@ -41,6 +42,17 @@ def test_pages_are_resident_without_a_write_and_keep_their_content() -> None:
     assert _resident_bytes() - before > _SIZE * 0.7
     assert memory[3_000_000:3_000_005] == b"block"
     assert not any(memory[:1000])
+
+
+def test_idle_time_is_used_while_other_processes_leave_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = [False]
+    monkeypatch.setattr(SpareCores, "are_there", lambda self: spare[0])
+    memory = _memory()
+    supply = PageSupply(_address(memory), _PLANES, 16, math.inf)
+    assert [supply.use_idle_time(), supply.supplied_bytes] == [LOOK_S, 0]
+    spare[0] = True
+    assert [supply.use_idle_time() for _ in range(5)] == [0.0] * 4 + [None]
+    assert supply.supplied_bytes == _SIZE
 
 
 def test_the_limit_of_memory_holds() -> None:
