@@ -155,8 +155,8 @@ class Attention {
         with_cache_type(cache_, [&](auto number) {
             using T = decltype(number);
             const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
-            pack_keys<Act>(k, tokens, cache_.head_dim, beside_keys, reinterpret_cast<uint32_t*>(keys_));
-            pack_values<Act>(v, tokens, cache_.head_dim, beside_values, reinterpret_cast<uint32_t*>(values_));
+            pack_keys<InPanel<Act, T>>(k, tokens, cache_.head_dim, beside_keys, reinterpret_cast<uint32_t*>(keys_));
+            pack_values<InPanel<Act, T>>(v, tokens, cache_.head_dim, beside_values, reinterpret_cast<uint32_t*>(values_));
         });
     }
 
@@ -171,10 +171,12 @@ class Attention {
                 tokens_from[m] = std::max(0, seen_from(cache_, seen) - start);
                 tokens_seen[m] = std::min(PARTITION, seen - start);
             }
-            attend_tile(reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_),
-                        cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from,
-                        tokens_seen, scores_, ahead,
-                        Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+            with_cache_type(cache_, [&](auto number) {
+                attend_tile<InPanel<Act, decltype(number)>>(
+                    reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_), cache_.head_dim,
+                    queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from, tokens_seen, scores_, ahead,
+                    Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+            });
         }
     }
 

@@ -2,22 +2,26 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 #include <utility>
 
-#include "api.h"
 #include "float8.h"
-#include "simd.h"
+#include "linear.h"
 
 namespace KV_VARIANT::attention {
 
 // Tokens that are attended to at once. Partitions begin at its multiples, so that a row's result depends on its own
 // context alone.
 constexpr int PARTITION = 128;
-constexpr int PANEL = 2 * LANES;
 
-// Products take words of 32 bits: one float32, or two bfloat16 whose products are added.
-template <class Act>
-constexpr int PER_WORD = 4 / sizeof(Act);
+// Panels consist of words of 32 bits: one float32, or two bfloat16.
+template <class Number>
+constexpr int PER_WORD = 4 / sizeof(Number);
+
+// What a cache's numbers of type T become in panels. Narrow ones stay so only where vectors are wide: turning them into
+// float32 at each use costs tiles of few rows more than packing saves.
+template <class Act, class T>
+using InPanel = std::conditional_t<sizeof(Act) == 4 && (sizeof(T) == 4 || VECTOR_BYTES < 64), float, bf16>;
 
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -157,7 +161,7 @@ struct Ahead {
         for (; next < end; ++next)
             for (const char* plane : planes)
                 for (int byte = 0; plane && byte < row_bytes; byte += 64)
-                    __builtin_prefetch(plane + tokens.at[next] * number_bytes + byte);
+                    __builtin_prefetch(plane + tokens.at[next] * number_bytes + byte, 0, NEAR);
     }
 };
 
@@ -170,10 +174,10 @@ struct Padded {
 
 // keys: [ceil(tokens / 32)][words of a head, rounded up to 16][32]. Tokens past the end are zero, and those before
 // `tokens.begin` in the panel where it is; panels before that one are not written.
-template <class Act, class T>
+template <class Number, class T>
 void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* keys) {
-    constexpr int STEP = LANES * PER_WORD<Act>;
-    const int words = round_up(dim, STEP) / PER_WORD<Act>;
+    constexpr int STEP = LANES * PER_WORD<Number>;
+    const int words = round_up(dim, STEP) / PER_WORD<Number>;
     for (int first = tokens.begin / PANEL * PANEL; first < tokens.count; first += LANES) {
         ahead.fetch();
         uint32_t* out = keys + first / PANEL * PANEL * words + first % PANEL;
@@ -184,11 +188,11 @@ void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t
             for (int i = count; i < LANES; ++i) rows[i] = as_words(zeros());
             if (d + STEP > dim)
                 for (int i = begin; i < count; ++i)
-                    rows[i] = words_of(Padded<T>(k + tokens.at[first + i] + d, dim - d).numbers, Act{});
+                    rows[i] = words_of(Padded<T>(k + tokens.at[first + i] + d, dim - d).numbers, Number{});
             else if (count - begin < LANES)
-                for (int i = begin; i < count; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
+                for (int i = begin; i < count; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Number{});
             else
-                for (int i = 0; i < LANES; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
+                for (int i = 0; i < LANES; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Number{});
             store_transposed(rows, out, PANEL);
         }
     }
@@ -200,9 +204,9 @@ void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t
 
 // values: [ceil(dim / 32)][words of a partition's tokens][32]. Numbers past `dim` and tokens past the end are zero, and
 // those before `tokens.begin` in the panel where it is; words before that panel's are not written.
-template <class Act, class T>
+template <class Number, class T>
 void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* values) {
-    constexpr int UNIT = PER_WORD<Act>;
+    constexpr int UNIT = PER_WORD<Number>;
     const int begin = tokens.begin / PANEL * PANEL, first = round_up(tokens.begin, UNIT), whole = tokens.count / UNIT * UNIT;
     for (int d = 0; d < dim; d += PANEL, values += PARTITION / UNIT * PANEL) {
         const bool is_full = d + PANEL <= dim;
@@ -211,7 +215,7 @@ void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32
             const bool has_first = t >= tokens.begin, has_second = t + UNIT <= tokens.count;
             const Padded<T> x(has_first ? v + tokens.at[t] + d : v, has_first ? count : 0);
             const Padded<T> y(has_second ? v + tokens.at[t + UNIT - 1] + d : v, has_second ? count : 0);
-            store_words(x.numbers, y.numbers, values + t / UNIT * PANEL, Act{});
+            store_words(x.numbers, y.numbers, values + t / UNIT * PANEL, Number{});
         };
         int t = begin;
         for (; t + UNIT <= tokens.begin; t += UNIT) std::memset(values + t / UNIT * PANEL, 0, PANEL * sizeof *values);
@@ -220,7 +224,7 @@ void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32
             for (; t < whole; t += UNIT) {
                 if (t % PANEL == 0) ahead.fetch();
                 const T *x = v + tokens.at[t] + d, *y = v + tokens.at[t + UNIT - 1] + d;
-                store_words(x, y, values + t / UNIT * PANEL, Act{});
+                store_words(x, y, values + t / UNIT * PANEL, Number{});
             }
         for (; t < tokens.count; t += UNIT) store_padded(t);
     }

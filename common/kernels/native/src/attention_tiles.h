@@ -4,27 +4,38 @@
 
 namespace KV_VARIANT::attention {
 
-// Rows of a tile: with two vectors for each, what registers hold.
-constexpr int TILE_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
+constexpr int TILE_ROWS = MAX_ROWS;
 
-KV_INLINE Lanes add_product(Lanes sum, Words panel, const float* x) { return multiply_add(*x, as_floats(panel), sum); }
+// sums[m] += the products of each row's next numbers with one word of each lane of the panel.
+template <int ROWS>
+KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
+    add_outer<ROWS>({rows, stride}, 0, as_floats(load_words(panel)), as_floats(load_words(panel + LANES)), sums);
+}
+template <int ROWS>
+KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
+    using Pairs = ShiftedWeights;
+    add_outer<ROWS>({rows, stride}, 0, Pairs::even(load_words(panel)), Pairs::even(load_words(panel + LANES)), sums);
+    add_outer<ROWS>({rows, stride}, 1, Pairs::odd(load_words(panel)), Pairs::odd(load_words(panel + LANES)), sums);
+}
 #ifdef KV_HAS_BF16_DOT
-KV_INLINE Lanes add_product(Lanes sum, Words panel, const bf16* x) { return dot_pairs(sum, panel, load_pair(x)); }
+template <int ROWS>
+KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const bf16* rows, int64_t stride, bf16) {
+    const Words first = load_words(panel), second = load_words(panel + LANES);
+    for (int m = 0; m < ROWS; ++m) {
+        const uint32_t pair = load_pair(rows + m * stride);
+        sums[m][0] = dot_pairs(sums[m][0], first, pair);
+        sums[m][1] = dot_pairs(sums[m][1], second, pair);
+    }
+}
 #endif
 
 // out[m][0..32) = the product of row m's `words` words with the panel's.
-template <class Act, int ROWS>
+template <class Act, class Number, int ROWS>
 __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, const Act* rows, int64_t stride, float* out,
                                              int64_t out_stride) {
-    Lanes sums[ROWS][2];
+    Tile<ROWS> sums;
     for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
-    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Act>) {
-        const Words first = load_words(panel), second = load_words(panel + LANES);
-        for (int m = 0; m < ROWS; ++m) {
-            sums[m][0] = add_product(sums[m][0], first, rows + m * stride);
-            sums[m][1] = add_product(sums[m][1], second, rows + m * stride);
-        }
-    }
+    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Number>) add_products<ROWS>(sums, panel, rows, stride, Number{});
     for (int m = 0; m < ROWS; ++m) {
         store(out + m * out_stride, sums[m][0]);
         store(out + m * out_stride + LANES, sums[m][1]);
@@ -32,11 +43,11 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, c
 }
 
 template <class Act>
-using MultiplyTile = decltype(&multiply_tile<Act, 1>);
+using MultiplyTile = decltype(&multiply_tile<Act, Act, 1>);
 
-template <class Act, int... I>
+template <class Act, class Number, int... I>
 constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<int, I...>) {
-    constexpr MultiplyTile<Act> functions[] = {&multiply_tile<Act, I + 1>...};
+    constexpr MultiplyTile<Act> functions[] = {&multiply_tile<Act, Number, I + 1>...};
     return functions[num_rows - 1];
 }
 
@@ -154,17 +165,17 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS rows; row m attends to the partition's tokens [from[m], seen[m]), at least one. Neither end is before that
+// Up to TILE_ROWS rows and panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one. Neither end is before that
 // of row m - 1.
-template <class Act>
+template <class Number, class Act>
 void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
                  int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {
     constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
     alignas(64) float scores[TILE_ROWS * PARTITION];
     alignas(64) Act weights[TILE_ROWS * PARTITION];
-    const auto multiply = tile_function<Act>(num_rows, COUNTS);
-    const int words = (dim + PER_WORD<Act> - 1) / PER_WORD<Act>;
-    const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
+    const auto multiply = tile_function<Act, Number>(num_rows, COUNTS);
+    const int words = (dim + PER_WORD<Number> - 1) / PER_WORD<Number>;
+    const int padded_words = round_up(dim, LANES * PER_WORD<Number>) / PER_WORD<Number>;
     const int most = seen[num_rows - 1], padded = round_up(most, LANES);
     const int begin = from[0] / PANEL * PANEL;
     for (int t = begin; t < most; t += PANEL) {
@@ -187,11 +198,11 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
         lanes[m] = weigh(scores + at, begin, from[m], seen[m], padded, scale, out.top[m], weights + at);
     }
     for (int m = 0; m < num_rows; ++m) out.total[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a + b; });
-    const int token_words = (most - begin + PER_WORD<Act> - 1) / PER_WORD<Act>;
+    const int token_words = (most - begin + PER_WORD<Number> - 1) / PER_WORD<Number>;
     for (int d = 0; d < dim; d += PANEL) {
         ahead.fetch();
         ahead.fetch();
-        multiply(values + (d * PARTITION + begin * PANEL) / PER_WORD<Act>, token_words, weights + begin, PARTITION,
+        multiply(values + (d * PARTITION + begin * PANEL) / PER_WORD<Number>, token_words, weights + begin, PARTITION,
                  out.results + d, width);
     }
 }
