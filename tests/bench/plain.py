@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.overhead_node import GREEDY, OverheadNode, StubRunner
+from bench.results import median, percentile
 from support.lora_files import write_adapter
 
 from common.base.hashing import BLOCK_SIZE
@@ -62,7 +63,11 @@ class Plain:
             started = time.perf_counter()
             tokens = self._run(tokens, [1] * batch, [context + step + 1] * batch, tables, sample=True, adapters=ids)
             times.append(time.perf_counter() - started)
-        return {"tokens_per_s": batch * steps / sum(times), "median_step_s": sorted(times)[len(times) // 2]}
+        return {
+            "tokens_per_s": batch * steps / sum(times),
+            "median_step_s": median(times),
+            "p99_step_s": percentile(times, 0.99),
+        }
 
     def prefill(self, tokens: int, chunk: int, adapter: int = 0) -> float:
         """Seconds for a prompt in chunks, its first token drawn."""
