@@ -15,6 +15,7 @@ template <int ROWS>
 KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
     using Pairs = ShiftedWeights;
     add_outer<ROWS>({rows, stride}, 0, Pairs::even(load_words(panel)), Pairs::even(load_words(panel + LANES)), sums);
+    keep_loads_here();
     add_outer<ROWS>({rows, stride}, 1, Pairs::odd(load_words(panel)), Pairs::odd(load_words(panel + LANES)), sums);
 }
 #ifdef KV_HAS_BF16_DOT

@@ -97,6 +97,7 @@ struct ShiftedWeights {
         for (; k + 1 < l.in; k += 2, w += PANEL * 4) {
             fetch();
             add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);
+            keep_loads_here();
             add_outer<ROWS>(rows, k + 1, odd(load_words(w)), odd(load_words(w + CACHE_LINE)), acc);
         }
         if (k < l.in) add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);

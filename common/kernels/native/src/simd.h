@@ -18,6 +18,14 @@ struct bf16 {
     uint16_t bits;
 };
 
+// Loads behind it stay behind it, where clang would hoist more of them than registers hold. To gcc it would move sums into
+// memory.
+KV_INLINE void keep_loads_here() {
+#if defined(__clang__)
+    asm volatile("" ::: "memory");
+#endif
+}
+
 constexpr int LANES = 16;
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
