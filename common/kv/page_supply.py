@@ -29,9 +29,9 @@ class PageSupply:
     """The pages of private memory that are still to be provided: those of each plane's first blocks before those of later
     blocks. What the memory holds does not change.
 
-    `use_idle_time` provides pages while the cores are idle; `reach` has a thread catch up with the blocks that steps write to, because a step
-    that moves on to new pages in all planes at once would wait for each. All other pages come with the first write to them,
-    and so do all pages where the kernel cannot provide them in advance (before Linux 5.14).
+    `use_idle_time` provides pages while the cores are idle; `reach` has a thread catch up with the blocks that steps write
+    to, because a step that moves on to new pages in all planes at once would wait for each. All other pages come with the
+    first write to them, and so do all pages where the kernel cannot provide them in advance (before Linux 5.14).
     """
 
     def __init__(self, address: int, planes: Sequence[tuple[int, int]], num_blocks: int, limit_bytes: float) -> None:
@@ -54,6 +54,8 @@ class PageSupply:
 
     def use_idle_time(self) -> float | None:
         """`advance`, unless other processes use the cores. Returns the seconds until it may be called again, None: never."""
+        if self._next == len(self._slices):
+            return None
         if self._spare_cores.are_there():
             return 0.0 if self.advance() else None
         return LOOK_S

@@ -39,10 +39,9 @@ def run(session: Session) -> Result:
                             steps.setdefault((rows, count), []).append(step)
     for (rows, count), measured in sorted(steps.items()):
         p50, p99 = (1e3 * median([step[key] for step in measured]) for key in ("median_step_s", "p99_step_s"))
-        quiet = 1e3 * median([step["median_step_s"] for step in steps[rows, 0]])
-        limit = (quiet, "alone") if count else (None, "")
+        alone = 1e3 * median([step["median_step_s"] for step in steps[rows, 0]])
         name = f"step of {rows} rows beside {count} processes"
-        result.add(name, p50, "ms", limit=limit[0], limit_name=limit[1], note=f"p99 {p99:.1f} ms")
+        result.add(name, p50, "ms", limit=alone if count else None, limit_name="alone", note=f"p99 {p99:.1f} ms")
     return result
 
 

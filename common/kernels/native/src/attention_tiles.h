@@ -6,7 +6,7 @@ namespace KV_VARIANT::attention {
 
 constexpr int TILE_ROWS = MAX_ROWS;
 
-// sums[m] += the products of each row's next numbers with one word of each lane of the panel.
+// sums[m] += the products of row m's next numbers with the next word of each of the panel's 32 columns.
 template <int ROWS>
 KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
     add_outer<ROWS>({rows, stride}, 0, as_floats(load_words(panel)), as_floats(load_words(panel + LANES)), sums);
@@ -36,7 +36,8 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, c
                                              int64_t out_stride) {
     Tile<ROWS> sums;
     for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
-    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Number>) add_products<ROWS>(sums, panel, rows, stride, Number{});
+    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Number>)
+        add_products<ROWS>(sums, panel, rows, stride, Number{});
     for (int m = 0; m < ROWS; ++m) {
         store(out + m * out_stride, sums[m][0]);
         store(out + m * out_stride + LANES, sums[m][1]);
@@ -166,8 +167,8 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS rows and panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one. Neither end is before that
-// of row m - 1.
+// Up to TILE_ROWS rows, and panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
+// Neither end is before that of row m - 1.
 template <class Number, class Act>
 void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
                  int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {

@@ -1,7 +1,6 @@
 // Whether a thread has to wait for cores that run something else.
 #pragma once
 #include <chrono>
-#include <cstdint>
 #include <cstdio>
 #if defined(__linux__)
 #include <fcntl.h>

@@ -53,6 +53,8 @@ def test_idle_time_is_used_while_other_processes_leave_cores_idle(monkeypatch: p
     spare[0] = True
     assert [supply.use_idle_time() for _ in range(5)] == [0.0] * 4 + [None]
     assert supply.supplied_bytes == _SIZE
+    spare[0] = False
+    assert supply.use_idle_time() is None, "there is nothing left to wait for"
 
 
 def test_the_limit_of_memory_holds() -> None:
