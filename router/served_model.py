@@ -127,7 +127,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
 
 def _grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:
     try:
-        return load_tokenizer(folder, vocab_size, eos_ids)
+        return load_tokenizer(folder, vocab_size, eos_ids, computes_masks=False)
     except ConfigError as error:
         log.warning("structured output is refused: %s", error)
         return error

@@ -1,4 +1,5 @@
-"""Seconds until `kvrelay up` is ready when packed weights are cached, and until a killed node serves again."""
+"""Seconds until `kvrelay up` is ready when packed weights are cached, and until a killed node serves again; and the memory
+of all its processes."""
 
 from __future__ import annotations
 
@@ -8,12 +9,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from bench.peers.checkpoints import make_checkpoint
 from bench.results import Result, Target, median
 from bench.session import RESULTS, Session
 from support.system import System, running_system, wait_until
 
+from common.base.hashing import BLOCK_SIZE
+
 _PATIENCE_S = 300.0
+_KV_BLOCKS = 64
+_SETTLE_S = 10.0
+"""After the start nodes read the tokenizer for grammars, and the router gives free memory back."""
 _STEADY_S = 1.5
 """After its first second of service a node is restarted without a delay."""
 
@@ -44,6 +51,15 @@ def run(session: Session) -> Result:
             target=Target(goal, at_most=True),
             note=f"{min(seconds):.1f} to {max(seconds):.1f} s",
         )
+    kv_bytes = 2 * _KV_BLOCKS * BLOCK_SIZE * session.shape.kv_bytes_per_token()
+    result.add(
+        "memory of all processes beside the KV cache, pages that they share counted once",
+        (_memory_bytes(model) - kv_bytes) / 1e9,
+        "GB",
+        limit=(model / "model.safetensors").stat().st_size / 1e9,
+        limit_name="the weights",
+        target=Target(1.7, at_most=True),
+    )
     return result
 
 
@@ -63,6 +79,16 @@ def _start(model: Path) -> tuple[float, float]:
             died_s = time.perf_counter()
             system.kill("decode")
             return ready_s, _wait_for_line(system, "decode-0 is ready again") - died_s
+
+
+def _memory_bytes(model: Path) -> int:
+    """Proportional set size of `kvrelay up` and its services with `_KV_BLOCKS` for each node."""
+    args = ("--model", str(model), "--dtype", "bfloat16", "--kv-blocks", str(_KV_BLOCKS))
+    with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as folder, running_system(Path(folder), *args) as system:
+        _wait_for_line(system, "kvrelay is ready at")
+        time.sleep(_SETTLE_S)
+        parent = psutil.Process(system.supervisor.pid)
+        return sum(each.memory_full_info().pss for each in [parent, *parent.children(recursive=True)])
 
 
 def _wait_for_line(system: System, text: str) -> float:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
+from common.base.free_memory import release_free_memory
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ _SPECIAL = b"\xff"
 """First byte of special tokens for llguidance."""
 
 
-def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """The tokens of a model folder as llguidance needs them.
+def load_tokenizer(
+    folder: Path, vocab_size: int, eos_ids: Iterable[int], *, computes_masks: bool = True
+) -> LLTokenizer:
+    """The tokens of a model folder as llguidance needs them. Without `computes_masks` it takes half of the memory, and its
+    masks, which stay right, take longer.
 
     Raises: ConfigError if there is no usable tokenizer.json.
     """
@@ -50,8 +54,12 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
     try:
         tokenizer = Tokenizer.from_file(str(file))
         tokens = byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size)
-        text = cast("TokenizerWrapper", _TextTokenizer(tokenizer, tokens, ends))
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
+        text = _TextTokenizer(tokenizer, tokens, ends)
+        slices = None if computes_masks else []
+        loaded = LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None, slices=slices)
+        text.tokens = []  # `loaded` has its own copy, and keeps `text`
+        release_free_memory()  # of a large vocabulary's file, 30 MB
+        return loaded
     except BaseException as error:  # the library raises ValueError, and others for broken files
         if not isinstance(error, Exception) and not is_bug_of_library(error):
             raise
