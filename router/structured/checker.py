@@ -50,13 +50,20 @@ class GrammarChecker:
         if self._waiting >= _MAX_WAITING:
             raise Overloaded(f"{self._waiting} grammars are being compiled")
         self._waiting += 1
+        work = asyncio.create_task(self._compile_in_turn(tokenizer, source))
         try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S), self._one_at_a_time:
-                await asyncio.to_thread(compile_grammar, tokenizer, source)
-        except TimeoutError as error:
-            raise Overloaded(f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s") from error
-        except BadRequest as error:
-            return error.message
+            for _ in range(2):  # time for which this process was stopped (SIGSTOP) uses up one wait at most
+                if (await asyncio.wait([work], timeout=COMPILE_TIMEOUT_S / 2))[0]:
+                    return work.result()
+            raise Overloaded(f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s")
         finally:
+            work.cancel()
             self._waiting -= 1
+
+    async def _compile_in_turn(self, tokenizer: LLTokenizer, source: str) -> str:
+        async with self._one_at_a_time:
+            try:
+                await asyncio.to_thread(compile_grammar, tokenizer, source)
+            except BadRequest as error:
+                return error.message
         return ""

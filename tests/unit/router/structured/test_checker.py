@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -67,6 +68,22 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled_and_the_wait_is_bounded(mo
     assert [type(result) for result in results] == [Overloaded] * 4
     assert "are being compiled" in str(results[2])
     assert "within" in str(results[0])
+
+
+def test_time_for_which_the_process_is_stopped_does_not_use_up_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, checker = Compiling(monkeypatch), GrammarChecker(TOKENIZER)
+    compiling.go.clear()
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 2.0)
+
+    async def run() -> None:
+        check = asyncio.create_task(checker.check('start: "a"', "guided_grammar"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the check waits
+        time.sleep(2.5)  # nothing in this process goes on
+        asyncio.get_running_loop().call_soon(compiling.go.set)
+        await check
+
+    asyncio.run(run())
 
 
 def test_a_model_whose_tokens_cannot_be_used_takes_no_grammars() -> None:
