@@ -171,11 +171,15 @@ def test_equals_float64_and_does_not_depend_on_the_number_of_threads(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", ROW_DTYPES, ids=str)
+@pytest.mark.parametrize("cache", CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 40, 200])
-def test_a_row_depends_on_its_own_context_only(variant: str, rows: torch.dtype, window: int) -> None:
+def test_a_row_depends_on_its_own_context_only(
+    variant: str, rows: torch.dtype, cache: torch.dtype, window: int
+) -> None:
     """Whole, in chunks, one by one, beside others: a prompt's rows are the same numbers."""
     torch.manual_seed(2)
-    shape, library = Shape(rows=rows, cache=rows, window=window, soft_cap=2.0 if window else 0.0), native(variant)
+    shape = Shape(group=3, rows=rows, cache=cache, window=window, soft_cap=2.0 if window else 0.0)
+    library = native(variant)
     prompt = sequence(shape, 400)
     [whole] = Step(shape, [prompt]).run(library)
     cuts = [0, 1, 30, 127, 128, 257, 399, 400]
