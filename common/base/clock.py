@@ -11,6 +11,12 @@ Clock = Callable[[], float]
 monotonic: Clock = time.monotonic
 
 
+def until_next(period_s: float, now_s: float) -> float:
+    """Seconds until the clock shows a multiple of `period_s`, for work that is done again and again: what all processes of a
+    host do at such moments shares their wake-ups, each of which costs more than most of this work."""
+    return period_s - now_s % period_s
+
+
 class MockClock:
     """A clock that advances only when told to."""
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection
 from typing import Literal
 
-from common.base.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic, until_next
 from common.base.hashing import HASH_BYTES, BlockHash
 from common.cluster.membership import HEAL, LEASE_IN_REDIS
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
@@ -108,7 +108,7 @@ class KvEventPublisher:
         """Number of blocks that Redis should contain."""
         self._up_to_date = False
         """Redis contains everything taken from the journal."""
-        self._renewed_s = float("-inf")
+        self._renewal_due_s = float("-inf")
         self._away = False
         self.last_entry = 0
         """Upper bound of all entry numbers."""
@@ -144,10 +144,6 @@ class KvEventPublisher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._renewal_due_s - self._clock())):
                 await changed.wait()
-
-    @property
-    def _renewal_due_s(self) -> float:
-        return self._renewed_s + self._lease_s / 3
 
     async def _round(self) -> float:
         """Publish the latest changes, or renew the keys. Returns the shortest pause before the next round, in seconds."""
@@ -195,7 +191,8 @@ class KvEventPublisher:
             if self.last_entry:
                 self.last_entry += _LEAP
             return False
-        self.last_entry, self._published, self._renewed_s = answer, count, self._clock()
+        now_s = self._clock()
+        self.last_entry, self._published, self._renewal_due_s = answer, count, now_s + until_next(self._lease_s / 3, now_s)
         return True
 
     def _note(self, error: str | None) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from common.base.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError
 from common.cluster.records import Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
@@ -138,7 +138,7 @@ class Registrar:
         Raises: ConfigError if a newer incarnation has taken this node id; the node must end.
         """
         while True:
-            wait_s = self._lease_s / 3
+            wait_s = until_next(self._lease_s / 3, monotonic())
             try:
                 await self._renew()
             except UNREACHABLE as error:
@@ -277,7 +277,8 @@ class Directory:
         try:
             while True:
                 await self.poll()
-                await asyncio.sleep(self._poll_s if self._records else self._poll_s * _WITHOUT_NODES)
+                period_s = self._poll_s if self._records else self._poll_s * _WITHOUT_NODES
+                await asyncio.sleep(until_next(period_s, monotonic()))
         finally:
             await self.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from common.base.clock import monotonic, until_next
 from common.control.tls_listener import TlsListener
 
 _TICK_S = 1.0
@@ -55,5 +56,5 @@ class HttpServer(uvicorn.Server):
         """Run until `stop`."""
         while not await self.on_tick(0):  # uvicorn renews the Date header in ticks that are multiples of ten
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
+                async with asyncio.timeout(until_next(_TICK_S, monotonic())):
                     await self._stopping.wait()

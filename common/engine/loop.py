@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.base.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import RankLost
 
 log = logging.getLogger(__name__)
@@ -152,4 +152,5 @@ class EngineLoop:
             return rest_s
         if self._core.has_deadlines:
             return _DEADLINE_WAIT_S
-        return min(_IDLE_WAIT_S, max(0.0, self._idle_work_at_s - self._clock()))
+        now_s = self._clock()
+        return min(until_next(_IDLE_WAIT_S, now_s), max(0.0, self._idle_work_at_s - now_s))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
-from common.base.clock import monotonic
+from common.base.clock import monotonic, until_next
 from common.base.errors import EngineError, RankLost, RestartRequested, Unavailable
 from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
@@ -213,7 +213,7 @@ class NodeServer:
     async def _housekeeping(self) -> None:
         """End the leases of silent routers and peers, renew our own."""
         while True:
-            await asyncio.sleep(self.config.lease_s / 6)
+            await asyncio.sleep(until_next(self.config.lease_s / 6, monotonic()))
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
                 log.warning(

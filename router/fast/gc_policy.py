@@ -11,6 +11,8 @@ import asyncio
 import gc
 from collections.abc import Callable
 
+from common.base.clock import monotonic, until_next
+
 _NEW = 10_000
 """Number of new objects that starts a collection of new objects, which takes about two milliseconds."""
 _NEVER = 2**31 - 1
@@ -28,7 +30,7 @@ async def run(running: Callable[[], int]) -> None:
     quiet = 0
     try:
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(until_next(_LOOK_EVERY_S, monotonic()))
             quiet = 0 if running() else quiet + 1
             rounds = gc.get_count()[1]
             if rounds >= _AT_LAST or (rounds >= _WORTH_IT and quiet >= _QUIET_LOOKS):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.base.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic, until_next
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.control.messages import NodeLoad, NodeRecord, Tier
@@ -129,8 +129,9 @@ class KvEventSubscriber:
             await self._client.get(self._keys.epoch)  # finds out whether Redis answers
             await self._unless_nodes_are_listed(asyncio.sleep(_BLOCK_MS / 1000))
             return False
+        block_ms = max(1, round(1000 * until_next(_BLOCK_MS / 1000, monotonic())))
         after = {key: f"{stream.last}-0" for key, stream in streams.items()}
-        answer = await self._unless_nodes_are_listed(self._client.xread(after, count=_READ_ENTRIES, block=_BLOCK_MS))
+        answer = await self._unless_nodes_are_listed(self._client.xread(after, count=_READ_ENTRIES, block=block_ms))
         for key, entries in _entries_by_stream(answer):
             await self._apply(streams[key.decode()], entries)
         return bool(answer)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from common.base.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.links import Link
@@ -280,7 +280,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Renew the leases at the nodes and expire queued requests; never returns."""
         while True:
-            await asyncio.sleep(self.nodes.tick_s)
+            await asyncio.sleep(until_next(self.nodes.tick_s, monotonic()))
             try:
                 self.nodes.tick()
                 for state in self._states.values():

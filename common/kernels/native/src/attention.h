@@ -39,8 +39,8 @@ inline void reserve_attention(kv_team& team, const kv_cache& cache, const kv_bat
 
 namespace attention {
 
-// Of the next partition, fetched at each of about 30 points of the work on this one.
-constexpr int TOKENS_PER_CALL = 5;
+// Of the next partition, fetched at each of 20 points or more of the work on this one.
+constexpr int TOKENS_PER_CALL = 7;
 
 // One member's attention to the items of a plan.
 template <class Act>
@@ -76,10 +76,11 @@ class Attention {
     void run(const Task& task, bool is_fetched, const Task* following) {
         const Item& item = plan_.items[task.item];
         load_queries(item);
-        Tokens tokens, next;
-        find(task, task.first, next);
+        Tokens in_turns[2];
+        find(task, task.first, in_turns[0]);
         for (int i = task.first; i < task.last; ++i) {
-            tokens = next;
+            const Tokens& tokens = in_turns[(i - task.first) % 2];
+            Tokens& next = in_turns[(i - task.first + 1) % 2];
             next.count = 0;
             if (i + 1 < task.last)
                 find(task, i + 1, next);
@@ -87,12 +88,13 @@ class Attention {
                 find(*following, following->first, next);
             Ahead ahead = fetch_ahead(next, TOKENS_PER_CALL, true);
             Ahead own_values = fetch_ahead(tokens, LANES, false);
-            pack(tokens, i == task.first && !is_fetched ? own_values : ahead, ahead);
+            const bool in_blocks = reads_blocks(item.rows, cache_.head_dim);
+            pack(tokens, !in_blocks, i == task.first && !is_fetched ? own_values : ahead, ahead);
             // Rows whose position lies before the partition see nothing of it, nor do those whose window begins behind it.
             const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group, last = last_row(item, i);
             const bool is_first = i == item.first;
             const Partial partial = item.is_split ? partial_of(item, i) : is_first ? merged_ : latest_;
-            attend_rows(item, first, last, i * PARTITION, ahead, partial);
+            attend_rows(item, first, last, i * PARTITION, in_blocks ? &tokens : nullptr, ahead, partial);
             if (item.is_split) continue;
             if (is_first)
                 clear(merged_, last, item.rows, sizes_.width);
@@ -151,17 +153,19 @@ class Attention {
                 tokens_per_call};
     }
 
-    void pack(const Tokens& tokens, Ahead& beside_keys, Ahead& beside_values) {
+    void pack(const Tokens& tokens, bool with_values, Ahead& beside_keys, Ahead& beside_values) {
         with_cache_type(cache_, [&](auto number) {
             using T = decltype(number);
             const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
             pack_keys<InPanel<Act, T>>(k, tokens, cache_.head_dim, beside_keys, reinterpret_cast<uint32_t*>(keys_));
-            pack_values<InPanel<Act, T>>(v, tokens, cache_.head_dim, beside_values, reinterpret_cast<uint32_t*>(values_));
+            if (with_values)
+                pack_values<InPanel<Act, T>>(v, tokens, cache_.head_dim, beside_values, reinterpret_cast<uint32_t*>(values_));
         });
     }
 
-    // The item's rows [first, last) and the partition that begins at position `start`.
-    void attend_rows(const Item& item, int first, int last, int start, Ahead& ahead, Partial out) {
+    // The item's rows [first, last) and the partition that begins at position `start`, whose values are in panels, or
+    // `in_blocks`.
+    void attend_rows(const Item& item, int first, int last, int start, const Tokens* in_blocks, Ahead& ahead, Partial out) {
         const int tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
@@ -172,10 +176,18 @@ class Attention {
                 tokens_seen[m] = std::min(PARTITION, seen - start);
             }
             with_cache_type(cache_, [&](auto number) {
-                attend_tile<InPanel<Act, decltype(number)>>(
-                    reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_), cache_.head_dim,
-                    queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from, tokens_seen, scores_, ahead,
-                    Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+                using T = decltype(number);
+                using Number = InPanel<Act, T>;
+                const auto attend = [&](const auto& values) {
+                    attend_tile<Number>(
+                        reinterpret_cast<const uint32_t*>(keys_), values, cache_.head_dim,
+                        queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from, tokens_seen, scores_, ahead,
+                        Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+                };
+                if (in_blocks)
+                    attend(BlockValues<T, Act>{static_cast<const T*>(cache_.v), *in_blocks});
+                else
+                    attend(PanelValues<Number, Act>{reinterpret_cast<const uint32_t*>(values_)});
             });
         }
     }

@@ -36,8 +36,9 @@ struct Tokens {
         const int size = cache.block_size;
         int block = (first + begin) / size, offset = (first + begin) % size;
         for (int i = begin; i < count; ++block, offset = 0) {
-            const int64_t start = (int64_t(blocks[block]) * cache.kv_heads + head) * size;
-            for (; offset < size && i < count; ++offset, ++i) at[i] = (start + offset) * cache.head_dim;
+            const int64_t start = ((int64_t(blocks[block]) * cache.kv_heads + head) * size + offset) * cache.head_dim;
+            const int end = std::min(count, i + size - offset);
+            for (int token = 0; i < end; ++token, ++i) at[i] = start + token * cache.head_dim;
         }
     }
 };
@@ -87,14 +88,9 @@ KV_INLINE Words words_of(const fp8* x, bf16) {
 }
 #endif
 
-// A panel's 32 words of one token's numbers, or of two tokens' in turns.
+// Pairs of the numbers of two tokens: 32 numbers of each become two vectors.
 template <class T>
-KV_INLINE void store_words(const T* x, const T*, uint32_t* out, float) {
-    store(reinterpret_cast<float*>(out), load(x));
-    store(reinterpret_cast<float*>(out) + LANES, load(x + LANES));
-}
-template <class T>
-KV_INLINE void store_words(const T* x, const T* y, uint32_t* out, bf16) {
+KV_INLINE void pair_words(const T* x, const T* y, Words (&pairs)[2]) {
     const Words a = words_of(x, bf16{}), b = words_of(y, bf16{});
 #if defined(__AVX512BW__)
     static constexpr auto IN_TURNS = [] {
@@ -106,16 +102,28 @@ KV_INLINE void store_words(const T* x, const T* y, uint32_t* out, bf16) {
     }();
     for (int half = 0; half < 2; ++half) {
         const __m512i from = _mm512_load_si512(IN_TURNS.from + half * 2 * LANES);
-        _mm512_storeu_si512(out + half * LANES,
-                            _mm512_permutex2var_epi16((__m512i)a.v[0], from, (__m512i)b.v[0]));
+        pairs[half].v[0] = (WordPart)_mm512_permutex2var_epi16((__m512i)a.v[0], from, (__m512i)b.v[0]);
     }
 #else
     uint16_t first[2 * LANES], second[2 * LANES], both[4 * LANES];
     std::memcpy(first, &a, sizeof a);
     std::memcpy(second, &b, sizeof b);
     for (int i = 0; i < 2 * LANES; ++i) both[2 * i] = first[i], both[2 * i + 1] = second[i];
-    std::memcpy(out, both, sizeof both);
+    std::memcpy(pairs, both, sizeof both);
 #endif
+}
+
+// A panel's 32 words of one token's numbers, or of two tokens' in turns.
+template <class T>
+KV_INLINE void store_words(const T* x, const T*, uint32_t* out, float) {
+    store(reinterpret_cast<float*>(out), load(x));
+    store(reinterpret_cast<float*>(out) + LANES, load(x + LANES));
+}
+template <class T>
+KV_INLINE void store_words(const T* x, const T* y, uint32_t* out, bf16) {
+    Words pairs[2];
+    pair_words(x, y, pairs);
+    std::memcpy(out, pairs, sizeof pairs);
 }
 
 template <int STEP, size_t... I>

@@ -53,6 +53,114 @@ constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<in
     return functions[num_rows - 1];
 }
 
+// The products of rows of weights with values in panels.
+template <class Number, class Act>
+struct PanelValues {
+    const uint32_t* panels;
+
+    // out[m][0..dim): of row m's weights of tokens [begin, end).
+    void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
+                  Ahead& ahead) const {
+        constexpr int UNIT = PER_WORD<Number>;
+        const auto tile = tile_function<Act, Number>(num_rows, std::make_integer_sequence<int, TILE_ROWS>{});
+        for (int d = 0; d < dim; d += PANEL) {
+            ahead.fetch();
+            ahead.fetch();
+            tile(panels + (d * PARTITION + begin * PANEL) / UNIT, (end - begin + UNIT - 1) / UNIT, weights + begin, PARTITION,
+                 out + d, out_stride);
+        }
+    }
+};
+
+template <size_t... I>
+KV_INLINE void store_part_in_turns(float* out, FloatPart even, FloatPart odd, std::index_sequence<I...>) {
+    *(FloatPart*)out = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * PART_LANES)...);
+    *(FloatPart*)(out + PART_LANES) = __builtin_shufflevector(even, odd, ((PART_LANES + I) / 2 + I % 2 * PART_LANES)...);
+}
+// Thirty-two numbers, of those at even and those at odd places.
+KV_INLINE void store_in_turns(float* out, Lanes even, Lanes odd) {
+    KV_PARTS store_part_in_turns(out + 2 * p * PART_LANES, even.v[p], odd.v[p], std::make_index_sequence<PART_LANES>{});
+}
+
+// Where one tile takes all rows, values come straight from the blocks: panels would be written to be read once.
+inline bool reads_blocks(int rows, int dim) { return rows <= TILE_ROWS && dim % (2 * PANEL) == 0; }
+
+// The same sums in the same order as PanelValues.
+template <class T, class Act>
+struct BlockValues {
+    const T* v;
+    const Tokens& tokens;
+
+    // Panels at a time: enough sums that multiply-adds need not wait for one another, and no more than registers hold.
+    static constexpr int at_once(int rows) { return 2 * rows <= TILE_ROWS ? 2 : 1; }
+
+    void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
+                  Ahead& ahead) const {
+        multiply_rows(num_rows, std::make_integer_sequence<int, TILE_ROWS>{}, weights, begin, end, dim, out, out_stride, ahead);
+    }
+
+  private:
+    // Whether 32 numbers are added as sixteen pairs: those at even and those at odd places.
+    static constexpr bool IN_PAIRS = sizeof(T) == 2 || (sizeof(T) == 1 && VECTOR_BYTES == 64);
+    static constexpr int UNIT = PER_WORD<Act>;  // tokens at a time
+    static constexpr T NONE[PANEL] = {};
+
+    template <int... I>
+    void multiply_rows(int num_rows, std::integer_sequence<int, I...>, const Act* weights, int begin, int end, int dim,
+                       float* out, int64_t out_stride, Ahead& ahead) const {
+        using Function = decltype(&BlockValues::multiply_tile<1>);
+        static constexpr Function functions[] = {&BlockValues::multiply_tile<I + 1>...};
+        for (int d = 0; d < dim; d += at_once(num_rows) * PANEL)
+            functions[num_rows - 1](*this, weights, begin, end, d, out + d, out_stride, ahead);
+    }
+
+    template <int ROWS>
+    __attribute__((noinline)) static void multiply_tile(const BlockValues& from, const Act* weights, int begin, int end, int d,
+                                                        float* out, int64_t out_stride, Ahead& ahead) {
+        constexpr int PANELS = at_once(ROWS);
+        Tile<ROWS> sums[PANELS];
+        for (auto& tile : sums)
+            for (auto& row : tile) row[0] = row[1] = zeros();
+        for (int t = std::max(begin, from.tokens.begin / UNIT * UNIT); t < end;) {
+            ahead.fetch();
+            for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)
+                for (int p = 0; p < PANELS; ++p) from.template add<ROWS>(sums[p], t, end, d + p * PANEL, weights + t);
+        }
+        for (int m = 0; m < ROWS; ++m, out += out_stride)
+            for (int p = 0; p < PANELS; ++p) {
+                const Lanes* pair = sums[p][m];
+                if (sizeof(Act) == 4 && IN_PAIRS)
+                    store_in_turns(out + p * PANEL, pair[0], pair[1]);
+                else
+                    store(out + p * PANEL, pair[0]), store(out + p * PANEL + LANES, pair[1]);
+            }
+    }
+
+    // sums[m] += the products of row m's weights from `weights` on with 32 numbers of UNIT tokens.
+    template <int ROWS>
+    KV_INLINE void add(Tile<ROWS>& sums, int t, int, int d, const float* weights) const {
+        const T* x = v + tokens.at[t] + d;
+        if constexpr (IN_PAIRS) {
+            const Words pairs = words_of(x, bf16{});
+            add_outer<ROWS>({weights, PARTITION}, 0, ShiftedWeights::even(pairs), ShiftedWeights::odd(pairs), sums);
+        } else {
+            add_outer<ROWS>({weights, PARTITION}, 0, load(x), load(x + LANES), sums);
+        }
+    }
+#ifdef KV_HAS_BF16_DOT
+    template <int ROWS>
+    KV_INLINE void add(Tile<ROWS>& sums, int t, int end, int d, const bf16* weights) const {
+        Words pairs[2];
+        pair_words(t < tokens.begin ? NONE : v + tokens.at[t] + d, t + 1 < end ? v + tokens.at[t + 1] + d : NONE, pairs);
+        for (int m = 0; m < ROWS; ++m) {
+            const uint32_t pair = load_pair(weights + m * PARTITION);
+            sums[m][0] = dot_pairs(sums[m][0], pairs[0], pair);
+            sums[m][1] = dot_pairs(sums[m][1], pairs[1], pair);
+        }
+    }
+#endif
+};
+
 template <size_t... I>
 KV_INLINE FloatPart swap_lanes(FloatPart a, size_t step, std::index_sequence<I...>) {
     switch (step) {
@@ -79,7 +187,7 @@ KV_INLINE Lanes keep_between(Lanes a, int first, int end) {
     typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     KV_PARTS {
         const IntPart lane = *(const IntPart*)(LANE + p * PART_LANES);
-        a.v[p] = (lane >= first) & (lane < end) ? a.v[p] : splat_part(-__builtin_inff());
+        a.v[p] = ((lane >= first) & (lane < end)) ? a.v[p] : splat_part(-__builtin_inff());
     }
     return a;
 }
@@ -167,10 +275,10 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS rows, and panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
+// Up to TILE_ROWS rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
 // Neither end is before that of row m - 1.
-template <class Number, class Act>
-void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
+template <class Number, class Act, class Values>
+void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act* queries, int64_t query_stride,
                  int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {
     constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
     alignas(64) float scores[TILE_ROWS * PARTITION];
@@ -200,13 +308,7 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
         lanes[m] = weigh(scores + at, begin, from[m], seen[m], padded, scale, out.top[m], weights + at);
     }
     for (int m = 0; m < num_rows; ++m) out.total[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a + b; });
-    const int token_words = (most - begin + PER_WORD<Number> - 1) / PER_WORD<Number>;
-    for (int d = 0; d < dim; d += PANEL) {
-        ahead.fetch();
-        ahead.fetch();
-        multiply(values + (d * PARTITION + begin * PANEL) / PER_WORD<Number>, token_words, weights + begin, PARTITION,
-                 out.results + d, width);
-    }
+    values.multiply(num_rows, weights, begin, most, dim, out.results, width, ahead);
 }
 
 // What rows [first, last) have before the first partition that they see.

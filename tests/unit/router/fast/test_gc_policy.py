@@ -21,7 +21,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(gc, "collect", collect)
     monkeypatch.setattr(gc, "get_count", lambda: (0, found[0], 0))
-    monkeypatch.setattr(gc_policy, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(gc_policy, "_LOOK_EVERY_S", 1e-4)
     return found
 
 
@@ -49,7 +49,7 @@ def test_no_round_by_itself_looks_at_what_is_old_while_it_runs(monkeypatch: pyte
         seen.append(gc.get_threshold())
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(gc_policy, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(gc_policy, "_LOOK_EVERY_S", 1e-4)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(gc_policy.run(look))
     [(new, middle, old)] = seen
