@@ -12,8 +12,11 @@ monotonic: Clock = time.monotonic
 
 
 def until_next(period_s: float, now_s: float) -> float:
-    """Seconds until the clock shows a multiple of `period_s`, for work that is done again and again: what all processes of a
-    host do at such moments shares their wake-ups, each of which costs more than most of this work."""
+    """Seconds until the clock shows a multiple of `period_s`, more than 0.
+
+    Periodic work waits for this: all of it in a process, and on a host, is then done at the same moments, with fewer wake-ups.
+    Hosts differ, because a monotonic clock begins with the host.
+    """
     return period_s - now_s % period_s
 
 

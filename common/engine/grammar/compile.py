@@ -55,7 +55,7 @@ def load_tokenizer(
         tokenizer = Tokenizer.from_file(str(file))
         tokens = byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size)
         text = _TextTokenizer(tokenizer, tokens, ends)
-        slices = None if computes_masks else []
+        slices: list[str] | None = None if computes_masks else []
         loaded = LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None, slices=slices)
         text.tokens = []  # `loaded` has its own copy, and keeps `text`
         release_free_memory()  # of a large vocabulary's file, 30 MB
