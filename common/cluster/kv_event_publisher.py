@@ -192,11 +192,8 @@ class KvEventPublisher:
                 self.last_entry += _LEAP
             return False
         now_s = self._clock()
-        self.last_entry, self._published, self._renewal_due_s = (
-            answer,
-            count,
-            now_s + until_next(self._lease_s / 3, now_s),
-        )
+        self._renewal_due_s = now_s + until_next(self._lease_s / 3, now_s)
+        self.last_entry, self._published = answer, count
         return True
 
     def _note(self, error: str | None) -> None:
