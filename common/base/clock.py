@@ -11,13 +11,18 @@ Clock = Callable[[], float]
 monotonic: Clock = time.monotonic
 
 
+_EARLY_S = 0.002
+"""uvloop counts in milliseconds, and may end a pause one early."""
+
+
 def until_next(period_s: float, now_s: float) -> float:
-    """Seconds until the clock shows a multiple of `period_s`, more than 0.
+    """Seconds until the clock shows a multiple of `period_s`; one that is less than `_EARLY_S` away counts as reached.
 
     Periodic work waits for this: all of it in a process, and on a host, is then done at the same moments, with fewer wake-ups.
     Hosts differ, because a monotonic clock begins with the host.
     """
-    return period_s - now_s % period_s
+    left_s = period_s - now_s % period_s
+    return left_s if left_s > _EARLY_S else left_s + period_s
 
 
 class MockClock:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
 """Pause between two reads, so that one answer contains the entries of many nodes."""
-_BLOCK_MS = 500
+_BLOCK_S = 0.5
 """A read waits at most about this long for entries, which must be shorter than the socket timeout of the Redis client."""
 _READ_ENTRIES = 64
 _SCAN_BLOCKS = 2000
@@ -127,9 +127,9 @@ class KvEventSubscriber:
         streams = {self._keys.events(f.incarnation): f for f in self._streams.values() if f.last is not None}
         if not streams:
             await self._client.get(self._keys.epoch)  # finds out whether Redis answers
-            await self._unless_nodes_are_listed(asyncio.sleep(_BLOCK_MS / 1000))
+            await self._unless_nodes_are_listed(asyncio.sleep(until_next(_BLOCK_S, monotonic())))
             return False
-        block_ms = max(1, round(1000 * until_next(_BLOCK_MS / 1000, monotonic())))
+        block_ms = round(1000 * until_next(_BLOCK_S, monotonic()))
         after = {key: f"{stream.last}-0" for key, stream in streams.items()}
         answer = await self._unless_nodes_are_listed(self._client.xread(after, count=_READ_ENTRIES, block=block_ms))
         for key, entries in _entries_by_stream(answer):
