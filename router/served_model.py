@@ -12,7 +12,6 @@ from llguidance import LLTokenizer
 from common.base.errors import ConfigError
 from common.config.option_groups import GenerationConfig
 from common.control.messages import Adapter, ModelInfo, Task
-from common.engine.grammar.compile import load_tokenizer
 from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder, model_name, resolve_model
@@ -99,7 +98,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         digest,
         formats,
         frozenset(marker for each in formats.markers if (marker := tokenizer.special_id(each)) is not None),
-        GrammarChecker(_grammar_tokenizer(folder, facts.vocab_size, eos_ids)),
+        GrammarChecker(_grammar_tokenizer(tokenizer, facts.vocab_size, eos_ids)),
         base=shown,
         root=shown,
         path=name_or_path,
@@ -125,9 +124,9 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     )
 
 
-def _grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:
+def _grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:
     try:
-        return load_tokenizer(folder, vocab_size, eos_ids, computes_masks=False)
+        return tokenizer.for_grammars(vocab_size, eos_ids)
     except ConfigError as error:
         log.warning("structured output is refused: %s", error)
         return error

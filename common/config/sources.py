@@ -11,6 +11,7 @@ Pure except for reading the TOML file; runs once, in the main thread, before any
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -52,7 +53,12 @@ class Resolved(Generic[ConfigT]):
 
 def field_type(cls: type[ServiceConfig], name: str) -> Any:
     """The declared type of a field, resolved."""
-    return get_type_hints(cls)[name]
+    return _field_types(cls)[name]
+
+
+@functools.cache
+def _field_types(cls: type[ServiceConfig]) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def type_label(expected: Any) -> str:

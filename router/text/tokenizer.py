@@ -6,13 +6,15 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
+from common.engine.grammar.compile import checking_tokenizer
 from common.model.config_file import read_json_object
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
@@ -74,7 +76,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
-        file = folder / "tokenizer.json"
+        file = self._file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
         try:
@@ -100,7 +102,15 @@ class Tokenizer:
         self.fim_ids = self._find_fim_ids()
         """None: the model cannot fill in the middle."""
         vocab = self._raw.get_vocab(with_added_tokens=True)
-        self._longest_token = max((len(token) for token in vocab), default=1)
+        self._longest_token = max(map(len, vocab), default=1)
+
+    def for_grammars(self, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+        """The same tokens for checking grammars. Raises: ConfigError if llguidance cannot use them."""
+
+        def encode(text: str) -> list[int]:
+            return self.encode_chat(self._typed_tokens.separated(text))
+
+        return checking_tokenizer(self._file, self._raw, encode, vocab_size, eos_ids)
 
     def _find_fim_ids(self) -> FimIds | None:
         for tokens in _FIM_TOKENS:

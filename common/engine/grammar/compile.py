@@ -7,8 +7,9 @@ tokenizer does not (0.6 s for 150,000 tokens).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -39,28 +40,61 @@ _SPECIAL = b"\xff"
 """First byte of special tokens for llguidance."""
 
 
-def load_tokenizer(
-    folder: Path, vocab_size: int, eos_ids: Iterable[int], *, computes_masks: bool = True
-) -> LLTokenizer:
-    """The tokens of a model folder as llguidance needs them. Without `computes_masks` it takes half of the memory, and its
-    masks, which stay right, take longer.
+def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """The tokens of a model folder as llguidance needs them to compute masks.
 
     Raises: ConfigError if there is no usable tokenizer.json.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"no tokenizer.json in {folder}: grammars need it")
-    ends = [token_id for token_id in sorted(set(eos_ids)) if 0 <= token_id < vocab_size]
-    try:
+    with _usable(file):
         tokenizer = Tokenizer.from_file(str(file))
-        tokens = byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size)
-        text = _TextTokenizer(tokenizer, tokens, ends)
-        slices: list[str] | None = None if computes_masks else []
-        loaded = LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None, slices=slices)
-        text.tokens = []  # `loaded` has its own copy, and keeps `text`
-        release_free_memory()  # of a large vocabulary's file, 30 MB
-        return loaded
-    except BaseException as error:  # the library raises ValueError, and others for broken files
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids)
+
+
+def checking_tokenizer(
+    file: Path, tokenizer: Tokenizer, encode: Callable[[str], list[int]], vocab_size: int, eos_ids: Iterable[int]
+) -> LLTokenizer:
+    """The same for a process that has loaded tokenizer.json (`file`), and compiles grammars but computes few masks: they are
+    right, but take longer. A third of the memory.
+
+    encode: the tokens of a text that contains no special token. Raises: as `load_tokenizer`.
+    """
+    with _usable(file):
+        return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids, slices=[])
+
+
+def _llguidance_tokenizer(
+    tokenizer: Tokenizer,
+    encode: Callable[[str], list[int]],
+    file: Path,
+    vocab_size: int,
+    eos_ids: Iterable[int],
+    slices: list[str] | None = None,
+) -> LLTokenizer:
+    """slices: regular expressions of tokens whose masks are prepared; None: llguidance's own choice."""
+    ends = [token_id for token_id in sorted(set(eos_ids)) if 0 <= token_id < vocab_size]
+    text = _TextTokenizer(encode, byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size), ends)
+    made = LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None, slices=slices)
+    text.tokens = []  # `made` has its own copy, and keeps `text`
+    release_free_memory()  # of a large vocabulary's file, 30 MB
+    return made
+
+
+@contextlib.contextmanager
+def _usable(file: Path) -> Generator[None]:
+    """Raises: ConfigError for what the libraries raise: ValueError, and others for broken files."""
+    try:
+        yield
+    except BaseException as error:
         if not isinstance(error, Exception) and not is_bug_of_library(error):
             raise
         raise ConfigError(f"llguidance cannot use {file}: {str(error)[:MAX_ERROR_CHARS]}") from error
@@ -126,16 +160,15 @@ class _TextTokenizer:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], ends: list[int]) -> None:
-        """`tokens`: as `parsed_tokens`; `ends`: tokens that end an answer."""
-        tokenizer.encode_special_tokens = True
-        self._encode = tokenizer.encode
+    def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], ends: list[int]) -> None:
+        """`encode`: makes no special tokens; `tokens`: as `parsed_tokens`; `ends`: tokens that end an answer."""
+        self._encode = encode
         self.tokens = [token.removeprefix(_SPECIAL) for token in tokens]
         self.special_token_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_SPECIAL)]
         self.eos_token_id = ends[0] if ends else 0  # llguidance needs one that exists
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False).ids
+        return self._encode(text)
 
 
 def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:

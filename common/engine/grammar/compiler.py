@@ -19,7 +19,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.base.errors import BadRequest, ConfigError, KvRelayError
 from common.control.messages import AttemptKey
-from common.engine.grammar.compile import compile_grammar, load_tokenizer
+from common.engine.grammar.compile import compile_grammar
+from common.engine.grammar.shared_tokenizers import get_tokenizer
 
 _MAX_CACHED = 64
 """Compiled grammars; each may use 20 MB."""
@@ -58,7 +59,7 @@ class GrammarCompiler:
     ) -> None:
         """folder: with tokenizer.json. eos_ids: the model's end-of-sequence tokens."""
         self.eos_ids = list(eos_ids)
-        self._load = partial(load_tokenizer, folder, vocab_size, self.eos_ids)
+        self._load = partial(get_tokenizer, folder, vocab_size, self.eos_ids)
         self._post = post
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -67,7 +68,8 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def preload(self) -> None:
-        """Build the tokenizer now. Later it would hold up the process's other threads, because it keeps the GIL."""
+        """Build the tokenizer now, unless it is shared. Later it would hold up the process's other threads, because it keeps the
+        GIL."""
         self._thread.submit(self._get_tokenizer)
 
     def cached(self, source: str) -> LLMatcher | None:

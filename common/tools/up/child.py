@@ -71,7 +71,7 @@ class Child:
         if self._fork_server is None:
             return None
         try:
-            return await self._fork_server.fork(self.spec.argv, self.spec.environ)
+            return await self._fork_server.fork(self.spec.argv, self.spec.environ, self.spec.model_path)
         except OSError as error:
             self._console.say(f"{self.spec.name} starts a second or two later, without the fork server: {error}")
             return None

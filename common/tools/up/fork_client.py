@@ -23,7 +23,7 @@ _LONGEST_COMMAND = 3000
 """Characters of a node's command line that `ps` can show: a forked process has the room of the server's own."""
 _ORPHANS_S = 5.0
 _ANSWER_S = 60.0
-"""Time for a fork, the server's imports included."""
+"""Time for a fork, the server's imports and the tokenizer included."""
 
 
 @contextlib.contextmanager
@@ -62,12 +62,12 @@ class ForkServer:
         self._channel.setblocking(False)
         self._one_at_a_time = asyncio.Lock()
 
-    async def fork(self, argv: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
+    async def fork(self, argv: Sequence[str], environ: Mapping[str, str], model_path: str) -> ForkedProcess:
         """A new process that does what `argv` would, in a session of its own, with `environ` added to its environment.
 
-        argv: as `common.tools.up.fork_server.serve` expects it. Raises: OSError.
+        argv, model_path: as `common.tools.up.fork_server.serve` expects them. Raises: OSError.
         """
-        request = json.dumps([list(argv), dict(environ)]).encode()
+        request = json.dumps([list(argv), dict(environ), model_path]).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise OSError(f"{len(request)} bytes of options are too many")
         reading, writing = os.pipe()

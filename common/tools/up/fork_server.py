@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from common.base.process import die_with_parent, lasting_imports, prepare_compute, run_and_end, set_command_line
 from common.cli import commands, main
@@ -26,18 +27,22 @@ def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
     """Import what the commands `preloaded` need, by the function `preload` of their modules. Then, until the supervisor
     closes its end of `channel`, answer each request with the pid of a new process, or 0 if there can be none.
 
-    A request is a JSON list [argv, environment variables to add] and the descriptor of the process's output; argv is the
-    command that it stands for: python -m common.cli, and the arguments of `kvrelay`.
+    A request is a JSON list [argv, environment variables to add, path of the model whose tokenizer is shared or ""] and the
+    descriptor of the process's output; argv is the command that it stands for: python -m common.cli, and the arguments of
+    `kvrelay`.
     """
     with lasting_imports():
         for name in preloaded:
             importlib.import_module(commands()[name].module).preload()
+        from common.engine.grammar.shared_tokenizers import share_tokenizer
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
         if not data:
             return
-        argv, environ = json.loads(data)
+        argv, environ, model_path = json.loads(data)
         (output,) = descriptors
+        if model_path:
+            share_tokenizer(Path(model_path))
         pid = _fork_orphan(partial(_be_service, channel, argv, environ, output))
         os.close(output)
         channel.send(str(pid).encode())

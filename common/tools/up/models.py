@@ -21,10 +21,11 @@ _OF_GENERATING = ("decode", "decode_tp", "decode_pp", "decode_pp_layers", "lora"
 
 
 class UpModel(NamedTuple):
-    """One model: as `--model` names it, and what it is served for."""
+    """One model: as `--model` names it, what it is served for, and its directory or GGUF file."""
 
     model: str
     task: Task
+    path: Path
 
     @property
     def generates(self) -> bool:
@@ -47,7 +48,7 @@ def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel
         raise ConfigError(
             f"--model names two models {twice[0] if twice else named[0]!r}: give their folders other names"
         )
-    found = [UpModel(model, find_task(folders[model], config.task)) for model in named]
+    found = [UpModel(model, find_task(path, config.task), path) for model, path in folders.items()]
     given = [name for name, source in sources.items() if source not in ("default", "file")]
     generating = [each.model for each in found if each.generates]
     if len(found) > 1:

@@ -37,6 +37,8 @@ class ChildSpec:
     """Added to the supervisor's environment; carries secrets, which must not appear in a process list."""
     node_id: str | None = None
     """Id in the membership; nodes only."""
+    model_path: str = ""
+    """Where the model is with which it generates; nodes only."""
     url: str = ""
     """URL of the API; routers only."""
     quiet: bool = False
@@ -97,6 +99,8 @@ def plan_children(
                     own["start_timeout_s"] = str(config.start_timeout_s)
                 given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
                 node = replace(_service(name, cls, config, given, own, node_id), role=role)
+                if model.generates:
+                    node = replace(node, model_path=str(model.path))
                 if share is not None:
                     node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
                 children.append(node)

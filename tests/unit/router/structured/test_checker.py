@@ -10,15 +10,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.base.errors import BadRequest, ConfigError, Overloaded
-from common.engine.grammar.compile import compile_grammar, load_tokenizer
+from common.engine.grammar.compile import compile_grammar
 from common.model.config import load_model_config
 from common.model.hub import resolve_model
 from router.structured import checker as module
 from router.structured.checker import GrammarChecker
+from router.text.tokenizer import Tokenizer
 
 DEMO = resolve_model("demo")
 CONFIG = load_model_config(DEMO)
-TOKENIZER: LLTokenizer = load_tokenizer(DEMO, CONFIG.vocab_size, CONFIG.eos_token_ids)
+TOKENIZER: LLTokenizer = Tokenizer(DEMO).for_grammars(CONFIG.vocab_size, CONFIG.eos_token_ids)
 
 
 class Compiling:

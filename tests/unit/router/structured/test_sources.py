@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from common.base.errors import BadRequest
-from common.engine.grammar.compile import MAX_SOURCE_CHARS, compile_grammar, load_tokenizer
+from common.engine.grammar.compile import MAX_SOURCE_CHARS, compile_grammar
 from common.model.config import load_model_config
 from common.model.hub import resolve_model
 from router.structured.sources import MAX_CHOICES, choice_grammar, regex_grammar, schema_grammar, text_grammar
+from router.text.tokenizer import Tokenizer
 
 DEMO = resolve_model("demo")
 CONFIG = load_model_config(DEMO)
-TOKENIZER: LLTokenizer = load_tokenizer(DEMO, CONFIG.vocab_size, CONFIG.eos_token_ids)
+TOKENIZER: LLTokenizer = Tokenizer(DEMO).for_grammars(CONFIG.vocab_size, CONFIG.eos_token_ids)
 
 
 def accepts(source: str, text: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.engine.grammar.compile import byte_level_tokens, load_tokenizer, parsed_tokens
+from common.engine.grammar.compile import byte_level_tokens, compile_grammar, load_tokenizer, parsed_tokens
 from common.model.hub import resolve_model
 
 DEMO = Path(resolve_model("demo"))
@@ -80,3 +80,13 @@ def test_other_decoders_and_vocabularies_that_are_too_large_are_left_to_llguidan
     assert byte_level_tokens(Tokenizer.from_file(str(file)), 2048) is None
     assert load_tokenizer(tmp_path, 2048, [1]).vocab_size == 2048
     assert byte_level_tokens(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 2047) is None
+
+
+def test_a_tokenizer_that_pads_or_cuts_texts_does_not_do_so_in_grammars(tmp_path: Path) -> None:
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    truncation = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    text = "the text that must be written"
+    plain = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    _file(tmp_path, padding={**padding, "pad_token": "<|pad|>"}, truncation=truncation)
+    matcher = compile_grammar(load_tokenizer(tmp_path, 2048, [1]), f'start: "{text}"').deep_copy()
+    assert plain[:5] == matcher.compute_ff_tokens()[:5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> N
     specs = plan_children(
         up.config,
         up.sources,
-        [UpModel(up.config.model, "generate")],
+        [UpModel(up.config.model, "generate", Path(up.config.model))],
         redis_url="redis://127.0.0.1:7/0",
         routers=[RouterPlace("router", 9000, 9001, "http://127.0.0.1:9000", "http://127.0.0.1:9001")],
         own_redis=("redis-server",),

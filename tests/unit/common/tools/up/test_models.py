@@ -10,9 +10,12 @@ import pytest
 from common.base.errors import ConfigError
 from common.config.service_configs import UpConfig
 from common.config.sources import resolve
+from common.control.messages import Task
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.up import models
 from common.tools.up.models import UpModel, find_models
 
+TASKS: tuple[tuple[str, Task], ...] = (("gen", "generate"), ("bert", "embed"), ("gen2", "embed"))
 CLASSES = {"gen": "LlamaForCausalLM", "gen2": "Qwen3ForCausalLM", "bert": "BertModel"}
 
 
@@ -30,9 +33,10 @@ def find(**flags: str) -> list[UpModel]:
 
 def test_each_models_task_follows_from_its_files(tmp_path: Path) -> None:
     at = folders(tmp_path)
-    assert find(model=f"{at['gen']},{at['bert']}") == [(at["gen"], "generate"), (at["bert"], "embed")]
-    assert find(model=at["gen2"], task="embed") == [(at["gen2"], "embed")]
-    assert find() == [("demo", "generate")]
+    gen, bert, gen2 = (UpModel(at[name], task, Path(at[name])) for name, task in TASKS)
+    assert find(model=f"{at['gen']},{at['bert']}") == [gen, bert]
+    assert find(model=at["gen2"], task="embed") == [gen2]
+    assert find() == [UpModel("demo", "generate", DEMO_MODEL_PATH)]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +62,9 @@ def test_a_folder_whose_name_has_a_comma_is_one_model(tmp_path: Path) -> None:
     folder = tmp_path / "a,b"
     folder.mkdir()
     at = folders(folder)
-    assert find(model=at["gen"]) == [(at["gen"], "generate")]
-    both = json.dumps([at["gen"], at["bert"]])
-    assert find(model=both) == [(at["gen"], "generate"), (at["bert"], "embed")]
+    gen, bert = (UpModel(at[name], task, Path(at[name])) for name, task in TASKS[:2])
+    assert find(model=at["gen"]) == [gen]
+    assert find(model=json.dumps([at["gen"], at["bert"]])) == [gen, bert]
 
 
 def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:

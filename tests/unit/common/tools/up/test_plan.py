@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.up.models import UpModel
 from common.tools.up.plan import ChildSpec, plan_children
 from common.tools.up.routers import RouterPlace
@@ -28,7 +30,7 @@ def plan(
     return plan_children(
         up.config,
         up.sources,
-        models or [UpModel(up.config.model, "generate")],
+        models or [UpModel(up.config.model, "generate", Path(up.config.model))],
         redis_url="redis://:pw@127.0.0.1:7/0",
         routers=list(routers),
         own_redis=("redis-server",) if own_redis else None,
@@ -203,18 +205,19 @@ def test_nodes_on_the_cpu_are_given_no_gpu_options() -> None:
 
 
 def test_each_model_gets_nodes_of_its_own_and_a_pooling_model_no_decode_node() -> None:
-    models = (UpModel("/a", "generate"), UpModel("/e", "embed"), UpModel("/b", "generate"))
+    models = (UpModel("/a", "generate", Path("/a")), UpModel("/e", "embed", Path("/e")), UpModel("/b", "generate", Path("/b")))
     specs = [spec for spec in plan(resolved(decode="2"), models=models) if spec.role not in ("redis", "router")]
     assert [(spec.name, as_the_child_sees_it(spec).model) for spec in specs] == [
         *(("prefill-0", "/a"), ("decode-0", "/a"), ("decode-1", "/a")),
         ("pooling-0", "/e"),
         *(("prefill-1", "/b"), ("decode-2", "/b"), ("decode-3", "/b")),
     ]
+    assert [spec.model_path for spec in specs] == ["/a", "/a", "/a", "", "/b", "/b", "/b"]
 
 
 def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> None:
     given = {"kv_blocks": "100", "max_model_len": "64", "log_level": "debug", "prefill_tp": "2"}
-    embed, demo = UpModel("/e", "embed"), UpModel("demo", "generate")
+    embed, demo = UpModel("/e", "embed", Path("/e")), UpModel("demo", "generate", DEMO_MODEL_PATH)
     alone = as_the_child_sees_it(plan(resolved(**given), models=(embed,))[-1])
     assert (alone.kv_blocks, alone.max_model_len, alone.log_level, alone.tensor_parallel_size) == (100, 64, "debug", 2)
     beside = as_the_child_sees_it(plan(resolved(**given), models=(demo, embed))[-1])
@@ -227,11 +230,11 @@ def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> No
 
 
 def test_variables_reach_a_pooling_model_by_inheritance_and_not_as_flags() -> None:
-    specs = plan(resolved(environ={"KVRELAY_KV_BLOCKS": "100"}), models=(UpModel("/e", "embed"),))
+    specs = plan(resolved(environ={"KVRELAY_KV_BLOCKS": "100"}), models=(UpModel("/e", "embed", Path("/e")),))
     assert "--kv-blocks" not in specs[-1].argv
 
 
 def test_pooling_models_are_on_no_gpu() -> None:
-    models = (UpModel("/e", "embed"), UpModel("demo", "generate"))
+    models = (UpModel("/e", "embed", Path("/e")), UpModel("demo", "generate", DEMO_MODEL_PATH))
     specs = plan(resolved(), models=models, gpus=("0", "1"))
     assert [spec.environ.get("CUDA_VISIBLE_DEVICES") for spec in specs[2:]] == [None, "0", "1"]

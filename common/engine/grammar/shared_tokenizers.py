@@ -1,0 +1,46 @@
+"""Tokenizers for grammars that a process loads once for all nodes that it forks: for a large vocabulary a second of processor
+time and 90 MB. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from common.base.errors import ConfigError
+from common.engine.grammar.compile import load_tokenizer
+from common.model.facts import read_facts
+from common.model.fingerprint import tokenizer_digest
+from common.model.hub import model_folder
+
+log = logging.getLogger(__name__)
+
+_Key = tuple[str, int, tuple[int, ...]]
+"""Digest of tokenizer.json, size of the vocabulary, tokens that end an answer."""
+
+_shared: dict[Path, tuple[_Key, LLTokenizer]] = {}
+"""By folder. Changes in the process that forks only."""
+
+
+def share_tokenizer(path: Path) -> None:
+    """Load the tokenizer of the model in directory or GGUF file `path`, if that was not done or its file has changed. A model
+    without a usable one is left to its nodes."""
+    try:
+        facts, folder = read_facts(path), model_folder(path)
+        key = tokenizer_digest(folder), facts.vocab_size, facts.eos_token_ids
+        _shared[folder] = key, get_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)
+    except ConfigError as error:
+        log.info("%s: nodes load the tokenizer themselves: %s", path, error)
+
+
+def get_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """The tokenizer that was shared before this process was forked; if there is none, or it was another one, as
+    `load_tokenizer`."""
+    eos_ids = tuple(eos_ids)
+    if folder in _shared:
+        key, tokenizer = _shared[folder]
+        if key == (tokenizer_digest(folder), vocab_size, eos_ids):
+            return tokenizer
+    return load_tokenizer(folder, vocab_size, eos_ids)
