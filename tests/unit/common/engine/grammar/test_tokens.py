@@ -83,7 +83,13 @@ def test_other_decoders_and_vocabularies_that_are_too_large_are_left_to_llguidan
 
 
 def test_a_tokenizer_that_pads_or_cuts_texts_does_not_do_so_in_grammars(tmp_path: Path) -> None:
-    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    padding = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+    }
     truncation = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     text = "the text that must be written"
     plain = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids

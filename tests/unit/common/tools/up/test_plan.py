@@ -205,7 +205,11 @@ def test_nodes_on_the_cpu_are_given_no_gpu_options() -> None:
 
 
 def test_each_model_gets_nodes_of_its_own_and_a_pooling_model_no_decode_node() -> None:
-    models = (UpModel("/a", "generate", Path("/a")), UpModel("/e", "embed", Path("/e")), UpModel("/b", "generate", Path("/b")))
+    models = (
+        UpModel("/a", "generate", Path("/a")),
+        UpModel("/e", "embed", Path("/e")),
+        UpModel("/b", "generate", Path("/b")),
+    )
     specs = [spec for spec in plan(resolved(decode="2"), models=models) if spec.role not in ("redis", "router")]
     assert [(spec.name, as_the_child_sees_it(spec).model) for spec in specs] == [
         *(("prefill-0", "/a"), ("decode-0", "/a"), ("decode-1", "/a")),
