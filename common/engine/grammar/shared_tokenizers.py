@@ -3,7 +3,7 @@ time and 90 MB. No torch."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,8 +15,6 @@ from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder
 
-log = logging.getLogger(__name__)
-
 _Key = tuple[str, int, tuple[int, ...]]
 """Digest of tokenizer.json, size of the vocabulary, tokens that end an answer."""
 
@@ -26,13 +24,11 @@ _shared: dict[Path, tuple[_Key, LLTokenizer]] = {}
 
 def share_tokenizer(path: Path) -> None:
     """Load the tokenizer of the model in directory or GGUF file `path`, if that was not done or its file has changed. A model
-    without a usable one is left to its nodes."""
-    try:
+    without a usable one is left to its nodes, which say what is wrong with it."""
+    with contextlib.suppress(ConfigError):
         facts, folder = read_facts(path), model_folder(path)
         key = tokenizer_digest(folder), facts.vocab_size, facts.eos_token_ids
         _shared[folder] = key, get_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)
-    except ConfigError as error:
-        log.info("%s: nodes load the tokenizer themselves: %s", path, error)
 
 
 def get_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
