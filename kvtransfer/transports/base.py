@@ -36,6 +36,8 @@ Buffer = Any
 """[bytes] of uint8: a NumPy array, or a tensor on a CUDA device."""
 Ready = set[Any]
 """The sockets and file descriptors that the poller found readable."""
+MESSAGE_BYTES = 2 * 2**20
+"""Size of a message through host memory, where it is not raised to that of one block of one layer."""
 
 
 @dataclass(frozen=True)

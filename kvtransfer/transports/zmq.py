@@ -22,7 +22,16 @@ from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.base.resolve import NameUnknown, resolve_now
 from common.security.sealed_endpoints import OVERHEAD_BYTES
 from kvtransfer import wire
-from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
+from kvtransfer.transports.base import (
+    MESSAGE_BYTES,
+    Arrival,
+    Buffer,
+    Peer,
+    Ready,
+    StagingPool,
+    TransportContext,
+    fit_message,
+)
 from kvtransfer.transports.choose import ZMQ, TransportOffer
 
 if TYPE_CHECKING:
@@ -38,8 +47,6 @@ HEARTBEAT_S, SILENCE_S = 2.0, 10.0
 """A link on which nothing arrives for `SILENCE_S`, not even heartbeat replies, counts as broken. Long enough to send a full
 window over a slow network."""
 
-STAGING_BYTES = 2 * 2**20
-"""Size of a message, where it is not raised to that of one block of one layer."""
 _RESOLVE_S = 0.5
 """Time limit for the address of a host's name: relays to other peers wait meanwhile."""
 GONE_S = 60.0
@@ -161,20 +168,20 @@ class ZmqPeer(Peer):
 
 
 class ZmqConnector:
-    """ZMQ at a sender. `staging_bytes` is the maximum size of a message (raised to the size of one block of one layer
+    """ZMQ at a sender. `message_bytes` is the maximum size of a message (raised to the size of one block of one layer
     where that is more), `window` the maximum number of unacknowledged messages per peer."""
 
     offer = TransportOffer(ZMQ)
 
-    def __init__(self, *, staging_bytes: int = STAGING_BYTES, window: int = 8) -> None:
-        self._staging_bytes = staging_bytes
+    def __init__(self, *, message_bytes: int = MESSAGE_BYTES, window: int = 8) -> None:
+        self._message_bytes = message_bytes
         self._window = window
         self._context: Context = zmq.Context()
 
     def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
         self._poller = context.poller
-        size_bytes, keep = fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window
+        size_bytes, keep = fit_message(self._message_bytes, context.unit_bytes), 2 * self._window
         self._pool = StagingPool(size_bytes + OVERHEAD_BYTES, keep, context.make_host_buffer)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:

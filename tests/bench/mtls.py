@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from support.system import System, running_system
 
 from common.base.hashing import BLOCK_SIZE
-from kvtransfer.transports.zmq import STAGING_BYTES
+from kvtransfer.transports.base import MESSAGE_BYTES
 
 _SIZE = 64 * 2**20
 _EQUAL = (1, 1)
@@ -85,7 +85,7 @@ def _relay(session: Session, result: Result) -> None:
 
 def _cipher_rate() -> float:
     """Bytes per second of a core that AES-GCM encrypts, in messages as large as those of a relay."""
-    cipher, message, count = AESGCM(os.urandom(16)), os.urandom(STAGING_BYTES), 500
+    cipher, message, count = AESGCM(os.urandom(16)), os.urandom(MESSAGE_BYTES), 500
     sealed = bytearray(len(message) + 16)
     started_s = time.process_time()
     for number in range(count):

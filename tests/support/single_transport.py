@@ -15,6 +15,7 @@ from kvtransfer.copy.device import RelayDevice
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.base import MESSAGE_BYTES
 from kvtransfer.transports.collective.connector import CollectiveConnector
 from kvtransfer.transports.collective.listener import CollectiveListener
 from kvtransfer.transports.collective.protocol import TIMEOUT_S, WINDOW
@@ -24,7 +25,6 @@ from kvtransfer.transports.shm.listener import ShmListener
 from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 
 LOOPBACK_HOST = "127.0.0.1"
-STAGING_BYTES = 2 * 2**20
 
 
 def zmq_sender(
@@ -33,11 +33,11 @@ def zmq_sender(
     rank: int,
     on_event: OnSenderEvent,
     *,
-    staging_bytes: int = STAGING_BYTES,
+    message_bytes: int = MESSAGE_BYTES,
     window: int = 8,
     **options: Any,
 ) -> Sender:
-    connector = ZmqConnector(staging_bytes=staging_bytes, window=window)
+    connector = ZmqConnector(message_bytes=message_bytes, window=window)
     return Sender(storage, layout, rank, on_event, [connector], **options)
 
 
@@ -81,12 +81,12 @@ def gloo_sender(
     rank: int,
     on_event: OnSenderEvent,
     *,
-    staging_bytes: int = STAGING_BYTES,
+    message_bytes: int = MESSAGE_BYTES,
     window: int = WINDOW,
     timeout_s: float = TIMEOUT_S,
     **options: Any,
 ) -> Sender:
-    connector = CollectiveConnector(LOOPBACK_HOST, staging_bytes=staging_bytes, window=window, timeout_s=timeout_s)
+    connector = CollectiveConnector(LOOPBACK_HOST, message_bytes=message_bytes, window=window, timeout_s=timeout_s)
     return Sender(storage, layout, rank, on_event, [connector], wanted="collective", **options)
 
 

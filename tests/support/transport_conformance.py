@@ -17,13 +17,13 @@ TRANSPORTS = {
     "cuda_ipc": transports.cuda_ipc,
     "sealed-zmq": partial(transports.zmq, seals=True),
     "staged-zmq": lambda: transports.staged(
-        partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
+        partial(ZmqConnector, message_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
     ),
     "staged-sealed-zmq": lambda: transports.staged(
-        partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0, seals=True)
+        partial(ZmqConnector, message_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0, seals=True)
     ),
     "staged-collective": lambda: transports.staged(
-        partial(CollectiveConnector, "127.0.0.1", staging_bytes=1024, window=4),
+        partial(CollectiveConnector, "127.0.0.1", message_bytes=1024, window=4),
         partial(CollectiveListener, "127.0.0.1", 0),
     ),
     "staged-shm": lambda: transports.staged(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),

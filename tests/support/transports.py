@@ -37,7 +37,7 @@ class Transport:
 
 
 def zmq(seals: bool = False, **options: Any) -> Transport:
-    given = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
+    given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
     return Transport(
         lambda *where, **kw: single_transport.zmq_sender(*where, **given, **kw),
         lambda *where, **kw: single_transport.zmq_receiver(*where, seals=seals, **kw),
@@ -62,7 +62,7 @@ def loopback() -> Transport:
 
 def collective(timeout_s: float = 10.0, **options: Any) -> Transport:
     """Gloo."""
-    given = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1, "timeout_s": timeout_s} | options
+    given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1, "timeout_s": timeout_s} | options
     return Transport(
         lambda *where, **kw: single_transport.gloo_sender(*where, **given, **kw),
         lambda *where, **kw: single_transport.gloo_receiver(*where, timeout_s=timeout_s, **kw),

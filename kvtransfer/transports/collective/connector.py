@@ -17,7 +17,7 @@ import zmq
 from common.base.errors import PeerLost, ProtocolError
 from kvtransfer.copy.host import as_tensor
 from kvtransfer.mailbox import Command
-from kvtransfer.transports.base import Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
+from kvtransfer.transports.base import MESSAGE_BYTES, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import GLOO, TransportOffer
 from kvtransfer.transports.collective.process_group import SENDING, GroupPlan, ProcessGroupThread, join_threads
 from kvtransfer.transports.collective.protocol import (
@@ -158,7 +158,7 @@ class CollectivePeer(Peer):
 class CollectiveConnector:
     """One backend at a sender, whose sockets are bound to `interface`, an address of this host.
 
-    `gpu_id` is the GPU that holds this rank's KV, for NCCL. `staging_bytes` and `window` (at most `WINDOW`) as in
+    `gpu_id` is the GPU that holds this rank's KV, for NCCL. `message_bytes` and `window` (at most `WINDOW`) as in
     `ZmqConnector`.
     """
 
@@ -168,14 +168,14 @@ class CollectiveConnector:
         *,
         backend: str = GLOO,
         gpu_id: str = "",
-        staging_bytes: int = 2 * 2**20,
+        message_bytes: int = MESSAGE_BYTES,
         window: int = WINDOW,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.offer = TransportOffer(backend, gpu_id=gpu_id)
         self._interface = interface
         self._backend = backend
-        self._staging_bytes = staging_bytes
+        self._message_bytes = message_bytes
         self._window = min(window, WINDOW)
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
@@ -187,7 +187,7 @@ class CollectiveConnector:
         """As `Connector.attach`. Raises: ConfigError."""
         self._transport_context = context
         self._pool = StagingPool(
-            fit_message(self._staging_bytes, context.unit_bytes),
+            fit_message(self._message_bytes, context.unit_bytes),
             keep=self._window,
             make=buffer_maker(self._backend, context),
         )

@@ -70,7 +70,7 @@ def tapped_cluster(*, seals: bool) -> Iterator[tuple[Cluster, list[Tap]]]:
         end._address = with_key(f"zmq+tcp://127.0.0.1:{taps[-1].port}", key)
         return end
 
-    options = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1}
+    options = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1}
     transport = Transport(lambda *where, **kw: single_transport.zmq_sender(*where, **options, **kw), receiver)
     cluster = Cluster(transport, layout(tp=2), layout())
     try:

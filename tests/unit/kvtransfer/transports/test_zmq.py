@@ -67,7 +67,7 @@ def test_staging_buffer_is_not_rewritten_before_its_ack(make: Any, fake: FakeZmq
     """Messages wait unread in the socket while the sender has many more to stage."""
     # Large enough that pyzmq does not copy the messages.
     big = KVLayout("model", KVSpec.uniform(4, 2, 512, "float32", block_size=16))
-    cluster = make(big, big, staging_bytes=2**18, window=2, min_message_bytes=1)
+    cluster = make(big, big, message_bytes=2**18, window=2, min_message_bytes=1)
     transfer = cluster.transfer(tokens=32 * 16)
     transfer.compute()
     transfer.open_senders()
@@ -158,7 +158,7 @@ def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, 
 def test_small_layers_wait_to_fill_a_message_unless_they_are_the_last(make: Any, fake: FakeZmqReceiver) -> None:
     kv = layout()
     per_layer = kv.spec.bytes_per_block // kv.spec.num_layers
-    cluster = make(staging_bytes=2**20, min_message_bytes=2 * per_layer)
+    cluster = make(message_bytes=2**20, min_message_bytes=2 * per_layer)
     transfer = cluster.transfer(tokens=4)
     transfer.compute()
     transfer.open_senders()
@@ -289,7 +289,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connec
 
 def test_small_layers_of_a_slow_prompt_are_sent_before_the_receiver_gives_up(make: Any, fake: FakeZmqReceiver) -> None:
     clock = MockClock()
-    cluster = make(clock=clock, staging_bytes=2**20, min_message_bytes=2**20)
+    cluster = make(clock=clock, message_bytes=2**20, min_message_bytes=2**20)
     transfer = cluster.transfer(tokens=4, timeout_s=20.0)
     transfer.compute()
     transfer.open_senders()
@@ -336,7 +336,7 @@ def test_late_ack_of_an_older_transfer_does_not_count_for_the_next_one_of_the_sa
 
 
 def test_staging_smaller_than_one_block_of_one_layer_still_works(make: Any) -> None:
-    make(layout(tp=1, heads=4), layout(tp=2, heads=4), staging_bytes=1).transfer(tokens=30).run()
+    make(layout(tp=1, heads=4), layout(tp=2, heads=4), message_bytes=1).transfer(tokens=30).run()
 
 
 def test_block_of_one_layer_above_the_wire_limit_is_a_config_error() -> None:
