@@ -7,12 +7,12 @@ import queue
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
+from common.base.process import run_and_end
 from common.config.service_configs import PrefillConfig
 from common.control.messages import AttemptKey
 from common.engine.grammar import shared_tokenizers
@@ -76,24 +76,27 @@ def test_a_model_without_a_usable_one_is_left_to_its_nodes(folder: Path, content
     assert not shared_tokenizers._shared
 
 
+def _compile_as_a_node_does() -> None:
+    shared_tokenizers.load_tokenizer = None  # type: ignore[assignment]
+    events: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
+    grammars = GrammarCompiler(DEMO_MODEL_PATH, FACTS.vocab_size, FACTS.eos_token_ids, events.put)
+    grammars.preload()
+    grammars.compile(AttemptKey("r", 1), 'start: "some text" /[0-9]+/ | "other" <|eos|>')
+    result = events.get(timeout=60).result
+    assert isinstance(result, LLMatcher)
+    assert not result.is_error()
+
+
 def _fork_a_node() -> None:
-    """Share the demo model's tokenizer, fork, and compile a grammar in the new process as a node does."""
+    """Share the demo model's tokenizer, fork, and compile a grammar in the new process."""
     threads = os.listdir("/proc/self/task")
     share_tokenizer(DEMO_MODEL_PATH)
     assert os.listdir("/proc/self/task") == threads, "new ones would not survive a fork"
     pid = os.fork()
     if pid == 0:
-        shared_tokenizers.load_tokenizer = None  # type: ignore[assignment]
-        events: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
-        grammars = GrammarCompiler(DEMO_MODEL_PATH, FACTS.vocab_size, FACTS.eos_token_ids, events.put)
-        grammars.preload()
-        grammars.compile(AttemptKey("r", 1), 'start: "some text" /[0-9]+/ | "other" <|eos|>')
-        result = events.get(timeout=60).result
-        os._exit(int(isinstance(result, Exception) or result.is_error()))
-    deadline_s = time.monotonic() + 60
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    sys.exit(ended[1])
+        run_and_end(_compile_as_a_node_does)
+    _, status = os.waitpid(pid, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
