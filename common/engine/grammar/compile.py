@@ -8,7 +8,6 @@ tokenizer does not (0.6 s for 150,000 tokens).
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import cast
@@ -19,8 +18,6 @@ from tokenizers.decoders import ByteLevel
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.base.free_memory import release_free_memory
-
-log = logging.getLogger(__name__)
 
 MAX_SOURCE_CHARS = 1 << 18
 MAX_ERROR_CHARS = 400
@@ -64,9 +61,9 @@ def checking_tokenizer(
     file: Path, tokenizer: Tokenizer, encode: Callable[[str], list[int]], vocab_size: int, eos_ids: Iterable[int]
 ) -> LLTokenizer:
     """The same for a process that has loaded tokenizer.json (`file`), and compiles grammars but computes few masks: they are
-    right, but take longer. A third of the memory.
+    right, but take longer. It takes less memory.
 
-    encode: the tokens of a text that contains no special token. Raises: as `load_tokenizer`.
+    encode: the tokens of a text, none of them special. Raises: as `load_tokenizer`.
     """
     with _usable(file):
         return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids, slices=[])

@@ -28,7 +28,8 @@ def share_tokenizer(path: Path) -> None:
     with contextlib.suppress(ConfigError):
         facts, folder = read_facts(path), model_folder(path)
         key = tokenizer_digest(folder), facts.vocab_size, facts.eos_token_ids
-        _shared[folder] = key, get_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)
+        if folder not in _shared or _shared[folder][0] != key:
+            _shared[folder] = key, load_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)
 
 
 def get_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:

@@ -98,9 +98,8 @@ def plan_children(
                 if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
                     own["start_timeout_s"] = str(config.start_timeout_s)
                 given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
-                node = replace(_service(name, cls, config, given, own, node_id), role=role)
-                if model.generates:
-                    node = replace(node, model_path=str(model.path))
+                path = str(model.path) if model.generates else ""
+                node = replace(_service(name, cls, config, given, own, node_id), role=role, model_path=path)
                 if share is not None:
                     node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
                 children.append(node)
