@@ -12,7 +12,7 @@ from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
-from common.kernels.native.library import find_native
+from common.kernels.native.library import DTYPES, find_native
 from common.kv.storage import GroupStorage, KVStorage
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,9 @@ _SHORT_CONTEXT = 4096
 def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
     """The attention backend for the device of `storage`, with a backend for each of its layer groups.
 
-    `shape`: without sliding windows, which the groups have. On a CPU a group's backend is the native one, else PyTorch's operations. On a GPU it is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
+    `shape`: without sliding windows, which the groups have. On a CPU a group's backend is the native one
+    if it reads the KV dtype (not float16), else PyTorch's operations. On a GPU it is flashinfer if it has kernels for
+    this model, else PyTorch's SDPA, with a warning in the log.
     """
     return attention_of_groups(storage, shape, _choose)
 
@@ -32,7 +34,9 @@ def _choose(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
     device = kv.device
     if device.type == "cpu":
         native = find_native()
-        return CpuAttention(kv, shape) if native is None else NativeAttention(kv, shape, native)
+        if native is None or kv.dtype not in DTYPES:
+            return CpuAttention(kv, shape)
+        return NativeAttention(kv, shape, native)
     flashinfer = find_flashinfer(device).flashinfer
     if flashinfer is None:
         return SdpaAttention(kv, shape)

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import STYLES, blocks_style, quantise
 from support.gpu_suite import make_runner
-from support.oracle import OF_ANY_LENGTH, TINY, agreed, greedy, make_tiny
+from support.oracle import OF_ANY_LENGTH, TINY, agreed, greedy, make_tiny, oracle_model
 from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.samples import SAMPLES, prompt_text
@@ -63,7 +62,7 @@ def test_bfloat16_log_probabilities_are_near_those_of_float32(name: str, tmp_pat
     for file in model.glob("*.safetensors"):
         save_file({key: weight.bfloat16().float() for key, weight in load_file(file).items()}, file, {"format": "pt"})
     prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 100)]
-    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    oracle = oracle_model(str(model))
     errors: list[float] = []
     for sequence in drive(make_runner(model, dtype="bfloat16"), prompts, 64):
         with torch.inference_mode():

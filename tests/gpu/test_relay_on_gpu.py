@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from relay_gpu import GpuPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
+from support.relay_gpu import GpuPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
 from support.gpu_suite import sanitized
 
 from common.base.errors import PeerLost

@@ -310,14 +310,15 @@ def greedy(model_dir: Path, prompt_ids: list[int], n: int) -> Expected:
 
 
 @functools.cache
-def _model(model_dir: str):
+def oracle_model(model_dir: str):
+    """The model of `transformers` in float32."""
     auto_class = _auto_class(AutoConfig.from_pretrained(model_dir))
     return auto_class.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @functools.cache
 def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
-    model = _model(model_dir)
+    model = oracle_model(model_dir)
     # The model's own generation config holds an end-of-sequence token, which a None in the call cannot undo.
     model.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=n, pad_token_id=0, eos_token_id=None, bos_token_id=1,
@@ -336,7 +337,7 @@ def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
 @functools.lru_cache(64)
 def _prompt_logits(model_dir: str, prompt_ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
-        return _model(model_dir)(torch.tensor([prompt_ids])).logits[0, :-1].double()
+        return oracle_model(model_dir)(torch.tensor([prompt_ids])).logits[0, :-1].double()
 
 
 def prompt_logits(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:

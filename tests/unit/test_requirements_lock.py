@@ -1,4 +1,4 @@
-"""requirements.lock pins whatever pyproject.toml asks for, within constraints.txt."""
+"""requirements.lock pins whatever pyproject.toml asks for, within constraints.txt; GPU runs install it, too."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def test_every_dependency_is_pinned_to_a_version_that_is_allowed() -> None:
         if not line.specifier.contains(locked.get(canonicalize_name(line.name), "none"), prereleases=True)
     ]
     assert not wrong, "run scripts/lock"
+
+
+def test_gpu_runs_install_every_dependency_but_torch_which_the_image_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    lines = (ROOT / "scripts" / "gpu-requirements.txt").read_text("utf-8").splitlines()
+    installed = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
+    asked = {canonicalize_name(Requirement(line).name) for line in project["project"]["dependencies"]}
+    assert asked - installed == {"torch"}
 
 
 def test_the_pins_that_were_chosen_by_hand_are_kept() -> None:

@@ -124,6 +124,8 @@ def test_a_cpu_gets_its_own_attention_and_gathered_blocks_are_captured_for_short
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
     native = isinstance(choose_attention(storage, shape()), NativeAttention)
     assert native == (find_native() is not None)
+    halves = KVLayout("f", KVSpec.uniform(1, 2, 64, "float16"))
+    assert isinstance(choose_attention(KVStorage(halves, halves.shard(0, 0), 4), shape(torch.float16)), CpuAttention)
     monkeypatch.setenv(CPU_KERNELS, "torch")
     assert isinstance(choose_attention(storage, shape()), CpuAttention)
     gathered = SdpaAttention(storage.groups[0], shape())
