@@ -31,8 +31,9 @@ class Transformers:
         generation = GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(max_requests_per_batch=requests, allow_block_sharing=False)
         if not torch.cuda.is_available():
+            # The size of a block has another name in transformers 5.17 than in 5.23.
             batching = ContinuousBatchingConfig(
-                num_blocks=64, page_size=32, max_batch_tokens=256, allow_block_sharing=False, use_cuda_graph=False
+                num_blocks=8, max_batch_tokens=256, allow_block_sharing=False, use_cuda_graph=False
             )
 
         def answer() -> Any:
