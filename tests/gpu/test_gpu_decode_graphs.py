@@ -15,6 +15,7 @@ from support.decode_steps import random_decode
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
+from common.kv.cuda_pages import cuda_library
 from common.node.kv_budget import CONTEXT_BYTES
 from common.node.plan import WARM_UP, plan_node
 from common.node.worker import Worker, load_worker
@@ -108,7 +109,10 @@ def test_two_ranks_take_their_fractions_of_one_gpu_and_no_more(config: DecodeCon
 
 def test_a_fraction_that_others_left_no_room_for_is_refused_in_one_sentence(config: DecodeConfig) -> None:
     free, total = torch.cuda.mem_get_info()
-    hog = torch.empty(int(free - 0.1 * total), dtype=torch.uint8, device="cuda")
+    library = cuda_library()
+    assert library is not None
+    # Not by PyTorch: that would count as this process's weights.
+    hog = library.allocate(torch.device("cuda", 0), int(free - 0.1 * total))
     with pytest.raises(ConfigError, match=r"are free beside its weights and what other processes hold"):
         started(replace(config, kv_blocks=None, gpu_memory_utilization=0.5))
     del hog

@@ -66,14 +66,14 @@ def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
         "GPU": devices[0].device_buffer,
     }
     buffer = make[place](sum(piece.size_bytes(KV.spec.unit_bytes) for piece in pieces))
-    blocks = np.random.default_rng(0).permutation(32).astype(np.int64)
+    blocks = np.random.default_rng(0).permutation(32).astype(np.int64)[None]
     torch.cuda.synchronize()
     for device, storage, move in zip(devices, storages, ("gather_all", "scatter_all"), strict=True):
         mark = getattr(DeviceCopier(device, storage), move)(pieces, blocks, buffer)
         end = time.monotonic() + 30
         while not mark.done():
             assert time.monotonic() < end
-    src, dst = (storage.groups[0].stacked[:, :, blocks[:20].tolist()] for storage in storages)
+    src, dst = (storage.groups[0].stacked[:, :, blocks[0, :20].tolist()] for storage in storages)
     as_bytes = torch.uint8
     assert torch.equal(dst[:, :, :, 2:7].view(as_bytes), src[:, :, :, 2:7].view(as_bytes))
     assert not torch.equal(dst[:, :, :, :2].view(as_bytes), src[:, :, :, :2].view(as_bytes))
@@ -97,7 +97,7 @@ def test_relay_between_two_processes_of_one_gpu_is_exact(pair: GpuPair, request:
         pair.finish()
         assert pair.ask("digest", dst) == digest(pair.storage, src)
     wanted = request.node.callspec.params["pair"]
-    assert [p.choice.transport for p in pair.sender.pairs] == ["cuda_ipc" if wanted == "auto" else wanted]
+    assert [p.chosen.transport for p in pair.sender.pairs] == ["cuda_ipc" if wanted == "auto" else wanted]
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cpu", "cuda:0")])
@@ -108,7 +108,7 @@ def test_relay_between_a_gpu_and_a_processor_is_exact(devices: tuple[str, str]) 
         pair.final(KEY, 64)
         pair.finish()
         assert pair.ask("digest", list(range(63, -1, -1))) == digest(pair.storage, list(range(64)))
-        assert [p.choice.transport for p in pair.sender.pairs] == ["shm"]
+        assert [p.chosen.transport for p in pair.sender.pairs] == ["shm"]
     finally:
         pair.close()
 

@@ -15,9 +15,9 @@ from common.base.device import CPU
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.spec import KVSpec
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage, KVStorage
 
-MakeBackend = Callable[[KVStorage, AttentionShape], AttentionBackend]
+MakeBackend = Callable[[GroupStorage, AttentionShape], AttentionBackend]
 
 NUM_BLOCKS = 160
 LAYERS = 2
