@@ -38,7 +38,7 @@ class Sender:
 
     `device` holds the KV, if it is not in CPU memory; `open` and `blocks_final` then refer to the work that the calling
     thread has started there. `wanted` restricts the choice, as in `kvtransfer.transports.choose`. A message below
-    `min_message_bytes` is sent only if no more will follow or it has waited long; a connection without an ack for
+    `min_message_bytes`, or what its peer asks for, is sent only if no more will follow or it has waited long; a connection without an ack for
     `idle_s` is given up.
 
     Takes over the connectors: it closes them, also when it raises.
@@ -210,7 +210,7 @@ class Sender:
                 key,
                 peer.transfers.get(key, -1),
                 max_bytes=peer.message_bytes,
-                min_bytes=min(self._min_message_bytes, peer.message_bytes),
+                min_bytes=min(max(self._min_message_bytes, peer.min_message_bytes), peer.message_bytes),
                 now=self._clock(),
             )
             if batch is not None:

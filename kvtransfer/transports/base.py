@@ -90,6 +90,8 @@ class Peer(ABC):
         self.incarnation = incarnation
         self.message_bytes = message_bytes
         """Maximum size of one message."""
+        self.min_message_bytes = 0
+        """Minimum size of a message before others of its transfer; more if the sender asks for more."""
         self.transfers: dict[AttemptKey, int] = {}
         """Live transfers that send to this peer, and its rank there."""
         self.waiting: dict[AttemptKey, None] = {}

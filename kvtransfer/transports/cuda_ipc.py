@@ -42,6 +42,10 @@ from kvtransfer.transports.shm.listener import RingSender, ShmListener
 MESSAGE_BYTES, WINDOW = 2**30, 16
 """Messages hold no KV, so they may be large: a GPU copies 1 GiB in the time that two processes need for a few messages.
 The window bounds the delay of an abort to some milliseconds."""
+SAME_GPU_BYTES = 512 * 2**20
+"""Minimum size of a message between two processes of one GPU while more will follow. A GPU computes for one process at a
+time, so that each copy interrupts the computation of the prompt, for about half a millisecond: as long as copying so many
+bytes takes."""
 _LOAN_WORDS = 3
 _MAX_MEMORY_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
@@ -92,6 +96,7 @@ class CudaIpcPeer(ShmPeer):
         *,
         num_tables: int,
         message_bytes: int,
+        min_message_bytes: int,
         window: int,
         now: float,
     ) -> None:
@@ -114,6 +119,7 @@ class CudaIpcPeer(ShmPeer):
         finally:
             os.close(fd)
         self.message_bytes = message_bytes
+        self.min_message_bytes = min_message_bytes
         self._loans: dict[int, np.ndarray] = {}
         """The page of each loan, by message."""
 
@@ -145,18 +151,26 @@ class CudaIpcPeer(ShmPeer):
 
 class CudaIpcConnector:
     """CUDA IPC at a sender. `message_bytes` is the maximum that one message lends (raised to the size of one block of one
-    layer where that is more), `window` the maximum number of unacknowledged messages per peer.
+    layer where that is more), `same_gpu_bytes` the minimum to a receiver on the same GPU while more will follow, `window`
+    the maximum number of unacknowledged messages per peer.
 
     Raises: ConfigError where descriptors cannot be passed.
     """
 
     def __init__(
-        self, device: RelayDevice, storage: KVStorage, *, message_bytes: int = MESSAGE_BYTES, window: int = WINDOW
+        self,
+        device: RelayDevice,
+        storage: KVStorage,
+        *,
+        message_bytes: int = MESSAGE_BYTES,
+        same_gpu_bytes: int = SAME_GPU_BYTES,
+        window: int = WINDOW,
     ) -> None:
         self._device = device
         self._memory = RankMemory(device.as_bytes(storage), storage.memories)
         self._num_tables = storage.layout.spec.num_tables
         self._message_bytes = message_bytes
+        self._same_gpu_bytes = same_gpu_bytes
         self._window = window
         self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.gpu_id)
 
@@ -175,6 +189,7 @@ class CudaIpcConnector:
             self._memory,
             num_tables=self._num_tables,
             message_bytes=self._message_bytes,
+            min_message_bytes=self._same_gpu_bytes if offer.gpu_id == self._device.gpu_id else 0,
             window=self._window,
             now=now,
         )

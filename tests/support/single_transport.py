@@ -111,10 +111,13 @@ def cuda_ipc_sender(
     *,
     device: RelayDevice,
     message_bytes: int = cuda_ipc.MESSAGE_BYTES,
+    same_gpu_bytes: int = cuda_ipc.SAME_GPU_BYTES,
     window: int = cuda_ipc.WINDOW,
     **options: Any,
 ) -> Sender:
-    connector = CudaIpcConnector(device, storage, message_bytes=message_bytes, window=window)
+    connector = CudaIpcConnector(
+        device, storage, message_bytes=message_bytes, same_gpu_bytes=same_gpu_bytes, window=window
+    )
     return Sender(storage, layout, rank, on_event, [connector], device=device, **options)
 
 

@@ -37,7 +37,9 @@ def make_sender(transport: str, storage: KVStorage, on_event: Any) -> Any:
         case "shm":
             return single_transport.shm_sender(*where, min_message_bytes=1)
         case "cuda_ipc":
-            return single_transport.cuda_ipc_sender(*where, device=HostDevice(storage), min_message_bytes=1)
+            return single_transport.cuda_ipc_sender(
+                *where, device=HostDevice(storage), min_message_bytes=1, same_gpu_bytes=0
+            )
         case _:
             return single_transport.gloo_sender(*where, min_message_bytes=1, timeout_s=1)
 

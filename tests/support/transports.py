@@ -71,7 +71,7 @@ def collective(timeout_s: float = 10.0, **options: Any) -> Transport:
 
 def cuda_ipc(device: Callable[[KVStorage], Any] = HostDevice, **options: Any) -> Transport:
     """On a simulated GPU, whose marks complete late."""
-    given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
+    given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1, "same_gpu_bytes": 0} | options
     return Transport(
         lambda storage, *where, **kw: single_transport.cuda_ipc_sender(
             storage, *where, device=device(storage), **given, **kw

@@ -63,10 +63,11 @@ class Engine:
     def prefill(self, tokens: int, chunk: int, times: int) -> list[float]:
         """Seconds of a prompt in chunks, its first token drawn."""
         table = [list(range(-(-tokens // BLOCK_SIZE)))]
+        prompt = self._tokens(tokens)
 
         def whole() -> None:
             for at in range(0, tokens, chunk):
-                rows = self._tokens(min(chunk, tokens - at))
+                rows = prompt[at : at + chunk]
                 self._launch(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens).wait()
 
         return [_timed(whole) for _ in range(times + 1)][1:]

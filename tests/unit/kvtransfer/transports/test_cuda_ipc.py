@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from support import transports
 from support.host_device import HostDevice
 from support.kv_words import kv_words
-from support.transfer_harness import DEADLINE_S, Cluster, wait_until
+from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
 from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost, TransferAborted
@@ -112,6 +113,32 @@ def test_cached_blocks_are_lent_once_the_gpu_has_computed_them(make: Any) -> Non
     assert not sender.bytes_by_transport["cuda_ipc"]
     transfer.compute()
     theirs.compute.open = True
+    transfer.check_received()
+
+
+@pytest.mark.parametrize("gpu", ["the same", "another"])
+def test_a_receiver_on_the_same_gpu_is_lent_several_layers_at_a_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    """Each of its copies would interrupt the sender's computation; one on another GPU interrupts nothing."""
+    kv = layout()
+    per_layer = 3 * kv.spec.bytes_per_block // kv.spec.num_layers
+    cluster = make(same_gpu_bytes=2 * per_layer, message_bytes=2**20)
+    _, theirs = devices(cluster)
+    if gpu == "another":
+        monkeypatch.setattr(type(theirs), "gpu_id", property(lambda self: f"GPU-{id(self)}"))
+    transfer = cluster.transfer(tokens=12)
+    transfer.compute()
+    transfer.open_receivers()
+    transfer.open_senders()
+    transfer.grant()
+    sent: list[int] = []
+    for layer in range(kv.spec.num_layers):
+        transfer.final(layers=range(layer, layer + 1))
+        time.sleep(0.1)
+        [peer] = cluster.senders[0].end._peers.values()
+        sent.append(peer._sequence)
+    assert sent == ([0, 1, 1, 2] if gpu == "the same" else [1, 2, 3, 4])
     transfer.check_received()
 
 
