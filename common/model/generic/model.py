@@ -52,6 +52,7 @@ class GenericModel:
         names = find_parts(causal, config.attention_modules)
         _make_buffers(causal, build.device)
         freeze_rotary(causal, config.context, build.device)
+        _silence(causal)
         self._attach(build, names)
         _load(build, causal, names, on_progress)
         self._sinks = _sinks(build, causal, self._heads)
@@ -60,8 +61,10 @@ class GenericModel:
         self._final = _FinalHidden()
         if place.is_last_stage:
             _replace(causal, names.trunk, self._final)
-        # Ranks that wait for each other would have to agree on what can be recorded.
-        self._recorded = RecordedSteps(self._from_tokens) if place.world_size == 1 else None
+        # Ranks that wait for each other would have to agree on what can be recorded. Recording reads values, for which a GPU
+        # must be waited for; there CUDA graphs save Python's time.
+        records = place.world_size == 1 and build.device.type == "cpu"
+        self._recorded = RecordedSteps(self._from_tokens) if records else None
         self._recorded_head = RecordedSteps(self._head)
 
     def _attach(self, build: Build, names: PartNames) -> None:
@@ -151,6 +154,13 @@ class _Output:
 
     def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
+
+
+def _silence(causal: Any) -> None:
+    """Leave out a warning for which some classes read the tokens in every step."""
+    for module in causal.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
 
 
 def _make_buffers(causal: Any, device: torch.device) -> None:

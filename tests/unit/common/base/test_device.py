@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracle import TINY, make_tiny
+from support.generic_models import KINDS, config_of
+from support.oracle import TINY, make_tiny, write_model
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -17,6 +18,7 @@ from common.attention.base import AttentionMetadata
 from common.base.device import CPU, default_dtype, rank_device, resolve_device
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig, PrefillConfig
+from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
@@ -92,6 +94,23 @@ def test_model_for_a_device_has_every_tensor_there_once_and_computes_there_alone
     logits = model.logits(hidden)
     assert logits is not None
     assert (logits.device.type, logits.dtype, logits.size(0)) == ("meta", torch.float32, 5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ("gpt2", "mixtral") else pytest.mark.thorough) for kind in KINDS],
+)
+@torch.inference_mode()
+def test_a_class_of_transformers_computes_on_a_device_without_reading_values(kind: str, tmp_path: Path) -> None:
+    """Reading one waits for the device, and ends the capture of a CUDA graph."""
+    path = write_model(config_of(kind), tmp_path)
+    config = choose_model(path, "transformers")
+    model = load_model(path, config, dtype="bfloat16", load_format="auto", seed=0, small_batches=True, device=META)
+    rows, positions = (torch.zeros(3, dtype=torch.int64, device=META) for _ in range(2))
+    for _ in range(3):
+        hidden = model.forward(rows, positions, NoAttention())
+        assert hidden.device.type == "meta"
+        assert model.logits(hidden) is not None
 
 
 def test_loading_for_a_device_keeps_one_tensor_at_a_time_in_host_memory(

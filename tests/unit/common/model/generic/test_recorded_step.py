@@ -116,7 +116,7 @@ def test_a_recording_that_misses_something_is_not_used() -> None:
     assert [steps(torch.ones(1)).item() for _ in range(4)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_decode_steps_are_recorded(kind: str, tmp_path: Path) -> None:
     folder = write_model(config_of(kind), tmp_path)
     runner = make_runner(folder, model_impl="transformers")
