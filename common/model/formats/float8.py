@@ -160,7 +160,7 @@ def join(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
 class Fp8Linear:
     """y = x W^T + b on weights in e4m3. Each row of x, or every 128 values of it, is scaled to e4m3 by its own maximum.
 
-    Used only if `can_multiply`. Never run on a GPU so far (docs/gpu.md).
+    Used only if `can_multiply`. Figures: docs/gpu.md, "Types".
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
