@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.relay_gpu import GpuPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
 from support.gpu_suite import sanitized
+from support.relay_gpu import GpuPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
 
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
