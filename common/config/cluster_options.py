@@ -50,7 +50,8 @@ class ClusterOptions:
     )
     start_timeout_s: float = option(
         120.0,
-        "Seconds until everything must be ready, and later each restarted process.",
+        "Seconds until everything must be ready, and later each restarted process. On GPUs kernels may have to be compiled "
+        "first: unless this is changed, the first start may take 1800 there.",
         "Cluster",
         low=1,
         own=True,

@@ -13,7 +13,7 @@ from common.config.fields import field_infos
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Source
-from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
+from common.tools.up.gpus import VISIBLE, NodeGpus, first_start_s, share_gpus
 from common.tools.up.models import UpModel
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
@@ -95,8 +95,9 @@ def plan_children(
                     own["nice"] = str(_YIELDING_NICE)
                 if cls is DecodeConfig and share is None and _shares_cores(config):
                     own["shared_cores"] = "true"
-                if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
-                    own["start_timeout_s"] = str(config.start_timeout_s)
+                allowed_s = first_start_s(config, on_gpus=share is not None)
+                if allowed_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
+                    own["start_timeout_s"] = str(allowed_s)
                 given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
                 path = str(model.path) if model.generates else ""
                 node = replace(_service(name, cls, config, given, own, node_id), role=role, model_path=path)

@@ -35,7 +35,7 @@ from common.tools.up.child import Child
 from common.tools.up.config_copy import with_config_copy
 from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.fork_client import ForkServer, watch_orphans
-from common.tools.up.gpus import find_gpus
+from common.tools.up.gpus import VISIBLE, find_gpus, first_start_s
 from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
 from common.tools.up.kv_memory import check_memory
@@ -119,6 +119,7 @@ class Supervisor:
         self._console = Console([spec.name for spec in specs], form=config.log_format)
         self._children = [Child(spec, self._console, fork_server) for spec in specs]
         self._redis_url = redis_url
+        self._first_start_s = first_start_s(config, on_gpus=any(VISIBLE in spec.environ for spec in specs))
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]
         self._waiting_routers: list[str] = []
@@ -191,7 +192,7 @@ class Supervisor:
         started_s = time.monotonic()
         self._console.say("starting " + ", ".join(child.spec.name for child in self._children))
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(self._first_start_s):
                 for child in self._children:
                     self._supervisors[child.spec.name] = asyncio.create_task(self._guard(self._supervise(child)))
                     while child.spec.role == "redis" and not child.ready:
@@ -200,7 +201,7 @@ class Supervisor:
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"not ready within {self._config.start_timeout_s:g} s, still waiting for {self._missing()}; "
+                f"not ready within {self._first_start_s:g} s, still waiting for {self._missing()}; "
                 "--start-timeout-s allows more"
             ) from None
         self._announce(time.monotonic() - started_s)
@@ -226,9 +227,7 @@ class Supervisor:
             if self._published:
                 return
             elapsed_s = time.monotonic() - started_s
-            self._console.say(
-                f"waiting for {self._missing()} ({elapsed_s:.0f} of {self._config.start_timeout_s:.0f} s)"
-            )
+            self._console.say(f"waiting for {self._missing()} ({elapsed_s:.0f} of {self._first_start_s:.0f} s)")
 
     def _announce(self, took_s: float) -> None:
         self._published = True

@@ -163,6 +163,16 @@ def test_no_node_gives_up_its_start_before_the_supervisor_does() -> None:
     assert allowed() == [600.0, 600.0], "everything's own deadline, which is shorter, has the word"
 
 
+def test_a_first_start_on_gpus_has_time_to_compile_kernels() -> None:
+    def allowed(gpus: tuple[str, ...], **flags: str) -> list[float]:
+        specs = plan(resolved(**flags), gpus=gpus)[2:]
+        return [as_the_child_sees_it(spec).start_timeout_s for spec in specs]
+
+    assert allowed(("0",)) == [1800.0, 1800.0]
+    assert allowed(("0",), device="cpu") == [600.0, 600.0]
+    assert allowed(("0",), start_timeout_s="60") == [600.0, 600.0], "what was asked for"
+
+
 def test_favor_gives_the_other_role_a_higher_niceness() -> None:
     def niceness(favor: str) -> list[int]:
         return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
