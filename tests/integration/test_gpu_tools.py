@@ -38,3 +38,23 @@ def test_without_a_gpu_the_suite_of_a_gpu_ends_with_one_sentence() -> None:
     assert done.returncode == 1
     assert "tests/gpu needs an NVIDIA GPU that PyTorch can use" in done.stdout + done.stderr
     assert "passed" not in done.stdout
+
+
+def test_the_suite_of_a_gpu_can_be_imported() -> None:
+    done = run(sys.executable, "-m", "pytest", "tests/gpu", "-q", "--collect-only", GPU_SUITE_DEVICE="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("file", ["test_gpu_exactness.py", "test_gpu_system.py"])
+def test_tests_of_the_gpu_suite_that_run_on_a_cpu_pass_there(file: str) -> None:
+    done = run(sys.executable, "-m", "pytest", f"tests/gpu/{file}", "-q", GPU_SUITE_DEVICE="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.thorough
+def test_every_line_of_the_benchmark_runs_dry(tmp_path: Path) -> None:
+    file = tmp_path / "all.json"
+    done = run(sys.executable, str(ROOT / "tests/bench/gpu/main.py"), "--dry-run", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(file.read_text())["broken"] == []
