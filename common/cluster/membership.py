@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
 _RETRY_S = 0.2
-_WITHOUT_NODES = 0.2
-"""Factor of the poll interval while no node is known: the start of a cluster waits for these polls."""
+_AT_A_START, _START_S = 0.2, 5.0
+"""Factor of the poll interval while no node is known and so long after the first one: the start of a cluster waits for
+these polls."""
 LEASE_IN_REDIS = 5 / 6
 """Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 
@@ -274,11 +275,15 @@ class Directory:
 
     async def run(self) -> None:
         """Poll until cancelled."""
+        start_until_s = float("-inf")
         try:
             while True:
                 await self.poll()
-                period_s = self._poll_s if self._records else self._poll_s * _WITHOUT_NODES
-                await asyncio.sleep(until_next(period_s, monotonic()))
+                now_s = monotonic()
+                if not self._records:
+                    start_until_s = now_s + _START_S
+                period_s = self._poll_s * (_AT_A_START if now_s < start_until_s else 1.0)
+                await asyncio.sleep(until_next(period_s, now_s))
         finally:
             await self.close()
 

@@ -79,8 +79,11 @@ class PageSupply:
             return False
 
     def reach(self, block: int) -> None:
-        """Have the pages of the next blocks after `block`, which is about to be written to, provided by a thread."""
-        if self._next == len(self._slices):
+        """Have the pages of the next blocks after `block`, which is about to be written to, provided by a thread.
+
+        Block 0 alone asks for none: a node writes to it when it starts, which would take longer beside that thread.
+        """
+        if not block or self._next == len(self._slices):
             return
         goal_bytes = self._largest * (block + 1) // self._num_blocks + _AHEAD_BYTES
         if goal_bytes > self._slices[self._next][0] and goal_bytes > self._goal_bytes:
