@@ -17,6 +17,7 @@ from support.certificates import made
 from support.steady import SteadyTime
 
 from common.base.errors import ConfigError
+from common.cluster import membership
 from common.cluster.membership import Directory, Registrar
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_server import RedisServer
@@ -85,6 +86,35 @@ def test_node_is_seen_while_registered_and_gone_once_it_deregisters(redis_server
             with SteadyTime() as since_it_went:
                 await view.until(lambda: view.directory.records == [])
                 assert since_it_went.passed_s < LEASE_S / 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("start_s", "factor"), [(60.0, 0.2), (0.001, 1.0)])
+def test_nodes_are_looked_for_more_often_during_a_start(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, start_s: float, factor: float
+) -> None:
+    """Without nodes, and for a while after the first: the others of a start follow."""
+    periods: list[float] = []
+
+    def recorded(period_s: float, now_s: float) -> float:
+        periods.append(period_s)
+        return period_s
+
+    monkeypatch.setattr(membership, "_START_S", start_s)
+    monkeypatch.setattr(membership, "until_next", recorded)
+
+    async def main() -> None:
+        async with watching(redis_server.url, cluster) as view:
+            await view.until(lambda: len(periods) > 3)
+            before = periods[0]
+            async with registered(redis_server.url, cluster, a_record("d0")):
+                await view.until(lambda: view.ids == ["d0"])
+                seen = len(periods)
+                await view.until(lambda: len(periods) > seen + 3)
+            assert before == pytest.approx(0.2 * 0.02)
+            # A registrar takes its periods from the same function.
+            assert periods.count(factor * 0.02) >= 3
 
     asyncio.run(main())
 

@@ -77,6 +77,8 @@ def test_a_thread_keeps_ahead_of_the_blocks_in_use_and_no_further(eventually: Ca
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     planes = [(0, size // 2), (size // 2, size // 2)]  # of 64 blocks of half a MB
     supply = PageSupply(_address(memory), planes, 64, math.inf)
+    supply.reach(0)  # at a node's start
+    assert "kv-pages" not in [thread.name for thread in threading.enumerate()]
     supply.reach(1)  # 1 MB of each plane, and 4 MB ahead
     eventually(lambda: supply.supplied_bytes == 2 * 6 * 2**20)
     supply.reach(0)
