@@ -38,8 +38,8 @@ class Sender:
 
     `device` holds the KV, if it is not in CPU memory; `open` and `blocks_final` then refer to the work that the calling
     thread has started there. `wanted` restricts the choice, as in `kvtransfer.transports.choose`. A message below
-    `min_message_bytes`, or what its peer asks for, is sent only if no more will follow or it has waited long; a connection without an ack for
-    `idle_s` is given up.
+    `min_message_bytes`, or below its peer's, is sent only if no more will follow or it has waited long; a connection without
+    an ack for `idle_s` is given up.
 
     Takes over the connectors: it closes them, also when it raises.
     Raises: ConfigError if a transport's messages have no room for one block of one layer.

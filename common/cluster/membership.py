@@ -29,8 +29,8 @@ _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
 _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
-"""Factor of the poll interval while no node is known and so long after the first one: the start of a cluster waits for
-these polls."""
+"""Factor of the poll interval while no node is known, and for so long after the first: the start of a cluster waits for these
+polls."""
 LEASE_IN_REDIS = 5 / 6
 """Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 

@@ -91,7 +91,7 @@ class Peer(ABC):
         self.message_bytes = message_bytes
         """Maximum size of one message."""
         self.min_message_bytes = 0
-        """Minimum size of a message before others of its transfer; more if the sender asks for more."""
+        """Minimum size of a message while more of its transfer will follow."""
         self.transfers: dict[AttemptKey, int] = {}
         """Live transfers that send to this peer, and its rank there."""
         self.waiting: dict[AttemptKey, None] = {}

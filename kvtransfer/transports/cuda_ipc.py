@@ -44,8 +44,8 @@ MESSAGE_BYTES, WINDOW = 2**30, 16
 The window bounds the delay of an abort to some milliseconds."""
 SAME_GPU_BYTES = 128 * 2**20
 """Minimum size of a message between two processes of one GPU while more will follow. A GPU computes for one process at a
-time, so that each copy interrupts the computation of the prompt, for about half a millisecond; copying so many
-bytes takes less."""
+time, so that each copy interrupts the computation of the prompt for about half a millisecond; copying so many bytes takes
+less."""
 _LOAN_WORDS = 3
 _MAX_MEMORY_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
