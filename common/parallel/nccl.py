@@ -1,7 +1,7 @@
 """Collectives among ranks with a GPU each, by NCCL. Runs on ranks' engine threads.
 
-Never run on several GPUs so far. The calls are those of gloo, but waiting for one only makes the current stream wait, so CUDA
-graphs can capture them. NCCL refuses two ranks on one GPU.
+Never run on several GPUs so far. The calls are those of gloo, but waiting for one only makes the current stream wait, so
+that CUDA graphs can capture them. NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,19 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_benchmark_runs_dry_and_writes_its_figures(tmp_path: Path) -> None:
-    """Two lines of it; the whole dry run takes more than a minute."""
-    file = tmp_path / "all.json"
-    bench = str(ROOT / "tests/bench/gpu/main.py")
-    done = run(sys.executable, bench, "--dry-run", "--only", "limits,prefill", "--json", str(file))
+def dry_run(folder: Path, *options: str) -> Any:
+    """What the GPU benchmark writes."""
+    file = folder / "all.json"
+    done = run(sys.executable, str(ROOT / "tests/bench/gpu/main.py"), "--dry-run", "--json", str(file), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())
     assert told["broken"] == []
+    return told
+
+
+def test_the_benchmark_runs_dry_and_writes_its_figures(tmp_path: Path) -> None:
+    """Two lines of it; the whole dry run takes more than a minute."""
+    told = dry_run(tmp_path, "--only", "limits,prefill")
     assert [result["bench"] for result in told["results"]] == ["limits", "prefill"]
     assert all(figure["value"] > 0 for result in told["results"] for figure in result["figures"])
 
@@ -54,7 +60,4 @@ def test_tests_of_the_gpu_suite_that_run_on_a_cpu_pass_there(file: str) -> None:
 
 @pytest.mark.thorough
 def test_every_line_of_the_benchmark_runs_dry(tmp_path: Path) -> None:
-    file = tmp_path / "all.json"
-    done = run(sys.executable, str(ROOT / "tests/bench/gpu/main.py"), "--dry-run", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(file.read_text())["broken"] == []
+    dry_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Two processes that relay KV on one GPU: the receiving one is a child. For the tests, and for `scripts/gpu-bench`."""
+"""Two processes that relay KV on one GPU: the receiving one is a child."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -160,22 +159,3 @@ def relay_bytes_per_s(
         return count * kv.spec.bytes_per_block / sorted(took[2:])[transfers // 2]
     finally:
         pair.close()
-
-
-def copy_bytes_per_s(size_bytes: int = 2**30) -> float:
-    """The limit: bytes copied per second from one place of the GPU to another, each read once and written once."""
-    a, b = (torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    a.random_(0, 256)
-    return size_bytes / _median_s(lambda: b.copy_(a))
-
-
-def _median_s(work: Callable[[], object]) -> float:
-    took: list[float] = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        took.append(start.elapsed_time(end) / 1000)
-    return sorted(took[2:])[5]

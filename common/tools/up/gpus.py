@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.service_configs import NodeConfig, UpConfig
+from common.config.service_configs import NodeConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALL_NODES = NodeConfig.gpu_memory_utilization
 """Default share of a GPU's memory, for all nodes on it together."""
-_FIRST_START_S = 1800.0
-"""Limit of a first start on GPUs: kernels that are not precompiled are compiled then, which takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +21,6 @@ class NodeGpus:
     visible: tuple[str, ...]
     """Names as in CUDA_VISIBLE_DEVICES."""
     utilization: float
-
-
-def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:
-    """Seconds that the first start of everything may take."""
-    is_default = config.start_timeout_s == UpConfig.start_timeout_s
-    return _FIRST_START_S if on_gpus and is_default else config.start_timeout_s
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:

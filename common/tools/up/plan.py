@@ -13,7 +13,7 @@ from common.config.fields import field_infos
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Source
-from common.tools.up.gpus import VISIBLE, NodeGpus, first_start_s, share_gpus
+from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.models import UpModel
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
@@ -22,6 +22,8 @@ ServiceRole = Literal["redis", "router", "prefill", "decode", "pooling"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode", "redis")
 """Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
 
+_FIRST_START_S = 1800.0
+"""Limit of a first start on GPUs: kernels that are not precompiled are compiled then, which takes minutes."""
 _YIELDING_NICE = 5
 """Niceness of the role that `favor` does not favor: beside the other one it gets a quarter of the cores."""
 
@@ -105,6 +107,12 @@ def plan_children(
                     node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
                 children.append(node)
     return children
+
+
+def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:
+    """Seconds that the first start of everything may take."""
+    is_default = config.start_timeout_s == UpConfig.start_timeout_s
+    return _FIRST_START_S if on_gpus and is_default else config.start_timeout_s
 
 
 def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[NodeConfig], int]]:

@@ -35,13 +35,13 @@ from common.tools.up.child import Child
 from common.tools.up.config_copy import with_config_copy
 from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.fork_client import ForkServer, watch_orphans
-from common.tools.up.gpus import VISIBLE, find_gpus, first_start_s
+from common.tools.up.gpus import VISIBLE, find_gpus
 from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.models import find_models
 from common.tools.up.pid_file import PidEntry, PidFile
-from common.tools.up.plan import STOP_ORDER, ChildSpec, plan_children
+from common.tools.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
 from common.tools.up.restarts import GiveUp, describe_exit
 from common.tools.up.routers import router_places
 
