@@ -344,7 +344,7 @@ class DecodeNode(NodeCore[_Attempt]):
     # ------------------------------------------------------------ endings
 
     def _prefill_gave_up(self, key: AttemptKey, code: str, message: str) -> None:
-        """The prefill node tells the router; an attempt that has all its KV continues."""
+        """The prefill node tells the router; an attempt that is in the scheduler continues."""
         self.early.take(key)
         attempt = self.attempts.get(key)
         if attempt is not None and attempt.phase is not Phase.ACTIVE:

@@ -179,7 +179,7 @@ class NodeReceiver:
         self.local = make_local(lambda event: self.on_event(name_rank(0, event)))
 
     def open(self, transfer: IncomingTransfer) -> bool:
-        """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow.
+        """As `KVReceiver.open`, and returns whether every rank is open already; if not, `Opened` will follow.
 
         Raises: TransferError if it is open already; then no rank was told.
         """

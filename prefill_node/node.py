@@ -51,7 +51,7 @@ class Phase(Enum):
     RECEIVED = "computing, the decode node has all KV"
     """Until `SourceReleased` the sender still holds the source blocks."""
     RELEASED = "computing, the relay has ended"
-    """The sender holds nothing any more; the first token is still to come."""
+    """The sender holds nothing any more; the first token is still to come, or the attempt is about to end."""
     RELAYING = "first token out, KV is being relayed"
     ENDING = "ended, its blocks are still being sent"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from common.base.clock import Clock
-from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded
+from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, Unavailable
 from common.control.links import Identity
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PrefillRequest
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
@@ -83,8 +83,10 @@ class PoolingNode:
                 error = BadRequest("this node's model does not generate")
                 self._send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             case ClientLost(identity):
-                for key in [key for key, each in self._attempts.items() if each.identity == identity]:
-                    del self._attempts[key]
+                # As in `NodeCore`: the router may only have been slow.
+                lost = Unavailable("the router was silent past its lease")
+                for attempt in [each for each in self._attempts.values() if each.identity == identity]:
+                    self._end(attempt, AttemptFailed(attempt.request.key, lost.code, lost.message))
             case _:
                 log.warning("ignored an unexpected event: %s", event)
 
@@ -100,6 +102,10 @@ class PoolingNode:
                     raise BadRequest(f"an input has {len(each.token_ids)} tokens, not 1 to {limits.max_model_len}")
                 if not 0 <= min(each.token_ids) <= max(each.token_ids) < limits.vocab_size:
                     raise BadRequest(f"a token id lies outside the vocabulary of {limits.vocab_size}")
+                if not 0 <= each.second_at < len(each.token_ids):
+                    raise BadRequest(f"the second segment begins at {each.second_at} of {len(each.token_ids)} tokens")
+            if request.dimensions < 0:
+                raise BadRequest(f"dimensions is {request.dimensions}")
         except KvRelayError as error:
             self._send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             return
@@ -116,7 +122,7 @@ class PoolingNode:
         inputs = [(each.attempt.request, each.attempt.request.inputs[each.place]) for each in batch]
         try:
             vectors = self._pooler.compute(inputs)
-        except RuntimeError as error:
+        except Exception as error:  # as in `NodeCore`: whatever it was, it ends these requests only
             log.exception("a step failed")
             self._timer.drop(self._steps)
             failure = EngineError(f"the step failed: {str(error).partition(chr(10))[0]}")

@@ -167,8 +167,12 @@ _CODEC = _ControlCodec(*get_args(Message))
 
 
 def encode(message: Message) -> bytes:
-    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent."""
-    return _CODEC.encode(message)
+    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent, and for a message that
+    the other end would not read."""
+    data = _CODEC.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{type(message).__name__} cannot be sent: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}")
+    return data
 
 
 def decode(data: bytes | memoryview) -> Message:

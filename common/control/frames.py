@@ -86,9 +86,14 @@ class FrameConnection(asyncio.Protocol):
         """Send without waiting. Raises: Unavailable if the connection is closed or its queue is full."""
         if self.closed or self._transport is None:
             raise Unavailable("cannot send: the connection is closed")
-        if self._transport.get_write_buffer_size() >= QUEUE_BYTES:
+        if self.is_full:
             raise Unavailable("cannot send: its queue is full")
         self._transport.write(with_length(frame))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the other end has left so much unread that nothing more is sent."""
+        return self._transport is not None and self._transport.get_write_buffer_size() >= QUEUE_BYTES
 
     @property
     def unfinished_bytes(self) -> int:
@@ -118,6 +123,12 @@ class FrameConnection(asyncio.Protocol):
         self.closed = True
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close, and drop what was not sent."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
 
     def _end(self, reason: str) -> None:
         if not self.closed:

@@ -88,11 +88,15 @@ class Server:
             self._secured = TlsListener(listener, self._accept, credentials.for_server)
 
     def send(self, identity: Identity, message: Message) -> None:
-        """Send without waiting.
+        """Send without waiting. A link whose queue is full is closed, since its other end must learn that it missed something.
 
-        Raises: Unavailable if that link is gone or its queue is full.
+        Raises: Unavailable if that link is gone; ProtocolError as `encode`.
         """
         connection = self._connections.get(identity)
+        if connection is not None and connection.is_full:
+            connection.abort()
+            self._drop(connection, "its other end does not read, and its queue is full")
+            connection = None
         if connection is None:
             raise Unavailable("cannot send: the link is gone")
         connection.send(join([encode(message)]))
@@ -217,7 +221,8 @@ class Link:
 
     @property
     def refused(self) -> list[Message]:
-        """After the link was lost over a full queue: its unsent messages, which the owner may send on the next link."""
+        """Messages that a full queue kept from being sent when the link was lost or closed; the owner may send them on the next
+        link."""
         return [decode(data) for data in self._refused]
 
     def close(self) -> None:

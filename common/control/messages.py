@@ -149,9 +149,10 @@ class Abort:
 
 @dataclass(frozen=True)
 class Ping:
-    """Renews a router's lease on a node: without one for `lease_s`, the node aborts that router's requests.
+    """Renews the lease of a router, or of a prefill node, on a node: without one for `lease_s`, the node ends what that
+    router or node began there.
 
-    `lease_s` 0 only asks for a `Pong` (health probe) and begins no lease.
+    `router_id`: the sender's name, also a prefill node's. `lease_s` 0 only asks for a `Pong` (health probe) and begins no lease.
     """
 
     __pydantic_config__ = _STRICT
@@ -234,6 +235,7 @@ class NodeLoad:
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
+    """Blocks of one block table, as these three are, so that a token takes the same part of one whatever the model."""
     step_age_s: float = 0.0
     """Time since the engine loop's last iteration or, while asynchronous steps are in flight, since one of them last
     ended; a large value means that the engine is stuck."""
@@ -364,6 +366,7 @@ class NodeRecord:
     model: ModelInfo
     layout: KVLayout
     kv_blocks_total: int
+    """As in `NodeLoad`."""
     started_at: float
     """Unix time in seconds."""
     max_num_seqs: int = CapacityOptions.max_num_seqs

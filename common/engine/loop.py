@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.errors import RankLost
+from common.base.errors import EngineError, RankLost
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class EngineLoop:
         return answer
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the step that is running. Raises: TimeoutError if that takes longer than `timeout_s`."""
+        """End after the step that is running. Raises: EngineError if that takes longer than `timeout_s`."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the engine's step did not end within {timeout_s:.0f} s")
+            raise EngineError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
         busy = False

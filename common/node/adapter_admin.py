@@ -116,6 +116,8 @@ class AdapterAdmin:
         self._table.register(source)
 
         def on_loaded(result: int | KvRelayError) -> None:
+            if not done.set_running_or_notify_cancel():  # the call was given up
+                return
             if isinstance(result, KvRelayError):
                 done.set_exception(result)
             else:
@@ -123,7 +125,7 @@ class AdapterAdmin:
 
         adapter_id = self._table.take(source.adapter, monotonic(), on_loaded)
         if adapter_id is not None:
-            done.set_result(adapter_id)
+            on_loaded(adapter_id)
         return was_served
 
     def _withdraw(self, source: AdapterSource) -> None:

@@ -50,6 +50,7 @@ class Drain:
 
     def lease_ended(self, identity: Identity) -> None:
         """`identity` was silent past its lease; for one more lease it may still come back with new work."""
+        self._forget_silent()
         self._silent_until_s[identity] = self._clock() + self._lease_s
 
     def told(self, identity: Identity) -> bool:
@@ -58,6 +59,9 @@ class Drain:
 
     def untold(self, leases: Iterable[Identity]) -> int:
         """Number of holders, of `leases` and of recently ended ones, that may send new work because they do not know yet."""
+        self._forget_silent()
+        return sum(not self.told(identity) for identity in {*leases, *self._silent_until_s}) if self.active else 0
+
+    def _forget_silent(self) -> None:
         now_s = self._clock()
         self._silent_until_s = {i: until_s for i, until_s in self._silent_until_s.items() if now_s < until_s}
-        return sum(not self.told(identity) for identity in {*leases, *self._silent_until_s}) if self.active else 0

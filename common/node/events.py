@@ -40,7 +40,7 @@ class FromPeer:
 
 @dataclass(frozen=True)
 class ClientLost:
-    """A router's lease ended, or it cannot be reached: its requests are no longer wanted."""
+    """The lease of a router, or of a prefill node that relays to this one, ended, or nothing can be sent to it."""
 
     identity: Identity
 

@@ -176,7 +176,7 @@ def make_record(
         replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
         plan.model,
         plan.layout,
-        num_blocks,
+        num_blocks // plan.layout.spec.num_tables,
         time.time(),
         max_num_seqs=config.max_num_seqs,
         kernels=kernels,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.base.clock import monotonic, until_next
-from common.base.errors import EngineError, RankLost, RestartRequested, Unavailable
+from common.base.errors import EngineError, ProtocolError, RankLost, RestartRequested, Unavailable
 from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
@@ -25,7 +25,17 @@ from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
-from common.control.messages import Adapter, Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
+from common.control.messages import (
+    Adapter,
+    AttemptFailed,
+    Message,
+    NodeLoad,
+    NodeRecord,
+    PeerRef,
+    Ping,
+    Pong,
+    TransferAbort,
+)
 from common.control.self_report import SelfReport
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
@@ -177,19 +187,27 @@ class NodeServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await registrar.deregister()
-            if self._admin is not None:
-                await self._admin.close()
-            if self._crash is None:
-                await asyncio.to_thread(self._engine.stop)
-            for link in self._links.values():
-                link.close()
-            await self._server.close()
+            await self._close(registrar, self._engine)
         if self._crash is not None:
             what = "a rank was lost" if isinstance(self._crash, RankLost) else "the engine loop crashed"
             raise EngineError(f"{what}: {self._crash}") from self._crash
         if self._restart.is_set():
             raise RestartRequested("an operator asked for a restart")
+
+    async def _close(self, registrar: Registrar, engine: EngineLoop) -> None:
+        """End everything; the error of one part keeps no other from ending."""
+        async with contextlib.AsyncExitStack() as parts:  # the last one is first
+            parts.push_async_callback(self._server.close)
+            parts.callback(self._close_links)
+            if self._crash is None:
+                parts.push_async_callback(asyncio.to_thread, engine.stop)
+            if self._admin is not None:
+                parts.push_async_callback(self._admin.close)
+            parts.push_async_callback(registrar.deregister)
+
+    def _close_links(self) -> None:
+        for link in self._links.values():
+            link.close()
 
     def _start_admin(self, record: NodeRecord, describe: Describe, lora: AdapterAdmin | None) -> None:
         if self._admin is not None:
@@ -254,13 +272,19 @@ class NodeServer:
                 else:
                     self._send_to_peer(outgoing.peer, outgoing.message)
             except Exception:  # a bug in one message must not lose the others of the round
-                log.exception("could not send %s", outgoing)
+                log.exception("could not send a %s", type(outgoing.message).__name__)
 
     def _reply(self, identity: Identity, message: Message) -> None:
         try:
             self._server.send(identity, message)
         except Unavailable:
             self._client_lost(identity)
+        except ProtocolError as error:  # a bug; whoever waits for the message must not wait until a deadline
+            key = getattr(message, "key", None)
+            if key is None or isinstance(message, AttemptFailed):
+                raise
+            log.error("%s: %s", key, error.message)
+            self._server.send(identity, AttemptFailed(key, error.code, error.message))
 
     def _send_to_peer(self, peer: PeerRef, message: Message) -> None:
         link = self._links.get(peer.incarnation)

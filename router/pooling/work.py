@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.pooling import PoolInput
 from router.requests.fair_queue import NOBODY, Tenant
 
@@ -15,8 +16,8 @@ MAX_PART_TOKENS = 8192
 """Tokens of one part, unless a single input is longer."""
 _MIN_PART_TOKENS = 512
 """Work is not spread over more nodes than leaves this many tokens for each: every part costs a message and a step."""
-MAX_PART_RESULT_BYTES = 8 * 2**20
-"""Bytes of one part's vectors; control messages are limited to twice as much."""
+MAX_PART_RESULT_BYTES = MAX_MESSAGE_BYTES - 2**16
+"""Bytes of one part's vectors, which come back in one message."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
 from common.config.service_configs import NodeConfig
-from common.control.codec import MAX_MESSAGE_BYTES
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.messages import (
+    MAX_REPORT_BYTES,
     LeaderBeat,
     RankBeat,
     RankBusy,
@@ -70,7 +70,7 @@ class RankLinks:
         self._codec = RankCodec()
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
-        self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
         encrypt_server(self._reports, keys)
         self._incoming = BoundedMessages(self._reports)
         try:

@@ -20,6 +20,8 @@ from common.engine.step import StepInput, StepOutput
 MAX_ORDER_BYTES = 512 * 2**20
 """Longest message from the leader to a rank; the socket itself refuses longer ones. For every sequence with penalties a
 step holds up to eight bytes per token of the vocabulary: 300 MB for 256 sequences that have seen 150,000 tokens each."""
+MAX_REPORT_BYTES = 64 * 2**20
+"""Longest message from a rank to the leader. With 20 log-probabilities of each prompt token a step's row takes 300 bytes."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ class Pooler:
 
     def __init__(self) -> None:
         self.batches: list[list[list[int]]] = []
-        self.broken = False
+        self.error: Exception | None = None
 
     def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
-        if self.broken:
-            raise RuntimeError("out of memory\nadvice")
+        if self.error is not None:
+            raise self.error
         self.batches.append([each.token_ids for _, each in batch])
         return [str(sum(each.token_ids)).encode() for _, each in batch]
 
@@ -75,6 +75,8 @@ def test_inputs_of_several_requests_share_steps_of_bounded_size_and_come_back_in
         ([PoolInput(pack_ids())], "has 0 tokens, not 1 to 8"),
         ([PoolInput(pack_ids([1] * 9))], "has 9 tokens, not 1 to 8"),
         ([PoolInput(pack_ids([1])), PoolInput(pack_ids([100]))], "outside the vocabulary of 100"),
+        ([PoolInput(pack_ids([1, 1]), second_at=2)], "begins at 2 of 2"),
+        ([PoolInput(pack_ids([1, 1])), PoolInput(pack_ids([1, 1]), second_at=-1)], "begins at -1 of 2"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_whole(inputs: list[PoolInput], why: str) -> None:
@@ -105,21 +107,25 @@ def test_aborted_expired_and_ownerless_requests_are_not_computed() -> None:
     bench = Bench()
     bench.core.handle(FromClient(ROUTER, Abort(bench.ask("aborted", 3))))
     bench.ask("expired", 3, timeout_s=1.0)
-    bench.ask("lost", 3, identity=OTHER)
+    lost = bench.ask("lost", 3, identity=OTHER)
     bench.core.handle(ClientLost(OTHER))
     kept = bench.ask("kept", 3)
     bench.clock.advance(2.0)
     bench.core.on_time(bench.clock())
-    assert bench.run() == [PoolResult(kept, [b"3"])]
+    assert bench.run() == [
+        AttemptFailed(lost, "unavailable", "the router was silent past its lease"),  # it may only have been slow
+        PoolResult(kept, [b"3"]),
+    ]
     assert len(bench.pooler.batches) == 1
 
 
-def test_a_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory\nadvice"), ValueError("out of memory")])
+def test_a_failed_step_fails_its_requests_and_the_node_goes_on(error: Exception) -> None:
     bench = Bench()
-    bench.pooler.broken = True
+    bench.pooler.error = error
     key = bench.ask("a", 8, 8)
     assert bench.run() == [AttemptFailed(key, "engine_error", "the step failed: out of memory")]
-    bench.pooler.broken = False
+    bench.pooler.error = None
     assert bench.run() == []
     again = bench.ask("b", 2)
     assert bench.core.describe_attempts()[0]["attempt"] == "b#1"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from common.base.clock import monotonic
-from common.base.errors import ConfigError, Unavailable
+from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.control import connection_limits, frames, links
 from common.control.codec import MAX_MESSAGE_BYTES, MAX_MESSAGES, encode, join
 from common.control.links import Link, Server
@@ -181,6 +181,43 @@ def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
             assert "reached itself" in lost[0]
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_client_that_does_not_read_loses_its_link_and_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages to it were dropped: while the link stays, a router waits for them until its requests' deadlines."""
+    monkeypatch.setattr(frames, "QUEUE_BYTES", 1)
+
+    async def main() -> None:
+        asked: list[bytes] = []
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda identity, _: asked.append(identity))
+        link = Link(server.address, received.append, lost.append)
+        link.send(abort(1))
+        await until(lambda: asked)
+        large = AttemptFailed(AttemptKey("a", 1), "code", "x" * (MAX_MESSAGE_BYTES // 2))
+        assert link._connection is not None
+        assert link._connection._transport is not None
+        link._connection._transport.pause_reading()
+
+        def fill() -> None:
+            for _ in range(20):  # the kernel's buffers take the first ones
+                server.send(asked[0], large)
+
+        with pytest.raises(Unavailable):
+            fill()
+        link._connection._transport.resume_reading()
+        await until(lambda: lost)
+        with pytest.raises(Unavailable):
+            server.send(asked[0], abort(2))
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_message_that_nobody_would_read_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="AttemptFailed cannot be sent"):
+        encode(AttemptFailed(AttemptKey("a", 1), "code", "x" * MAX_MESSAGE_BYTES))
 
 
 def test_large_messages_of_one_turn_are_not_joined_into_a_frame_that_is_too_large() -> None:

@@ -74,6 +74,16 @@ def test_one_whose_lease_ended_may_come_back_for_one_more_lease() -> None:
     assert drain.untold([]) == 0, "it knows"
 
 
+def test_ended_leases_are_forgotten_though_nobody_asks() -> None:
+    """A node without an admin port is never asked whom it told."""
+    clock = MockClock()
+    drain = Drain(3.0, clock)
+    for number in range(100):
+        drain.lease_ended(b"%d" % number)
+        clock.advance(1.0)
+    assert len(drain._silent_until_s) <= 3
+
+
 class _Logic:
     has_deadlines = False
     rests_until_s = 0.0

@@ -8,10 +8,38 @@ from typing import Any
 
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
+from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.links import Link
-from common.control.messages import Abort, AttemptKey
-from common.node.events import ClientLost, FromClient
+from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
+from common.control.pooling import PoolResult
+from common.node.events import ClientLost, FromClient, ToClient
 from common.node.server import NodeServer
+
+
+def test_an_answer_that_is_too_large_is_a_failure_at_once(redis_server: RedisServer) -> None:
+    async def main() -> list[Message]:
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url), "decode-x")
+        await shell.bind()
+        asked, got = asyncio.Event(), list[Message]()
+        shell._engine = SimpleNamespace(post=lambda event: asked.set())  # type: ignore[assignment]
+        link = Link(shell.me.control_address, got.append, print)
+        key = AttemptKey("large", 1)
+        try:
+            link.send(Abort(key))
+            async with asyncio.timeout(20):
+                await asked.wait()
+                (identity,) = shell.leases
+                shell._deliver([ToClient(identity, PoolResult(key, [bytes(MAX_MESSAGE_BYTES)]))])
+                while not got:
+                    await asyncio.sleep(0.01)
+        finally:
+            link.close()
+            await shell._server.close()
+        return got
+
+    (failure,) = asyncio.run(main())
+    assert isinstance(failure, AttemptFailed)
+    assert failure.code == "protocol_error"
 
 
 def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisServer) -> None:

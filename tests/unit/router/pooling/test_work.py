@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.control.codec import encode
+from common.control.identities import AttemptKey
 from common.control.ids import pack_ids
-from common.control.pooling import PoolInput
+from common.control.pooling import PoolInput, PoolResult
 from router.pooling.work import MAX_PART_INPUTS, MAX_PART_RESULT_BYTES, MAX_PART_TOKENS, PoolWork, split
 
 
@@ -44,3 +47,12 @@ def test_sizes_are_those_of_all_inputs() -> None:
     wanted = work([3, 5])
     assert (wanted.num_tokens, wanted.longest, wanted.result_bytes(wanted.inputs[1])) == (8, 5, 16)
     assert work([3, 5], per_token=True).result_bytes(wanted.inputs[1]) == 80
+
+
+@pytest.mark.parametrize(("width", "lengths"), [(384, [43] * 200), (1024, [16] * 200), (1, [16] * 200), (1024, [2032])])
+def test_the_vectors_of_every_part_fit_one_message(width: int, lengths: list[int]) -> None:
+    """As `encode` refuses what the router would not read."""
+    wanted = work(lengths, width, per_token=True)
+    for part in split(wanted, 1):
+        vectors = [bytes(wanted.result_bytes(wanted.inputs[index])) for index in part]
+        assert encode(PoolResult(AttemptKey("embd-" + "0" * 64, 4), vectors))
