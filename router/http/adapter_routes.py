@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from common.base.errors import BadRequest
+from router.http.body_model import BodyModel
 from router.http.openai.parse_body import read_object, validated
 from router.http.openapi import OF_BODIES, described
 from router.http.serve import read_and
@@ -18,7 +19,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=1024)]
 _ERRORS = (*OF_BODIES, 403)
 
 
-class _Request(BaseModel):
+class _Request(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     lora_name: _Text
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from common.base.errors import BadRequest
 from router.http.answer_types import Prompt, Tokens
+from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
@@ -22,7 +23,7 @@ from router.http.services import Services
 from router.served_model import ServedModel
 
 
-class _Request(BaseModel):
+class _Request(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     model: Annotated[str, Field(max_length=1024)] | None = None
 
@@ -45,7 +46,7 @@ class TokenizeChatRequest(ChatRequest):
 class DetokenizeRequest(_Request):
     """Body of `POST /detokenize`."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], FailFast()]
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]]
 
 
 def add_tokenize_routes(app: FastAPI, services: Services) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import ConfigDict, Discriminator, Field
 
+from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT
 
 
-class _Body(BaseModel):
+class _Body(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
+from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_INT
@@ -14,7 +15,7 @@ _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that the chat call knows by another name."""
 
 
-class _Body(BaseModel):
+class _Body(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
+from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
 from router.text.chat_template import JsonText
 
 
-class TextPart(BaseModel):
+class TextPart(BodyModel):
     """One part of a message's content."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -19,7 +20,7 @@ class TextPart(BaseModel):
     text: str
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(BodyModel):
     """`arguments`: a JSON object as text."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -27,7 +28,7 @@ class CalledFunction(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(BodyModel):
     """A tool call that the model made earlier."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -36,7 +37,7 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(BodyModel):
     """One turn of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from router.http.openai.chat_messages import Message
 from router.http.openai.checks import MAX_INT, bounded, shorten
@@ -17,7 +17,7 @@ MAX_MESSAGES = 4096
 class ChatRequest(CompletionRequestBase):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

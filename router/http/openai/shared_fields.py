@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_INT, as_object, bounded, items
 from router.http.openai.structured_fields import StructuredFields
 
@@ -27,7 +28,7 @@ MAX_PRIORITY = 1000
 """Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyModel):
     """What a stream contains in addition to the answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from common.base.errors import BadRequest
+from router.http.body_model import BodyModel
 from router.structured.json_schema import MAX_WHITESPACE_CHARS, WHITESPACE, Schema, without_further_properties
 from router.structured.sources import choice_grammar, regex_grammar, schema_grammar, text_grammar
 
@@ -19,7 +20,7 @@ _Wanted = list[tuple[str, Callable[[], str]]]
 """The fields that ask for a grammar, each with how its source is made."""
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(BodyModel):
     """`json_schema` of a `response_format`. The answer always follows the schema, whatever `strict` says."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -29,7 +30,7 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BodyModel):
     """OpenAI's form."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -50,7 +51,7 @@ class ResponseFormat(BaseModel):
         return schema_grammar(self.json_schema.schema_, WHITESPACE)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(BodyModel):
     """vLLM's form; exactly one of the first five."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -76,7 +77,7 @@ class StructuredOutputs(BaseModel):
         )
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(BodyModel):
     """The fields, of which at most one asks for something."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

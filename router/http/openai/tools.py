@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
+from router.http.body_model import BodyModel
 from router.http.openai.checks import bounded_json
 
 MAX_TOOLS = 128
 _MAX_DESCRIPTION = 65_536
 
 
-class Function(BaseModel):
+class Function(BodyModel):
     """`parameters`: the JSON schema of its arguments. `strict`: the arguments must follow it."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -27,7 +28,7 @@ class Function(BaseModel):
         return bounded_json(value)
 
 
-class Tool(BaseModel):
+class Tool(BodyModel):
     """One tool; only functions are supported."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -39,14 +40,14 @@ class Tool(BaseModel):
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
-class FunctionName(BaseModel):
+class FunctionName(BodyModel):
     """A function that the model must call."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     name: str
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(BodyModel):
     """Makes the model call one function."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
 from router.http.openai.checks import MAX_INT, bounded, items
 from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID
@@ -15,7 +16,7 @@ MAX_INPUTS = 2048
 MAX_CHAT_MESSAGES = 512
 
 
-class PoolingFields(BaseModel):
+class PoolingFields(BodyModel):
     """Fields that all these calls share."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -93,7 +94,7 @@ class PoolingRequest(_Inputs):
     task: Literal["embed", "token_embed", "classify", "score"] | None = None
 
 
-class Document(BaseModel):
+class Document(BodyModel):
     """A document of a rerank call."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.checks import MAX_CONTENT_PARTS, as_object
 
 
-class _Part(BaseModel):
+class _Part(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator
+from pydantic import ConfigDict, Discriminator, Field, field_validator
 
+from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT
+from router.http.openai.checks import MAX_INT, as_object
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
 
@@ -25,7 +26,7 @@ _OF_CHAT = frozenset(
 """Fields of the chat call that this one takes too, although OpenAI's does not."""
 
 
-class _Body(BaseModel):
+class _Body(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
@@ -79,7 +80,7 @@ class Reasoning(_Body):
     effort: str | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(BodyModel):
     """Body of `POST /v1/responses`. It also takes the sampling fields of a chat request."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -120,6 +121,13 @@ class ResponsesRequest(BaseModel):
     def _refuse_background(cls, value: bool | None) -> bool | None:
         if value:
             raise ValueError("answers in the background are not supported")
+        return value
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: Any) -> Any:
+        if len(as_object(value) or {}) > _MAX_METADATA:
+            raise ValueError(f"at most {_MAX_METADATA} entries are allowed")
         return value
 
     def chat_messages(self) -> list[Json]:

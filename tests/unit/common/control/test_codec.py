@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from common.base.errors import ProtocolError
+from common.base.fail_fast import fail_fast
 from common.control import codec
 from common.control.codec import (
     MAX_MESSAGES,
@@ -129,7 +130,7 @@ def test_every_list_of_a_message_is_left_at_its_first_wrong_item(name: str) -> N
         return [found for part in schema for found in lists(part)] if isinstance(schema, list) else []
 
     [message] = [type(each) for each in MESSAGES if type(each).__name__ == name]
-    found = lists(codec._fail_fast(TypeAdapter(message).core_schema))
+    found = lists(fail_fast(TypeAdapter(message).core_schema))
     assert found
     assert all(each["fail_fast"] for each in found)
 
