@@ -184,7 +184,10 @@ class Registrar:
         peer = self._record.peer
         names = [*self._own_keys(), self._keys.nodes, self._keys.epoch]
         if self._records.must_sign_again:
-            self._encoded = self._records.encode(self._record)
+            try:
+                self._encoded = self._records.encode(self._record)
+            except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
+                log.warning("the record is not signed with the new certificate yet: %s", error.message)
         load = load_fields(self._load(), peer.incarnation, time.time())
         answer = await self._client.eval(
             _RENEW,

@@ -28,28 +28,36 @@ class Signer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._signed_with = 0
-        """Time of change of the certificate of the last signature."""
+        self._signed_with: tuple[int, ...] = ()
+        """When the files of the last signature changed."""
 
     @property
     def is_renewed(self) -> bool:
-        """Whether the folder has another certificate than that of the last signature."""
+        """Whether the folder has another key or certificate than that of the last signature."""
         try:
-            return (self._folder / CERTIFICATE).stat().st_mtime_ns != self._signed_with
-        except OSError:  # it is being replaced
+            return self._changed_at() != self._signed_with
+        except OSError:  # one is being replaced
             return False
 
     def sign(self, content: bytes) -> tuple[bytes, bytes]:
-        """The certificate (PEM) and the signature. Raises: ConfigError if the folder's files cannot be used."""
+        """The certificate (PEM) and the signature. Raises: ConfigError if the folder's files cannot be used, for example
+        because only one of them is replaced yet."""
         try:
+            changed_at = self._changed_at()
             key = serialization.load_pem_private_key((self._folder / KEY).read_bytes(), None)
-            self._signed_with = (self._folder / CERTIFICATE).stat().st_mtime_ns
             certificate = (self._folder / CERTIFICATE).read_bytes()
+            public = x509.load_pem_x509_certificate(certificate).public_key()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the key in {self._folder} cannot be used: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{self._folder / KEY} is not a key that `kvrelay keys` made")
+        if public != key.public_key():
+            raise ConfigError(f"{self._folder / KEY} is not the key of {CERTIFICATE} beside it")
+        self._signed_with = changed_at
         return certificate, key.sign(_PURPOSE + content, ec.ECDSA(hashes.SHA256()))
+
+    def _changed_at(self) -> tuple[int, ...]:
+        return tuple((self._folder / name).stat().st_mtime_ns for name in (KEY, CERTIFICATE))
 
     def check(self, content: bytes, certificate: bytes, signature: bytes, role: str) -> None:
         """Raises: ProtocolError unless a service of this role signed `content`, with a certificate that is valid now."""

@@ -67,11 +67,11 @@ class ResponseStore:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._keys.response(name), data, ex=TTL_S)
             pipe.zadd(order, {name: time.time()})
-            pipe.expire(order, TTL_S)
+            pipe.pexpire(order, 1000 * TTL_S)
             pipe.zrange(order, 0, -(self._max_entries + 1))
             *_, surplus = cast("list[Any]", await pipe.execute())
         if surplus:
-            await self._client.delete(*(self._keys.response(each.decode()) for each in surplus))
+            await self._client.delete(*(self._keys.response(each.decode(errors="replace")) for each in surplus))
             await self._client.zrem(order, *surplus)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
@@ -79,12 +79,17 @@ class ResponseStore:
         data = await self._ask(self._client.get(self._key(tenant, response_id)))
         if data is None:
             raise _unknown(response_id)
-        return StoredResponse(**from_json(data))
+        try:
+            return StoredResponse(**from_json(data))
+        except (ValueError, TypeError):  # somebody else wrote it
+            raise _unknown(response_id) from None
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises: as `get`."""
-        if not await self._ask(self._client.delete(self._key(tenant, response_id))):
+        key = self._key(tenant, response_id)
+        if not await self._ask(self._client.delete(key)):
             raise _unknown(response_id)
+        await self._ask(self._client.zrem(self._keys.responses, f"{tenant}:{response_id}"))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -31,6 +31,8 @@ _RETRY_S = 0.2
 SILENCE_S = 10.0
 """A node that holds blocks while the index has none of them for this long counts as silent."""
 _CHECK_S = 1.0
+_MOST_DIGITS = 18
+"""Digits of a time that are converted."""
 _TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "disk"}
 
 
@@ -191,7 +193,9 @@ class KvEventSubscriber:
             stream.last = number
             self.entries += 1
             at: bytes = fields.get(b"at", b"")
-            if at.isdigit():  # one writer's malformed entry must not stop the reading of all streams
+            if (
+                at.isdigit() and len(at) <= _MOST_DIGITS
+            ):  # one writer's malformed entry must not stop the reading of all streams
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:

@@ -13,15 +13,16 @@ from support.certificates import made
 from support.redis_cluster_of_nodes import ANode, ARouter, make_record, names, running, until
 from support.redis_servers import ask, binary_with_tls, redis_server_with
 
-from common.base.errors import ConfigError
+from common.base.errors import ConfigError, NotFound
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port
+from router.http.response_store import ResponseStore, StoredResponse
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
 def works_with(url: str) -> None:
-    """Registration, KV events and their subscription through this URL, and a normal end."""
+    """Registration, KV events and their subscription through this URL, and a normal end; stored responses."""
 
     async def scene() -> None:
         await check_redis(url)
@@ -33,8 +34,27 @@ def works_with(url: str) -> None:
                 node.removed(names(1000))
                 await until(lambda: router.holds(node.incarnation, names(2000, 1000)))
             await until(lambda: router.index.match(names(3000)) == {})
+        await stores_responses(url)
 
     asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+async def stores_responses(url: str) -> None:
+    """The oldest makes room, and a deleted one leaves nothing."""
+    store = ResponseStore(url, "c", max_entries=2)
+    ids = [f"resp-{number:024x}" for number in range(3)]
+    for response_id in ids:
+        await store.put("a", StoredResponse({"id": response_id}, []))
+    with pytest.raises(NotFound):
+        await store.get("a", ids[0])
+    assert (await store.get("a", ids[1])).response == {"id": ids[1]}
+    for response_id in ids[1:]:
+        await store.delete("a", response_id)
+    assert not await store._client.zrange(store._keys.responses, 0, -1)
+    await store._client.set(store._key("a", ids[0]), b"[1]")
+    with pytest.raises(NotFound):  # damaged
+        await store.get("a", ids[0])
+    await store.close()
 
 
 def refused(url: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import msgpack
@@ -521,6 +523,29 @@ def test_with_certificates_only_what_a_node_signed_is_a_node(redis_server: Redis
             await directory.close()
             for registrar in registrars.values():
                 await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_a_node_whose_certificate_is_being_replaced_stays_registered(
+    redis_server: RedisServer, cluster: str, tmp_path: Path
+) -> None:
+    """With its earlier signature, until the new files are whole."""
+    folder = tmp_path / "node"
+    shutil.copytree(made() / "node", folder)
+
+    async def main() -> None:
+        node = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=60.0, tls_dir=str(folder))
+        directory = Directory(redis_server.url, cluster, lambda _: None, tls_dir=str(made() / "router"))
+        await node._renew()
+        whole = (folder / "key.pem").read_bytes()
+        for content in (whole[:40], whole):
+            (folder / "key.pem").write_bytes(content)
+            await node._renew()
+            await directory.poll()
+            assert [record.peer.node_id for record in directory.records] == ["d0"]
+        await directory.close()
+        await node.deregister()
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_a_revoked_nodes_signature_is_not_believed_and_a_renewed_one_signs_again
     authority.issue("node", "node", tmp_path / "node", 1)
     assert node.is_renewed
     router.check(b"content", *node.sign(b"content"), "node")
+
+
+@pytest.mark.parametrize("first", ["cert.pem", "key.pem"])
+def test_a_folder_that_is_being_copied_signs_nothing_until_it_is_whole(tmp_path: Path, first: str) -> None:
+    """A renewal of the lease that fell between the two files once signed with the old key and the new certificate, for ever."""
+    authority = Authority.create(tmp_path / "ca")
+    live, new = tmp_path / "live", tmp_path / "new"
+    for folder in (live, new):
+        authority.issue("node", "node", folder, 1)
+    node = Signer(live)
+    node.sign(b"content")
+    shutil.copy(new / first, live)
+    assert node.is_renewed
+    with pytest.raises(ConfigError, match="not the key of"):
+        node.sign(b"content")
+    shutil.copy(new / ("key.pem" if first == "cert.pem" else "cert.pem"), live)
+    assert node.is_renewed
+    node.check(b"content", *node.sign(b"content"), "node")
+    assert not node.is_renewed
 
 
 def test_a_folder_without_a_key_is_reported_in_a_sentence(tmp_path: Path) -> None:

@@ -70,12 +70,13 @@ def test_one_tenants_blocks_are_not_anothers_hits() -> None:
     assert index.match(chain(0, salt="tenant")) == {"a": 8}
 
 
-def test_a_malformed_stream_entry_is_that_nodes_trouble_alone() -> None:
+@pytest.mark.parametrize("at", [b"soon", b"9" * 400, b"9" * 5000])
+def test_a_malformed_stream_entry_is_that_nodes_trouble_alone(at: bytes) -> None:
     async def main() -> None:
         index = PrefixIndex()
         subscriber = KvEventSubscriber("redis://127.0.0.1:1", "test", index)
         stream = subscriber._streams["a"] = NodeStream("a", last=0)
-        entries = [(b"1-0", {b"at": b"soon", b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
+        entries = [(b"1-0", {b"at": at, b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
         await subscriber._apply(stream, entries)
         assert (stream.last, index.match(chain(0))) == (2, {"a": 8})
         more = chain(0, 12)
