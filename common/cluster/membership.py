@@ -17,7 +17,7 @@ from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError
-from common.cluster.records import Records
+from common.cluster.records import LoadedAdapters, Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.config.option_groups import MembershipOptions
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
+_KEEP_ADAPTERS_S = 86_400
+"""How long the adapters that were loaded into a node outlive it."""
 _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
 """Factor of the poll interval while no node is known, and for so long after the first: the start of a cluster waits for these
@@ -42,12 +44,14 @@ end
 """
 """Lua: removes a key that somebody wrote with another type, which would fail every command on it for good."""
 
-# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start time, lease in ms, record, node id, seconds until
-# an id is forgotten, a new epoch, then alternately field and value of the load. Returns 1, or a newer holder's record.
+# KEYS: fence, node, load, nodes, epoch, adapters. ARGV: incarnation, its start time, lease in ms, record, node id, seconds
+# until an id is forgotten, a new epoch, loaded adapters, their expiry in ms, then alternately field and value of the load.
+# Returns 1, or a newer holder's record.
 _RENEW = (
     HEAL
     + """
 heal(KEYS[1], 'hash') heal(KEYS[2], 'string') heal(KEYS[3], 'hash') heal(KEYS[4], 'zset') heal(KEYS[5], 'string')
+heal(KEYS[6], 'string')
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
   local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
@@ -61,7 +65,8 @@ if holder[1] and holder[1] ~= ARGV[1] then
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[4])
-redis.call('HSET', KEYS[3], unpack(ARGV, 8))
+redis.call('HSET', KEYS[3], unpack(ARGV, 10))
+if ARGV[8] == '' then redis.call('DEL', KEYS[6]) else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 -- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
 local now = tonumber(redis.call('TIME')[1])
@@ -119,13 +124,16 @@ class Registrar:
         *,
         lease_s: float,
         load: Callable[[], NodeLoad] = NodeLoad,
+        loaded: LoadedAdapters | None = None,
         tls_dir: str | None = None,
     ) -> None:
+        """loaded: None if there are none."""
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._record = record
+        self._loaded = loaded or LoadedAdapters(record.peer.node_id, [], [])
         self._records = Records(cluster, tls_dir)
-        self._encoded = self._records.encode(record)
+        self._encode()
         self._lease_s = lease_s
         self._load = load
         self._reachable = True
@@ -155,11 +163,15 @@ class Registrar:
                     await self._changed.wait()
             self._changed.clear()
 
-    def update(self, adapters: Sequence[Adapter]) -> None:
-        """Register now that the node serves these LoRA adapters."""
-        self._record = replace(self._record, adapters=list(adapters))
-        self._encoded = self._records.encode(self._record)
+    def update(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+        """Register now that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
+        self._record, self._loaded = replace(self._record, adapters=list(adapters)), loaded
+        self._encode()
         self._changed.set()
+
+    def _encode(self) -> None:
+        self._encoded = self._records.encode(self._record)
+        self._encoded_loaded = self._records.encode_loaded(self._loaded)
 
     @property
     def reachable(self) -> bool:
@@ -182,10 +194,10 @@ class Registrar:
 
     async def _renew(self) -> None:
         peer = self._record.peer
-        names = [*self._own_keys(), self._keys.nodes, self._keys.epoch]
+        names = [*self._own_keys(), self._keys.nodes, self._keys.epoch, self._keys.adapters(peer.node_id)]
         if self._records.must_sign_again:
             try:
-                self._encoded = self._records.encode(self._record)
+                self._encode()
             except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
                 log.warning("the record is not signed with the new certificate yet: %s", error.message)
         load = load_fields(self._load(), peer.incarnation, time.time())
@@ -200,6 +212,8 @@ class Registrar:
             peer.node_id,
             _FORGET_ID_S,
             secrets.token_hex(8),
+            self._encoded_loaded,
+            1000 * _KEEP_ADAPTERS_S,
             *(part for pair in load.items() for part in pair),
         )
         if answer != 1:
@@ -227,6 +241,19 @@ class Registrar:
         if not reachable and self._reachable:
             log.warning("Redis is unavailable (%s); node %s keeps serving and retrying", why, self._record.peer.node_id)
         self._reachable = reachable
+
+
+async def read_loaded_adapters(redis_url: str, cluster: str, node_id: str, tls_dir: str | None) -> LoadedAdapters:
+    """Those of the last process of this node id; none, with a line in the log, if Redis does not answer."""
+    client = connect(redis_url)
+    try:
+        raw = await client.get(Keys(cluster).adapters(node_id))
+    except UNREACHABLE as error:
+        log.warning("cannot read which LoRA adapters had been loaded into this node: %s", short(error))
+        raw = None
+    finally:
+        await client.aclose()
+    return Records(cluster, tls_dir).decode_loaded(raw, node_id)
 
 
 class Directory:

@@ -1,5 +1,5 @@
-"""How a node's record is written in Redis: with `--tls-dir` signed with the node's key, so that nobody who merely reaches
-Redis can announce a node. Runs on the asyncio loop of its process.
+"""How a node's record and its list of loaded adapters are written in Redis: with `--tls-dir` signed with the node's key, so
+that nobody who merely reaches Redis can announce a node. Runs on the asyncio loop of its process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 from common.base.errors import ConfigError, ProtocolError
 from common.control.codec import Codec, decode, encode
-from common.control.messages import NodeRecord
+from common.control.messages import Adapter, NodeRecord
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,18 @@ class SignedRecord:
     record: bytes
 
 
-_CODEC = Codec(SignedRecord)
+@dataclass(frozen=True)
+class LoadedAdapters:
+    """The LoRA adapters that an operator loaded into a node while it ran: its next process loads them again."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    node_id: str
+    adapters: list[Adapter]
+    paths: list[str]
+    """The folder of each."""
+
+
+_CODEC = Codec(SignedRecord, LoadedAdapters)
 
 
 class Records:
@@ -56,22 +67,45 @@ class Records:
 
     def encode(self, record: NodeRecord) -> bytes:
         """Raises: ConfigError if the node's key cannot be used."""
-        plain = encode(record)
+        return self._sign(encode(record))
+
+    def encode_loaded(self, loaded: LoadedAdapters) -> bytes:
+        """Empty if none was loaded. Raises: as `encode`."""
+        return self._sign(_CODEC.encode(loaded)) if loaded.adapters else b""
+
+    def decode_loaded(self, raw: bytes | None, node_id: str) -> LoadedAdapters:
+        """What the node `node_id` wrote; none, with a line in the log, if it is malformed or not signed by that node."""
+        nothing = LoadedAdapters(node_id, [], [])
+        try:
+            found = _CODEC.decode(self._checked(raw)) if raw else nothing
+        except (ProtocolError, ConfigError) as error:
+            log.warning("malformed list of loaded adapters: %s", error)
+            return nothing
+        if not isinstance(found, LoadedAdapters) or found.node_id != node_id or len(found.adapters) != len(found.paths):
+            return nothing
+        return found
+
+    def _sign(self, plain: bytes) -> bytes:
         if self._signer is None:
             return plain
         return _CODEC.encode(SignedRecord(*self._signer.sign(self._cluster + plain), plain))
+
+    def _checked(self, raw: bytes) -> bytes:
+        """What was signed. Raises: ProtocolError, ConfigError."""
+        if self._signer is None:
+            return raw
+        signed = _CODEC.decode(raw)
+        if not isinstance(signed, SignedRecord):
+            raise ProtocolError("it is not signed")
+        self._signer.check(self._cluster + signed.record, signed.certificate, signed.signature, "node")
+        return signed.record
 
     def decode(self, raw: bytes | str | None) -> NodeRecord | None:
         """None, with a line in the log, for what is malformed or not signed by a node of this cluster."""
         if not isinstance(raw, bytes):
             return None
         try:
-            if self._signer is not None:
-                signed: SignedRecord = _CODEC.decode(raw)
-                content = self._cluster + signed.record
-                self._signer.check(content, signed.certificate, signed.signature, "node")
-                raw = signed.record
-            message = decode(raw)
+            message = decode(self._checked(raw))
         except (ProtocolError, ConfigError) as error:
             log.warning("malformed node record: %s", error)
             return None

@@ -38,6 +38,10 @@ class Keys:
         """Hash: the incarnation that may write for this node id."""
         return f"{self.prefix}fence:{node_id}"
 
+    def adapters(self, node_id: str) -> str:
+        """String: the LoRA adapters that an operator loaded into the node while it ran."""
+        return f"{self.prefix}adapters:{node_id}"
+
     def load(self, node_id: str) -> str:
         """Hash: the node's load."""
         return f"{self.prefix}load:{node_id}"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError
+from common.cluster.records import LoadedAdapters
 from common.config.fields import listed
 from common.config.option_groups import LoraOptions
 from common.control.admin_server import AdminRoute, Call
@@ -47,27 +48,71 @@ def configured_sources(options: LoraOptions, config: ModelConfig) -> list[Adapte
     return list(sources.values())
 
 
+async def loaded_sources(
+    loaded: LoadedAdapters, configured: Sequence[AdapterSource], options: LoraOptions, config: ModelConfig
+) -> list[AdapterSource]:
+    """The adapters that an operator had loaded into the last process of this node, without those that are `configured` now.
+    One that cannot be used any more is logged."""
+    taken = {source.adapter.name for source in configured}
+    sources: list[AdapterSource] = []
+    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
+        if adapter.name in taken:
+            continue
+        try:
+            source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_lora_rank)
+            if source.adapter != adapter:
+                raise ConfigError("its files have changed")
+        except ConfigError as error:
+            log.error(
+                "LoRA adapter %r, loaded before this start, cannot be used any more: %s", adapter.name, error.message
+            )
+        else:
+            sources.append(source)
+    return sources
+
+
 class AdministeredNode(Protocol):
     """The part of a node that the routes use."""
+
+    @property
+    def node_id(self) -> str: ...
 
     def ask(self, question: Callable[[], Any]) -> Future[Any]:
         """Run `question` on the engine's thread."""
         ...
 
-    def adapters_changed(self, adapters: Sequence[Adapter]) -> None:
-        """Register at once that the node serves these adapters."""
+    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+        """Register at once that the node serves these adapters. `loaded`: those of them that were loaded while it ran."""
         ...
 
 
 class AdapterAdmin:
     """The routes, and the adapters that are loaded at the start. `table` belongs to the engine's thread."""
 
-    def __init__(self, table: AdapterTable, options: LoraOptions, config: ModelConfig, node: AdministeredNode) -> None:
+    def __init__(
+        self,
+        table: AdapterTable,
+        configured: Sequence[AdapterSource],
+        options: LoraOptions,
+        config: ModelConfig,
+        node: AdministeredNode,
+    ) -> None:
+        """configured: those of `--lora`."""
         self._table = table
+        self._configured = configured
         self._options = options
         self._config = config
         self._node = node
         self._ask = node.ask
+
+    @property
+    def loaded(self) -> LoadedAdapters:
+        """The adapters that were loaded while the node ran, or its last process."""
+        sources = [source for source in self._table.sources if source not in self._configured]
+        return LoadedAdapters(self._node.node_id, [each.adapter for each in sources], [each.path for each in sources])
+
+    def _changed(self) -> None:
+        self._node.adapters_changed(self._table.adapters, self.loaded)
 
     def load_first(self) -> None:
         """Begin to load as many of the registered adapters as memory is allowed for."""
@@ -104,9 +149,9 @@ class AdapterAdmin:
         except KvRelayError as error:
             if not was_served:
                 await asyncio.wrap_future(self._ask(lambda: self._withdraw(source)))
-            self._node.adapters_changed(self._table.adapters)
+            self._changed()
             raise BadRequest(error.message) if isinstance(error, ConfigError) else error from error
-        self._node.adapters_changed(self._table.adapters)
+        self._changed()
         log.info("LoRA adapter %r was loaded from %s", name, source.path)
         return {"name": name, "digest": source.adapter.digest}
 
@@ -135,7 +180,7 @@ class AdapterAdmin:
     async def _unload(self, call: Call) -> dict[str, Any]:
         name = _text(call, "name")
         adapter: Adapter = await asyncio.wrap_future(self._ask(lambda: self._table.unregister(name)))
-        self._node.adapters_changed(self._table.adapters)
+        self._changed()
         log.info("LoRA adapter %r was unloaded", name)
         return {"name": name, "digest": adapter.digest}
 

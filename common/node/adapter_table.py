@@ -94,7 +94,7 @@ class AdapterTable:
         """In the order of arrival."""
         self._last_id = 0
         self._clock = 0
-        self.adapters: tuple[Adapter, ...] = ()
+        self.sources: tuple[AdapterSource, ...] = ()
         """Those that requests can name. Replaced as a whole: any thread may read it."""
         for source in sources:
             self.register(source)
@@ -135,7 +135,12 @@ class AdapterTable:
         ]
 
     def _changed(self) -> None:
-        self.adapters = tuple(source.adapter for source in self._sources.values())
+        self.sources = tuple(self._sources.values())
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Of `sources`. Any thread."""
+        return tuple(source.adapter for source in self.sources)
 
     # ------------------------------------------------------------ requests
 

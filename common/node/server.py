@@ -20,6 +20,7 @@ from common.base.errors import EngineError, ProtocolError, RankLost, RestartRequ
 from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
+from common.cluster.records import LoadedAdapters
 from common.cluster.redis_client import check_redis
 from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminServer
@@ -82,6 +83,11 @@ class NodeServer:
         self._crash: BaseException | None = None
         self._restart = asyncio.Event()
 
+    @property
+    def node_id(self) -> str:
+        """Stays the same over restarts if it is configured."""
+        return self.me.node_id
+
     async def bind(self) -> None:
         """Bind the control port and check that Redis answers, before the long part of start-up.
 
@@ -132,10 +138,10 @@ class NodeServer:
         assert self._engine is not None
         return self._engine.ask(question)
 
-    def adapters_changed(self, adapters: Sequence[Adapter]) -> None:
-        """Register at once that the node serves these LoRA adapters."""
+    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+        """Register at once that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
         if self._registrar is not None:
-            self._registrar.update(adapters)
+            self._registrar.update(adapters, loaded)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
         """`describe_attempts` of the core, called between two steps. Only while `run` runs."""
@@ -164,7 +170,13 @@ class NodeServer:
         record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
         registrar = Registrar(
-            redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load, tls_dir=self.config.tls_dir
+            redis_url,
+            cluster,
+            record,
+            lease_s=lease_s,
+            load=lambda: self.load,
+            loaded=None if lora is None else lora.loaded,
+            tls_dir=self.config.tls_dir,
         )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar

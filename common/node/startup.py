@@ -16,9 +16,10 @@ from typing import TypeVar
 from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.address import advertised
+from common.cluster.membership import read_loaded_adapters
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
-from common.node.adapter_admin import AdapterAdmin, configured_sources
+from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, fit_memory, make_grammars, make_record, make_scheduler, node_id_for
@@ -60,7 +61,9 @@ async def _serve(
     """Run until cancelled. Raises: as `run_node`."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
-    sources = configured_sources(config, plan.model_config)
+    configured = configured_sources(config, plan.model_config)
+    before = await read_loaded_adapters(config.redis_url, config.cluster, server.node_id, config.tls_dir)
+    loaded = await loaded_sources(before, configured, config, plan.model_config)
     grammars = make_grammars(plan, server.post)
     grammars.preload()
     leader = Leader(config, role, plan, forked)
@@ -69,8 +72,8 @@ async def _serve(
         plan = fit_memory(plan, config, leader.num_blocks)
         incarnation = server.me.incarnation
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
-        adapters = AdapterTable(loader, config.max_loras, sources)
-        lora = AdapterAdmin(adapters, config, plan.model_config, server)
+        adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
+        lora = AdapterAdmin(adapters, configured, config, plan.model_config, server)
         transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
         try:
             await leader.start_ranks(incarnation, advertised(transfers.address, config))

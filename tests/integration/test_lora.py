@@ -242,3 +242,31 @@ def test_streams_of_eight_adapters_go_on_after_kill_9(role: str, adapters: Adapt
     for name, tokens in zip(names, answers, strict=True):
         assert len(tokens) == 300
         adapters.check(name, prompt, tokens)
+
+
+def test_adapters_that_were_loaded_while_nodes_ran_outlive_them(adapters: Adapters, tmp_path: Path) -> None:
+    prompt = prompt_of(50)
+
+    def answer(system: System) -> httpx.Response:
+        return httpx.post(f"{system.url}/v1/completions", json=body("ad1", prompt), timeout=60)
+
+    def kill_both(system: System) -> None:
+        before = {node["incarnation"] for node in system.admin("nodes")["nodes"]}
+
+        def are_back() -> bool:
+            nodes = [node for node in system.admin("nodes")["nodes"] if node["incarnation"] not in before]
+            return len(nodes) == 2 and all({"ad0", "ad2"} <= set(node["adapters"]) for node in nodes)
+
+        for role in ("prefill", "decode"):
+            system.kill(role)
+        wait_until(are_back, 60, "both nodes are back with their adapters")
+
+    with adapters.served(tmp_path, ["ad0"]) as system:
+        for name in ("ad1", "ad2"):
+            system.admin("lora", "load", name, str(adapters.files[name]))
+        assert answer(system).status_code == 200, "the router knew it when the command was done"
+        kill_both(system)
+        adapters.check("ad1", prompt, tokens_of(answer(system).json()))
+        system.admin("lora", "unload", "ad1")
+        kill_both(system)
+        assert answer(system).status_code == 404

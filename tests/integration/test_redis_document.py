@@ -7,8 +7,11 @@ from pathlib import Path
 
 import httpx
 import redis
+from support.lora_files import write_adapter
 from support.steady import SteadyTime
 from support.system import running_system, wait_until
+
+from common.model.hub import DEMO_MODEL_PATH
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 
@@ -21,7 +24,7 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 9
+    assert len(patterns) == 10
     with running_system(tmp_path) as system:
         system.wait_usable()
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
@@ -30,6 +33,7 @@ def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exist
         assert httpx.post(f"{system.url}/v1/completions", json=body, timeout=60).status_code == 200
         body = {"model": "demo", "input": "hi", "max_output_tokens": 4}
         assert httpx.post(f"{system.url}/v1/responses", json=body, timeout=60).status_code == 200
+        system.admin("lora", "load", "poet", str(write_adapter(tmp_path / "poet", DEMO_MODEL_PATH)))
         wait_until(lambda: system.metric("kvrelay_index_blocks") > 0, 20, "the router learns what the nodes hold")
         with redis.Redis(port=port, decode_responses=True) as client:
             wait_until(lambda: len(list(client.scan_iter(match="*:blocks:*"))) == 2, 20, "both nodes publish")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -11,6 +12,8 @@ from common.base.errors import KvRelayError
 from common.tools.admin.client import AdminClient, AdminIncomplete
 from common.tools.admin.options import Json, Url, said_if_slow, show_answer
 
+_KNOWN_S = 5.0
+"""Nodes register a change at once, and the router sees it at its next look; without Redis it does not."""
 _LOAD_S = 90.0
 """A node that has no room for an adapter waits a minute for one to leave; then it says so itself."""
 
@@ -44,25 +47,34 @@ def lora_load(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Load an adapter on the nodes; done when all their ranks have it."""
+    """Load an adapter on the nodes; done when all their ranks have it, and the router knows it."""
 
     def load(client: AdminClient, base: str) -> dict[str, Any]:
         client.get("/lora", base=base)  # a node that is stopped shall not be waited for
         return client.post("/lora/load", {"name": name, "path": path}, base=base, timeout_s=_LOAD_S)
 
-    _on_nodes(url, as_json, node, load)
+    _on_nodes(url, as_json, node, load, until=lambda names: name in names)
 
 
 @lora.command("unload")
 def lora_unload(name: AdapterName, node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
     """Unload an adapter from the nodes; requests that run finish with it."""
-    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/unload", {"name": name}, base=base))
+
+    def unload(client: AdminClient, base: str) -> dict[str, Any]:
+        return client.post("/lora/unload", {"name": name}, base=base)
+
+    _on_nodes(url, as_json, node, unload, until=lambda names: name not in names)
 
 
 def _on_nodes(
-    url: str | None, as_json: bool, names: list[str] | None, ask: Callable[[AdminClient, str], dict[str, Any]]
+    url: str | None,
+    as_json: bool,
+    names: list[str] | None,
+    ask: Callable[[AdminClient, str], dict[str, Any]],
+    until: Callable[[list[str]], bool] = lambda _: True,
 ) -> None:
-    """Ask all nodes, or those named, at once, and show what each answered."""
+    """Ask all nodes, or those named, at once, and show what each answered, when `until` is true of the adapters that the
+    router knows of each, or after `_KNOWN_S`."""
 
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
@@ -70,12 +82,22 @@ def _on_nodes(
             answers, failed = client.of_each(known, lambda base: ask(client, base))
         if failed:
             raise _incomplete(answers, failed)
+        _wait_for_router(client, set(answers), until)
         return answers
 
     def render(show: Any, answer: dict[str, Any]) -> Any:
         return show.group(*(show.properties(node, says) for node, says in answer.items()))
 
     show_answer(url, as_json, fetch, render)
+
+
+def _wait_for_router(client: AdminClient, nodes: set[str], until: Callable[[list[str]], bool]) -> None:
+    give_up_s = time.monotonic() + _KNOWN_S
+    while time.monotonic() < give_up_s:
+        known = client.get("/nodes", timeout_s=_KNOWN_S)["nodes"]
+        if all(until(each["adapters"]) for each in known if each["node_id"] in nodes):
+            return
+        time.sleep(0.05)
 
 
 def _incomplete(answers: dict[str, Any], failed: Mapping[str, KvRelayError]) -> AdminIncomplete:

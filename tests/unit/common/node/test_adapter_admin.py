@@ -34,7 +34,7 @@ def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
 
     async def main() -> None:
         load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
