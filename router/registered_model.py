@@ -19,6 +19,9 @@ from router.served_model import LoadOptions, ServedModel
 
 log = logging.getLogger(__name__)
 
+RETRY_S, _MAX_RETRY_S = 2.0, 60.0
+"""Pause before files that could not be used are tried again; it doubles each time."""
+
 
 class RegisteredModel:
     """All nodes of one model, known by the name under which they registered. `on_loaded()` is called when `served` was
@@ -108,13 +111,21 @@ class RegisteredModel:
         files = self._given or self._files
         if files is not None and (self._given is not None or self._is_of(files, info)):
             self._serve(files, info)
-        elif self._loading is None or self._loading.done():
+        elif self._loading is None or self._loading.done() or self.is_refused:
+            self.close()
             self._loading = asyncio.get_running_loop().create_task(self._load(info))
 
     def _is_of(self, files: ServedModel, info: ModelInfo) -> bool:
         return files.path == info.path and info.tokenizer in (files.tokenizer_digest, "")
 
     async def _load(self, info: ModelInfo) -> None:
+        """Load its files. Those that cannot be used are tried again: a folder may not be mounted yet."""
+        wait_s = RETRY_S
+        while not await self._try_to_load(info):
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_RETRY_S)
+
+    async def _try_to_load(self, info: ModelInfo) -> bool:
         try:
             if info.task == "generate":
                 options = self._options
@@ -124,25 +135,23 @@ class RegisteredModel:
             else:
                 model = await asyncio.to_thread(served_model.load_pooling, info, self._options)
         except ConfigError as error:
-            self.is_refused = True
-            self.problem = f"{error}; give the router a folder with --model"
-            log.error("cannot use the model that the nodes registered: %s", self.problem)
-            return
+            return self._refuse(f"{error}; give the router a folder with --model")
         except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
-            self.is_refused = True
-            self.problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
-            log.exception("cannot load the model that the nodes registered")
-            return
+            return self._refuse(f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log", error)
         if info.tokenizer not in (model.tokenizer_digest, ""):
-            self.is_refused = True
-            self.problem = f"tokenizer.json in {info.path} on this machine differs from that of the nodes"
-            log.error("cannot use the model that the nodes registered: %s", self.problem)
-            return
+            return self._refuse(f"tokenizer.json in {info.path} on this machine differs from that of the nodes")
         self.is_refused = False
         self._files = model
         self._serve(model, info)
         log.info("serving %s from %s", info.name, info.path)
         self._on_loaded()
+        return True
+
+    def _refuse(self, problem: str, error: Exception | None = None) -> bool:
+        if (True, problem) != (self.is_refused, self.problem):  # once, however often it is tried
+            log.error("cannot use the model that the nodes registered: %s", problem, exc_info=error)
+        self.is_refused, self.problem = True, problem
+        return False
 
     def _serve(self, files: ServedModel, info: ModelInfo) -> None:
         self.served = replace(

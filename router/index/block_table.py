@@ -38,6 +38,9 @@ _EMPTIEST = 0.2
 """The maximum number of segments assumes this average fill; when it is reached, entries are evicted."""
 _EVICTED_AT_ONCE = 8
 """One in this many of a segment's entries is evicted at a time, the oldest ones."""
+_SPARE_BITS = 6
+"""A segment's keys share at most so many upper bits more than if all segments were split alike. Hashes are spread evenly; those
+that somebody chose may not be, and each further bit doubles the directory."""
 _AT_ONCE = 1024
 """Maximum keys stored in one sweep."""
 
@@ -53,6 +56,7 @@ class BlockTable:
         self._few = few
         self._on_evict = on_evict
         self._most_segments = 1 + int(limit / _EMPTIEST) // SEGMENT
+        self._most_bits = self._most_segments.bit_length() + _SPARE_BITS
         slots = self._most_segments * SEGMENT
         self.keys: KeyArray = np.zeros(slots, np.uint64)
         self.values: Values = np.zeros(slots, np.uint32)
@@ -222,7 +226,7 @@ class BlockTable:
         here = slice(begin, begin + SEGMENT)
         held = begin + np.flatnonzero(self.values[here])
         if held.size + count > _SPLIT * _full(segment):
-            if self.segments < self._most_segments:
+            if self.segments < self._most_segments and self._prefixes[segment][0] < self._most_bits:
                 self._split(segment)
             else:
                 self._drop_oldest(held, int(held.size + count - _SPLIT * _full(segment)) + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,18 +129,24 @@ class KvEventSubscriber:
         streams = {self._keys.events(f.incarnation): f for f in self._streams.values() if f.last is not None}
         if not streams:
             await self._client.get(self._keys.epoch)  # finds out whether Redis answers
-            await self._unless_nodes_are_listed(asyncio.sleep(until_next(_BLOCK_S, monotonic())))
+            await self._unless_nodes_are_listed(lambda: asyncio.sleep(until_next(_BLOCK_S, monotonic())))
             return False
         block_ms = round(1000 * until_next(_BLOCK_S, monotonic()))
         after = {key: f"{stream.last}-0" for key, stream in streams.items()}
-        answer = await self._unless_nodes_are_listed(self._client.xread(after, count=_READ_ENTRIES, block=block_ms))
+        answer = await self._unless_nodes_are_listed(
+            lambda: self._client.xread(after, count=_READ_ENTRIES, block=block_ms)
+        )
         for key, entries in _entries_by_stream(answer):
             await self._apply(streams[key.decode()], entries)
         return bool(answer)
 
-    async def _unless_nodes_are_listed(self, read: Coroutine[Any, Any, Any]) -> Any:
+    async def _unless_nodes_are_listed(self, read: Callable[[], Awaitable[Any]]) -> Any:
         """The result of `read`; None as soon as new nodes are listed."""
-        self._reading = asyncio.ensure_future(read)
+
+        async def begin() -> Any:  # a task that is cancelled before it runs would leave a coroutine of `read` unawaited
+            return await read()
+
+        self._reading = asyncio.ensure_future(begin())
         try:
             return await self._reading
         except asyncio.CancelledError:

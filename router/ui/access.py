@@ -19,6 +19,7 @@ from common.base.endpoints import is_loopback
 from common.base.errors import Forbidden, Unauthorized
 from common.tools.admin.running_clusters import running_clusters
 
+_SET_BY_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 ACTION_HEADER = "x-kvrelay-ui"
 """Set by the pages. A browser sends it to another site only after a preflight, which the router does not answer."""
 
@@ -68,9 +69,12 @@ class Access:
 
 
 def is_local(scope: Scope) -> bool:
-    """The caller is on this host and names it so: a page of another site whose name was rebound to this host does not."""
-    client, host = scope.get("client"), urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
-    return client is not None and is_loopback(client[0]) and is_loopback(host)
+    """The caller is on this host and names it so: a page of another site whose name was rebound to this host does not. What a
+    proxy on this host passes on may come from anywhere."""
+    headers, client = Headers(scope=scope), scope.get("client")
+    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    by_proxy = any(name in headers for name in _SET_BY_PROXIES)
+    return client is not None and is_loopback(client[0]) and is_loopback(host) and not by_proxy
 
 
 def trusts_loopback(parent_pid: int, folder: Path) -> bool:

@@ -15,7 +15,7 @@ from common.control.identities import Adapter, PeerRef
 from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
-from router import served_model
+from router import registered_model, served_model
 from router.model_catalog import ModelCatalog
 from router.served_model import LoadOptions, ServedModel
 
@@ -185,6 +185,26 @@ def test_a_model_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pyt
         assert catalog.get(None).name == "a"
 
     play(monkeypatch, scene)
+
+
+def test_files_that_could_not_be_used_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder may be mounted, or a copy finished, after the nodes have registered."""
+    monkeypatch.setattr(registered_model, "RETRY_S", 0.01)
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        catalog.accept([record("b0", "b", tokenizer="another")])
+        async with asyncio.timeout(10):
+            while len(folders.loaded) < 4:
+                await asyncio.sleep(0.001)
+        assert not catalog.models
+        folders.digests["/m/b"] = "another"
+        await listed(catalog, "b")
+        assert not catalog.refusals
+
+    play(monkeypatch, scene)
+    assert len([each for each in caplog.records if each.levelname == "ERROR"]) == 1
 
 
 def test_adapters_are_served_by_name_with_the_weights_that_most_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:

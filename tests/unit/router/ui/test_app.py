@@ -76,6 +76,7 @@ def test_actions_need_a_page_of_this_site_and_the_token_or_a_trusted_local_calle
     assert status(Access(""), page | {"authorization": "Bearer "}) == 401
     assert status(Access(TOKEN, trusts_loopback=True), page) == 200
     assert status(Access(TOKEN, trusts_loopback=True), page | {"host": "rebound.example"}) == 401
+    assert status(Access(TOKEN, trusts_loopback=True), page | {"x-forwarded-for": "192.0.2.1"}) == 401
 
 
 def test_a_conversation_needs_a_page_of_this_site_and_on_the_admin_port_the_token() -> None:
