@@ -41,7 +41,7 @@ def test_keys_chosen_to_share_their_upper_bits_make_room_among_themselves(few: i
     table.put(others, lambda _: 7, stamp=1)
     chosen = np.arange(1, 3 * SEGMENT, dtype=np.uint64) | np.uint64(0x123456789A << 24)
     for start in range(0, len(chosen), 500):
-        table.put(chosen[start : start + 500], lambda _: 7, stamp=2)
+        table.put(chosen[start : start + 500], lambda _: 7, stamp=2 + start)
     assert len(table._directory) <= 64 * 2 * table._most_segments
     assert (table.find(chosen[-500:], None) == 7).all()
     assert (table.find(others, None) == 7).mean() > 0.99
