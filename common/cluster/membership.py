@@ -303,6 +303,16 @@ class Directory:
         """The nodes as `on_change` last reported them."""
         return [self._records[node_id] for node_id in sorted(self._records)]
 
+    @property
+    def vanished(self) -> dict[str, float]:
+        """Nodes that did not end in order and no longer renew their registration: seconds since their last renewal was seen, by
+        id. Redis forgets an id after an hour."""
+        now = self._clock()
+        ages = {
+            node_id: now - seen_s for node_id, (_, seen_s) in self._progress.items() if node_id not in self._records
+        }
+        return {node_id: age_s for node_id, age_s in ages.items() if age_s > self._grace_s}
+
     async def run(self) -> None:
         """Poll until cancelled."""
         start_until_s = float("-inf")

@@ -24,7 +24,7 @@ LEASE = {"KVRELAY_LEASE_S": "15"}
 GONE = {
     "router": [DONE],
     "unknown request": [REFUSED],
-    "check": [DONE],
+    "check": [REFUSED],
     "node": [REFUSED],
     "all nodes": [DONE],
     "refusing nodes": [REFUSED],

@@ -50,6 +50,7 @@ def find(routers: Sequence[Service], nodes: Sequence[Service], own_version: str)
     ]
     found += _unreachable(answering, nodes)
     found += _states(nodes)
+    found += _vanished(routers)
     found += _strangers(routers, nodes)
     found += _versions(answering, own_version)
     found += _fingerprints(nodes)
@@ -91,6 +92,19 @@ def _states(nodes: Iterable[Service]) -> Iterator[Finding]:
             )
         if node.status.get("engine", "ok") != "ok":
             yield Finding(node.name, f"engine: {node.status['engine']}", f"kvrelay admin profile {node.name}")
+
+
+def _vanished(routers: Sequence[Service]) -> Iterator[Finding]:
+    ages: dict[str, float] = {}
+    for router in routers:
+        for node_id, age_s in router.status.get("vanished", {}).items():
+            ages[node_id] = min(age_s, ages.get(node_id, age_s))
+    for node_id, age_s in sorted(ages.items()):
+        yield Finding(
+            node_id,
+            f"has not renewed its registration for {age_s:.0f} s, and did not end in order",
+            "see whether its process hangs, is cut off or has died; if it will not come back, this ends after an hour",
+        )
 
 
 def _strangers(routers: Sequence[Service], nodes: Iterable[Service]) -> Iterator[Finding]:

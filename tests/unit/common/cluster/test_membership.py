@@ -18,6 +18,7 @@ import redis
 from support.certificates import made
 from support.steady import SteadyTime
 
+from common.base.clock import MockClock
 from common.base.errors import ConfigError
 from common.cluster import membership
 from common.cluster.membership import Directory, Registrar
@@ -267,6 +268,27 @@ def test_view_survives_a_crash_of_redis_and_the_nodes_register_again(caplog: pyt
     lines = [record.getMessage() for record in caplog.records]
     for beginning in ("Redis is unavailable (", "Redis is available again"):
         assert len([line for line in lines if line.startswith(beginning)]) == 2, lines  # one of each end
+
+
+def test_a_node_that_vanished_is_told_from_one_that_ended_in_order(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        clock = MockClock()
+        directory = Directory(redis_server.url, cluster, lambda _: None, grace_s=3.0, clock=clock)
+        registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=0.3)
+        await registrar._renew()
+        await directory.poll()
+        assert (len(directory.records), directory.vanished) == (1, {})
+        await asyncio.sleep(0.4)
+        clock.advance(4.0)
+        await directory.poll()
+        assert (directory.records, directory.vanished) == ([], {"d0": 4.0})
+        await registrar._renew()
+        await registrar.deregister()
+        await directory.poll()
+        assert directory.vanished == {}
+        await directory.close()
+
+    asyncio.run(main())
 
 
 def test_node_that_died_during_the_outage_is_dropped_after_the_grace(cluster: str) -> None:

@@ -46,6 +46,15 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert findings(lambda node: None) == []
 
 
+def test_a_node_that_vanished_is_named_once() -> None:
+    """It is in no router's list, however many know that it was there."""
+    routers = [router(), router()]
+    for each, age_s in zip(routers, (61.0, 59.6), strict=True):
+        each.status["vanished"] = {"d2": age_s}
+    (found,) = find(routers, [node("d0")], "1")
+    assert (found.where, found.what) == ("d2", "has not renewed its registration for 60 s, and did not end in order")
+
+
 def changed(part: str, **values: Any) -> Callable[[Service], object]:
     return lambda node: getattr(node, part).update(values)
 
