@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic_core import from_json
 
 from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
+from router.http.openai.checks import as_object
 from router.output.base import OutputParser, ParsedDelta, ParsedMessage, parse_whole
 from router.requests.generation import Generation
 from router.requests.request import Delta
@@ -72,3 +77,13 @@ class ParsedFormat:
     def _whole(self, deltas: Sequence[Delta]) -> ParsedMessage:
         text = "".join(delta.text for delta in deltas)
         return ParsedMessage(text) if self._parser is None else parse_whole(self._parser, text)
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; those that are not JSON, as when the token limit cut them off, stay text."""
+    try:
+        found = as_object(from_json(text or "{}", allow_inf_nan=False))
+        json.dumps(found, allow_nan=False)  # 1e999 was read as infinite
+    except ValueError:
+        found = None
+    return {"partial_json": text} if found is None else found

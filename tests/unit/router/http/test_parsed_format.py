@@ -10,6 +10,7 @@ import pytest
 from router.http.anthropic.messages_format import MessagesFormat
 from router.http.format import FormatOptions
 from router.http.ollama.ollama_format import OllamaFormat
+from router.http.parsed_format import arguments_object
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.output.hermes import read_hermes
 from router.output.writer import FormatParser
@@ -60,3 +61,13 @@ def test_text_behind_a_call_does_not_break_into_its_arguments(cut: tuple[str, ..
     assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [
         [{"function": {"name": "f", "arguments": {"a": 1}}}]
     ]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', "[1]", '{"a": NaN}', '{"a": -Infinity}', '{"a": [1e999]}'])
+def test_arguments_that_are_no_json_object_stay_text(text: str) -> None:
+    assert arguments_object(text) == {"partial_json": text}
+
+
+@pytest.mark.parametrize(("text", "found"), [("", {}), ('{"a": [1, 1e308]}', {"a": [1, 1e308]})])
+def test_arguments_are_an_object(text: str, found: Any) -> None:
+    assert arguments_object(text) == found
