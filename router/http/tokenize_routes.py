@@ -11,7 +11,7 @@ from starlette.responses import Response
 from common.base.errors import BadRequest
 from router.http.answer_types import Prompt, Tokens
 from router.http.body_model import BodyModel
-from router.http.json_body import Json
+from router.http.json_body import Json, to_json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import MAX_INT
@@ -59,9 +59,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         """Token ids of a prompt or of a conversation."""
         body, size = await parse_by(request, services, _kind_of, _tokenize_request)
         model = services.catalog.get(body.model)
-        ids = await maybe_on_thread(size, lambda: _token_ids(body, model))
-        strs = [model.tokenizer.token_str(token_id) for token_id in ids] if body.return_token_strs else None
-        shown: Json = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
+        shown = await maybe_on_thread(size, lambda: to_json(_tokens(body, model)))
         return JsonResponse(shown, headers=warnings_of(request))
 
     @app.post("/detokenize", openapi_extra=described(Prompt, body=DetokenizeRequest, errors=OF_BODIES))
@@ -85,6 +83,12 @@ def _tokenize_request(
     fields: Json, kind: type[TokenizeRequest | TokenizeChatRequest]
 ) -> TokenizeRequest | TokenizeChatRequest:
     return completion_request(fields, kind) if issubclass(kind, TokenizeChatRequest) else validated(fields, kind)
+
+
+def _tokens(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> Json:
+    ids = _token_ids(body, model)
+    strs = [model.tokenizer.token_str(token_id) for token_id in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
 
 
 def _token_ids(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> list[int]:
