@@ -45,7 +45,9 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse_as(request, services, ResponsesRequest, validated)
         earlier: list[Json] = []
         if body.previous_response_id is not None:
-            earlier = (await _store(services).get(tenant_of(request), body.previous_response_id)).messages
+            stored = await _store(services).get(tenant_of(request), body.previous_response_id)
+            earlier = stored.messages
+            size += stored.size_bytes
         chat_body = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
         chat = await prepare_chat(request, services, chat_body, size)
         options = format_options(request, chat_body, chat.model)
