@@ -129,10 +129,8 @@ class RouterAdmin:
         return {"time": time.time(), "lease_s": self._config.lease_s, "nodes": described}
 
     def _requests(self, call: Call) -> Mapping[str, Any]:
-        limit = call.query.get("limit", "20")
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
-            raise BadRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
-        return {"requests": self._router.dispatcher.stories.recent(int(limit))}
+        limit = checked_limit(call.query.get("limit", "20"), _MAX_LISTED)
+        return {"requests": self._router.dispatcher.stories.recent(limit)}
 
     def _request(self, call: Call) -> Mapping[str, Any]:
         story = self._router.dispatcher.stories.get(call.path["request_id"])
@@ -179,6 +177,13 @@ class RouterAdmin:
             for row in explained[role]
         ]
         return {**{name: explained[name] for name in ("prompt_tokens", "prompt_blocks")}, "nodes": nodes}
+
+
+def checked_limit(text: str, most: int) -> int:
+    """The `limit` of a query. Raises: BadRequest if it is no number from 1 to `most`."""
+    if not text.isdecimal() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
+        raise BadRequest(f"limit must be between 1 and {most}", param="limit")
+    return int(text)
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:

@@ -13,10 +13,11 @@ Json = dict[str, Any]
 
 
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8."""
+    """Compact JSON in UTF-8; numbers that JSON does not have (NaN, infinite ones) are null."""
     try:
-        return pydantic_core.to_json(value)
+        return pydantic_core.to_json(value, inf_nan_mode="null")
     except pydantic_core.PydanticSerializationError:  # an unpaired surrogate, which can only come from a client
+        value = pydantic_core.to_jsonable_python(value, inf_nan_mode="null")
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic_core import from_json
 
 from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
+from router.http.openai.checks import as_object
 from router.output.base import OutputParser, ParsedDelta, ParsedMessage, parse_whole
 from router.requests.generation import Generation
 from router.requests.request import Delta
@@ -25,7 +30,7 @@ class ParsedFormat:
         self._parser = parsers[0] if parsers else None
 
     def events(self, parsed: ParsedDelta) -> list[Json]:
-        """The events of some new output."""
+        """The events of some new output: its text, then its tool calls."""
         raise NotImplementedError
 
     def last_events(self, generation: Generation) -> list[Json]:
@@ -33,12 +38,12 @@ class ParsedFormat:
         raise NotImplementedError
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
-        return self.events(self._parsed(delta.text))
+        return self._in_order(self._parsed(delta.text))
 
     def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
         events = self.delta(last, index)
         if self._parser is not None:
-            events += self.events(self._parser.finish())
+            events += self._in_order(self._parser.finish())
         return events + self.last_events(generation)
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
@@ -48,7 +53,7 @@ class ParsedFormat:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
 
     def text_event(self, text: str, index: int) -> bytes:
-        return b"".join(self.frame(chunk) for chunk in self.events(self._parsed(text)))
+        return b"".join(self.frame(chunk) for chunk in self._in_order(self._parsed(text)))
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
         return {}
@@ -59,9 +64,26 @@ class ParsedFormat:
     def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
         return ()
 
+    def _in_order(self, parsed: ParsedDelta) -> list[Json]:
+        """The events of some new output; the rest of a call that began earlier comes before the text behind the call."""
+        calls = parsed.tool_calls
+        if calls and calls[0].name is None:
+            return self.events(ParsedDelta(tool_calls=calls[:1])) + self.events(parsed._replace(tool_calls=calls[1:]))
+        return self.events(parsed)
+
     def _parsed(self, text: str) -> ParsedDelta:
         return ParsedDelta(text) if self._parser is None else self._parser.push(text)
 
     def _whole(self, deltas: Sequence[Delta]) -> ParsedMessage:
         text = "".join(delta.text for delta in deltas)
         return ParsedMessage(text) if self._parser is None else parse_whole(self._parser, text)
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; those that are not JSON, as when the token limit cut them off, stay text."""
+    try:
+        found = as_object(from_json(text or "{}", allow_inf_nan=False))
+        json.dumps(found, allow_nan=False)  # 1e999 was read as infinite
+    except ValueError:
+        found = None
+    return {"partial_json": text} if found is None else found

@@ -36,6 +36,8 @@ class StoredResponse(NamedTuple):
 
     response: Json
     messages: list[Json]
+    size_bytes: int = 0
+    """Its size in Redis; 0 for one that is not there yet."""
 
 
 class ResponseStore:
@@ -80,7 +82,7 @@ class ResponseStore:
         if data is None:
             raise _unknown(response_id)
         try:
-            return StoredResponse(**from_json(data))
+            return StoredResponse(**from_json(data), size_bytes=len(data))
         except (ValueError, TypeError):  # somebody else wrote it
             raise _unknown(response_id) from None
 

@@ -72,13 +72,26 @@ def parse(request: Request, services: Services, kind: type[RequestT]) -> Awaitab
     return parse_as(request, services, kind, completion_request)
 
 
-async def parse_as(
-    request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], ModelT]
-) -> tuple[ModelT, int]:
-    """The body, made by `check`, and its size in bytes; the size bounds all work on it. Notes the fields that no known API has."""
+def parse_as(
+    request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], _T]
+) -> Awaitable[tuple[_T, int]]:
+    """The body, made by `check`, and its size in bytes, as `parse_by`."""
+    return parse_by(request, services, lambda fields: kind, check)
 
-    def work(data: bytes) -> tuple[ModelT, list[str]]:
+
+async def parse_by(
+    request: Request,
+    services: Services,
+    kind_of: Callable[[dict[str, Any]], type[ModelT]],
+    check: Callable[[dict[str, Any], type[ModelT]], _T],
+) -> tuple[_T, int]:
+    """The body, made by `check`, and its size in bytes; the size bounds all work on it. Notes the fields that no known API has.
+    `kind_of`: the kind of a body, by its fields.
+    """
+
+    def work(data: bytes) -> tuple[_T, list[str]]:
         fields = read_object(data)
+        kind = kind_of(fields)
         unknown = unknown_fields(fields, kind)
         if services.strict_parameters:
             refuse_unknown(unknown, kind)

@@ -99,7 +99,7 @@ def _add_dashboard(app: FastAPI, dashboard: ASGIApp) -> None:
     """Serve `dashboard` at `/ui`; `GET /` leads a browser there."""
     app.mount("/ui", dashboard)
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def lead(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(404)

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from common.base.errors import BadRequest
 from router.http.answer_types import Prompt, Tokens
 from router.http.body_model import BodyModel
-from router.http.json_body import Json
+from router.http.json_body import Json, to_json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import MAX_INT
-from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
-from router.http.serve import maybe_on_thread, read_and
+from router.http.serve import maybe_on_thread, parse_as, parse_by, warnings_of
 from router.http.services import Services
 from router.served_model import ServedModel
 
@@ -57,29 +57,38 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     )
     async def tokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Token ids of a prompt or of a conversation."""
-        body, size = await read_and(request, services, _tokenize_request)
+        body, size = await parse_by(request, services, _kind_of, _tokenize_request)
         model = services.catalog.get(body.model)
-        ids = await maybe_on_thread(size, lambda: _token_ids(body, model))
-        strs = [model.tokenizer.token_str(token_id) for token_id in ids] if body.return_token_strs else None
-        shown: Json = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
-        return JsonResponse(shown)
+        shown = await maybe_on_thread(size, lambda: to_json(_tokens(body, model)))
+        return JsonResponse(shown, headers=warnings_of(request))
 
     @app.post("/detokenize", openapi_extra=described(Prompt, body=DetokenizeRequest, errors=OF_BODIES))
     async def detokenize(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The text of token ids, with its special tokens."""
-        body, size = await read_and(request, services, lambda data: validated(read_object(data), DetokenizeRequest))
+        body, size = await parse_as(request, services, DetokenizeRequest, validated)
         model = services.catalog.get(body.model)
         if any(token_id >= model.vocab_size for token_id in body.tokens):
             raise BadRequest(f"token ids must be below {model.vocab_size}", param="tokens")
         text = await maybe_on_thread(size, lambda: model.tokenizer.decode(body.tokens))
-        return JsonResponse({"prompt": text})
+        return JsonResponse({"prompt": text}, headers=warnings_of(request))
 
 
-def _tokenize_request(data: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    body = read_object(data)
-    if ("prompt" in body) == ("messages" in body):
+def _kind_of(fields: Json) -> type[TokenizeRequest] | type[TokenizeChatRequest]:
+    if ("prompt" in fields) == ("messages" in fields):
         raise BadRequest("give either prompt or messages", param="prompt")
-    return validated(body, TokenizeRequest) if "prompt" in body else completion_request(body, TokenizeChatRequest)
+    return TokenizeRequest if "prompt" in fields else TokenizeChatRequest
+
+
+def _tokenize_request(
+    fields: Json, kind: type[TokenizeRequest | TokenizeChatRequest]
+) -> TokenizeRequest | TokenizeChatRequest:
+    return completion_request(fields, kind) if issubclass(kind, TokenizeChatRequest) else validated(fields, kind)
+
+
+def _tokens(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> Json:
+    ids = _token_ids(body, model)
+    strs = [model.tokenizer.token_str(token_id) for token_id in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
 
 
 def _token_ids(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> list[int]:

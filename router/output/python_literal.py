@@ -61,10 +61,7 @@ class _Literal:
                 self._next()
             return value
         if kind == "number":
-            number = int(token) if token.lstrip("+-").isdecimal() else float(token)
-            if not math.isfinite(number):
-                raise ValueError("a number is too large")
-            return number
+            return int(token) if token.lstrip("+-").isdecimal() else _finite(token)
         if kind == "word" and token in _WORDS:
             return _WORDS[token]
         if token == "{":
@@ -99,6 +96,13 @@ class _Literal:
             members[key] = self.value(depth + 1)
             comma = self._take(",")
         return members
+
+
+def _finite(token: str) -> float:
+    number = float(token)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
 
 
 def _string(token: str) -> str:

@@ -35,7 +35,11 @@ def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE) -> 
 
     Raises: BadRequest for what is not supported.
     """
-    return LLMatcher.grammar_from_json_schema(_checked(schema), overrides=_options(whitespace))
+    checked = _checked(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(checked, overrides=_options(whitespace))
+    except ValueError as error:  # it reads less of JSON than Python does: at most 128 levels, no infinite numbers
+        raise BadRequest(f"the schema cannot be read: {error}") from error
 
 
 def embedded_schema(schema: Schema, whitespace: str | None = WHITESPACE) -> str:

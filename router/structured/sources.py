@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_ERROR_CHARS, MAX_SOURCE_CHARS
@@ -43,7 +43,9 @@ def text_grammar(grammar: str) -> str:
         raise BadRequest("the grammar must be Lark or GBNF")
     try:
         return any_to_lark(_bounded(grammar))
-    except (GbnfToLarkError, RecursionError) as error:
+    except IndexError as error:
+        raise BadRequest("the grammar cannot be read: it ends within an escape sequence") from error
+    except Exception as error:  # llguidance raises it where rules are missing or there are two of a name
         raise BadRequest(f"the grammar cannot be read: {str(error)[:MAX_ERROR_CHARS]}") from error
 
 

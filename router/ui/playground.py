@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.errors import Forbidden
-from router.http.client import Client, note_client
+from router.http.client import client_of, note_client
 from router.nodes.node import Node
 from router.ui.access import Access
 from router.ui.nodes import NodeControl
@@ -19,7 +19,9 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 class Chat:
-    """ASGI application: the router's own chat endpoint for callers whom `access` admits; they need no API key."""
+    """ASGI application: the router's own chat endpoint for callers whom `access` admits. They need no API key,
+    and are told apart by their address, as the API tells clients without keys.
+    """
 
     def __init__(self, access: Access, endpoint: Callable[[], ASGIApp]) -> None:
         """`endpoint`: the application that answers `CHAT_PATH`, once it exists."""
@@ -29,7 +31,7 @@ class Chat:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._access.check_chat(scope)
         asked = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode(), "root_path": "", "query_string": b""}
-        note_client(asked, Client("playground"))
+        note_client(asked, client_of(scope))
         await self._endpoint()(asked, receive, send)
 
 

@@ -12,11 +12,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.clock import monotonic
-from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
+from common.base.errors import Forbidden, NotFound, Unavailable
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import Call, read_object
-from router.admin import RouterAdmin, describe_node
+from router.admin import RouterAdmin, checked_limit, describe_node
 from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
@@ -79,10 +79,8 @@ class DashboardRoutes:
         return Response(found.body, headers=headers, media_type="application/json")
 
     async def _requests(self, request: Request) -> Response:
-        limit = request.query_params.get("limit", "50")
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
-            raise BadRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
-        return json_response({"requests": self._router.dispatcher.stories.recent(int(limit))})
+        limit = checked_limit(request.query_params.get("limit", "50"), _MAX_LISTED)
+        return json_response({"requests": self._router.dispatcher.stories.recent(limit)})
 
     async def _request(self, request: Request) -> Response:
         story = self._router.dispatcher.stories.get(request.path_params["request_id"])

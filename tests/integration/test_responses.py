@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
+from router.text.tokenizer import Tokenizer as ServedTokenizer
 
 TOOLS: Any = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("weather", "time")]
 
@@ -186,6 +188,30 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
     _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
 
 
+@pytest.mark.parametrize(("size_bytes", "on_loop"), [(100, True), (100_000, False)])
+def test_a_long_stored_conversation_is_rendered_on_a_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int, on_loop: bool
+) -> None:
+    rendered_on_loop: list[bool] = []
+    render_chat = ServedTokenizer.render_chat
+
+    def noting(self: ServedTokenizer, *args: Any, **kwargs: Any) -> str:
+        rendered_on_loop.append(threading.current_thread() is threading.main_thread())
+        return render_chat(self, *args, **kwargs)
+
+    class Store(ResponseStore):
+        async def get(self, tenant: str, response_id: str) -> StoredResponse:
+            return StoredResponse({}, [{"role": "user", "content": "one?"}], size_bytes)
+
+    async def scene(bench: Bench) -> None:
+        monkeypatch.setattr(ServedTokenizer, "render_chat", noting)
+        create = bench.client.responses.create
+        await create(model="stub-model", input="two?", previous_response_id="resp-1", store=False)
+        assert rendered_on_loop == [on_loop]
+
+    _play(folder, "sun", scene, Store("redis://127.0.0.1:1/0", "c", 10))
+
+
 def test_without_redis_answers_are_given_and_only_continuing_fails(folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         whole = await bench.client.responses.create(model="stub-model", input="hi")
@@ -205,7 +231,8 @@ def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, clus
             await store.put("t", StoredResponse({"id": response_id}, []))
         await store.put("t", StoredResponse({"id": ids[3], "text": "x" * MAX_ENTRY_BYTES}, []))
         found = await asyncio.gather(*(store.get("t", each) for each in ids), return_exceptions=True)
-        assert [isinstance(each, StoredResponse) for each in found] == [False, True, True, False]
+        sizes = [each.size_bytes if isinstance(each, StoredResponse) else 0 for each in found]
+        assert [size > 0 for size in sizes] == [False, True, True, False]
         await store.close()
 
     asyncio.run(main())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import httpx
+import pytest
 from support.router_bench import Bench, play
 from tokenizers import Tokenizer
+
+from router.text.tokenizer import Tokenizer as ServedTokenizer
 
 
 def test_tokenize_and_detokenize_agree_with_the_tokenizer_and_with_the_calls(
@@ -45,6 +49,27 @@ def test_tokenize_and_detokenize_agree_with_the_tokenizer_and_with_the_calls(
                     404 if param == "model" else 400,
                     param,
                 )
+
+    play(model_folder, scene)
+
+
+def test_a_long_text_is_tokenized_and_shown_on_a_thread(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+    token_str = ServedTokenizer.token_str
+
+    def noting(self: ServedTokenizer, token_id: int) -> str:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return token_str(self, token_id)
+
+    monkeypatch.setattr(ServedTokenizer, "token_str", noting)
+
+    async def scene(bench: Bench) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url) as http:
+            for prompt, wanted in (("fox", True), ("fox " * 5000, False)):
+                on_loop.clear()
+                shown = (await http.post("/tokenize", json={"prompt": prompt, "return_token_strs": True})).json()
+                assert len(shown["token_strs"]) == shown["count"] == len(on_loop)
+                assert set(on_loop) == {wanted}
 
     play(model_folder, scene)
 

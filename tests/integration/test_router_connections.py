@@ -50,6 +50,18 @@ def test_an_offer_of_http2_is_ignored_and_the_request_served(model_folder: Path,
     play(model_folder, scene)
 
 
+@pytest.mark.parametrize("connection", [b"upgrade, close", b"close\r\nconnection: upgrade"])
+def test_who_offers_http2_and_closes_is_answered(model_folder: Path, connection: bytes) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(request("hi", b"connection: %b\r\nupgrade: h2c\r\n" % connection))
+        assert (await answer(reader))[0] == 200
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+    play(model_folder, scene)
+
+
 def test_connect_is_refused_whatever_else_it_offers(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         for headers in (b"", UPGRADE):
@@ -191,11 +203,17 @@ def test_a_large_head_is_refused_with_words(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
+TOO_LARGE = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    b"content-length: 900000000000\r\n\r\n"
+)
+
+
 def test_a_refused_client_that_still_sends_reads_its_refusal(model_folder: Path) -> None:
     """Closed with bytes of it unread, the connection would be reset, and its answer lost."""
 
     async def scene(bench: Bench) -> None:
-        for start, status in ((b"GET / HTTP/1.1\r\nx: ", 431), (b"nonsense\r\n", 400)):
+        for start, status in ((b"GET / HTTP/1.1\r\nx: ", 431), (b"nonsense\r\n", 400), (TOO_LARGE, 413)):
             reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
             writer.write(start + b"a" * 100_000)
             for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,31 @@ def test_a_misspelt_field_is_answered_with_a_warning_or_refused(model_folder: Pa
 
     play(model_folder, warned)
     play(model_folder, refused, config={"strict_parameters": True})
+
+
+_TURNS = [{"role": "user", "content": "a"}]
+_OF_OTHER_APIS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "a", "max_output_tokens": 1, "include": [], "max_tool_calls": 1, "service_tier": "auto"},
+    "/v1/messages": {"messages": _TURNS, "max_tokens": 1, "metadata": {"user_id": "me"}, "container": None},
+    "/v1/messages/count_tokens": {"messages": _TURNS, "context_management": {"edits": []}},
+    "/api/chat": {"messages": _TURNS, "options": {"num_predict": 1, "num_ctx": 9}, "keep_alive": "5m"},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 1}, "keep_alive": -1, "shift": True},
+    "/tokenize": {"prompt": "a", "add_special_tokens": False},
+    "/detokenize": {"tokens": [65]},
+}
+
+
+def test_misspelt_fields_of_the_calls_of_other_apis_are_too(model_folder: Path) -> None:
+    async def scene(bench: Bench, *, strict: bool) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url) as client:
+            for path, body in [*_OF_OTHER_APIS.items(), ("/tokenize", {"messages": _TURNS})]:
+                known = await client.post(path, json=body)
+                assert (known.status_code, known.headers.get("x-kvrelay-ignored")) == (200, None), (path, known.text)
+                misspelt = await client.post(path, json={**body, "temprature": 0})
+                if strict:
+                    assert (misspelt.status_code, "'temprature'" in misspelt.text) == (400, True), path
+                else:
+                    assert (misspelt.status_code, misspelt.headers["x-kvrelay-ignored"]) == (200, "temprature"), path
+
+    play(model_folder, partial(scene, strict=False))
+    play(model_folder, partial(scene, strict=True), config={"strict_parameters": True})

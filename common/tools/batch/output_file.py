@@ -21,7 +21,9 @@ from common.tools.api_client import ApiAnswer
 from common.tools.batch.input_file import BadBatch
 
 _SYNC_S = 1.0
-_CHUNK_BYTES = 1 << 16
+_ID_PREFIX = "batch_req_"
+_START = b'{"id":"%s' % _ID_PREFIX.encode()
+"""What every line begins with."""
 
 
 class BatchFailed(KvRelayError):
@@ -51,7 +53,6 @@ class OutputFile:
         try:
             if not try_lock(self._descriptor):
                 raise BadBatch(f"{path} is being written by another batch")
-            _cut_incomplete_line(self._descriptor)
             self._read()
             _sync_folder(path.parent)
         except BaseException:
@@ -59,14 +60,20 @@ class OutputFile:
             raise
 
     def _read(self) -> None:
+        end_bytes = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                result = _custom_id_and_success(line)
+                whole = line.endswith(b"\n")
+                if not whole and line.startswith(_START[: len(line)]):
+                    os.ftruncate(self._descriptor, end_bytes)
+                    return
+                result = _custom_id_and_success(line) if whole else None
                 if result is None:
                     raise BadBatch(f"{self.path}, line {number} is not a result of a batch: choose another output file")
                 custom_id, succeeded = result
                 self.finished.add(custom_id)
                 self.failed += not succeeded
+                end_bytes += len(line)
 
     def add(self, custom_id: str, outcome: ApiAnswer | KvRelayError) -> None:
         """Append one result. Raises: BatchFailed if it cannot be written."""
@@ -79,7 +86,7 @@ class OutputFile:
         self.finished.add(custom_id)
         self.failed += response is None or not _is_success(response)
         line = {
-            "id": f"batch_req_{secrets.token_hex(12)}",
+            "id": f"{_ID_PREFIX}{secrets.token_hex(12)}",
             "custom_id": custom_id,
             "response": response,
             "error": error,
@@ -116,20 +123,6 @@ def _custom_id_and_success(line: bytes) -> tuple[str, bool] | None:
 
 def _is_success(response: dict[str, Any]) -> bool:
     return 200 <= response["status_code"] < 300
-
-
-def _cut_incomplete_line(descriptor: int) -> None:
-    end = os.fstat(descriptor).st_size
-    at = end
-    while at > 0:
-        start = max(0, at - _CHUNK_BYTES)
-        newline = os.pread(descriptor, at - start, start).rfind(b"\n")
-        if newline >= 0:
-            at = start + newline + 1
-            break
-        at = start
-    if at < end:
-        os.ftruncate(descriptor, at)
 
 
 def _sync_folder(folder: Path) -> None:

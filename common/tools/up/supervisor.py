@@ -236,7 +236,8 @@ class Supervisor:
         models: dict[str, Task] = {record.model.name: record.model.task for record in self._records.values()}
         urls = [spec.url for spec in self._routers]
         kernels = sorted({record.kernels for record in self._records.values()})
-        text = banner(urls, models, rows, kernels, self._config.api_key != "", took_s)
+        needs_key = bool(self._config.api_key or self._config.api_key_file)
+        text = banner(urls, models, rows, kernels, needs_key, took_s)
         self._console.announce(text, f"ready at {', '.join(urls)} (after {took_s:.1f} s)")
 
     # ------------------------------------------------------------ watch

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from pydantic_core import from_json
 
 from common.base.errors import KvRelayError
 from router.http.error_shapes import anthropic_error
 from router.http.json_body import Json
-from router.http.openai.checks import as_object
-from router.http.parsed_format import ParsedFormat
+from router.http.parsed_format import ParsedFormat, arguments_object
 from router.http.response_headers import serving_details
 from router.output.base import ParsedDelta, ToolCallDelta
 from router.requests.generation import Generation
@@ -67,7 +63,7 @@ class MessagesFormat(ParsedFormat):
             blocks.append({**_EMPTY["thinking"], "thinking": parsed.reasoning})
         if parsed.content:
             blocks.append({**_EMPTY["text"], "text": parsed.content})
-        blocks += [{**_tool_use(call), "input": _input(call.arguments)} for call in parsed.tool_calls]
+        blocks += [{**_tool_use(call), "input": arguments_object(call.arguments)} for call in parsed.tool_calls]
         stop = _stop(generation.outcome, called=bool(parsed.tool_calls))
         return self._message(blocks, *stop, _usage(generation))
 
@@ -113,15 +109,6 @@ class MessagesFormat(ParsedFormat):
 
 def _tool_use(call: ToolCallDelta) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object; those that the token limit cut off stay text."""
-    try:
-        found = as_object(from_json(arguments or "{}"))
-    except ValueError:
-        found = None
-    return {"partial_json": arguments} if found is None else found
 
 
 def _stop(outcome: Outcome | None, *, called: bool) -> tuple[str, str | None]:

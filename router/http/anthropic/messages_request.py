@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field
 
@@ -110,6 +110,11 @@ class OutputConfig(_Body):
 
 class CountTokensRequest(_Body):
     """Body of `POST /v1/messages/count_tokens`."""
+
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "container", "context_management", "inference_geo", "speed"}
+    )
+    """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

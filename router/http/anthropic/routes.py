@@ -9,12 +9,13 @@ from router.http.anthropic.answer_types import AnthropicMessage, TokenCount
 from router.http.anthropic.messages_format import MessagesFormat
 from router.http.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from router.http.error_shapes import AnthropicError
+from router.http.json_body import Json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_BODIES, OF_GENERATION, described
 from router.http.responses import JsonResponse
-from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
+from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
 
 
@@ -34,7 +35,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like Anthropic's endpoint of the same name."""
         assign_ids(request, "msg")
-        body, size = await read_and(request, services, lambda data: _chat_request(data, MessagesRequest))
+        body, size = await parse_as(request, services, MessagesRequest, _chat_request)
         chat = await prepare_chat(request, services, body, size)
         form = MessagesFormat(format_options(request, body, chat.model), chat.model.tokenizer, chat.parsers())
         return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
@@ -45,11 +46,11 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The number of prompt tokens that `/v1/messages` would use."""
-        body, size = await read_and(request, services, lambda data: _chat_request(data, CountTokensRequest))
+        body, size = await parse_as(request, services, CountTokensRequest, _chat_request)
         model = services.catalog.get(body.model)
         ids = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model)))
-        return JsonResponse({"input_tokens": len(ids)})
+        return JsonResponse({"input_tokens": len(ids)}, headers=warnings_of(request))
 
 
-def _chat_request(data: bytes, kind: type[CountTokensRequest]) -> ChatRequest:
-    return completion_request(validated(read_object(data), kind).chat_request(), ChatRequest)
+def _chat_request(fields: Json, kind: type[CountTokensRequest]) -> ChatRequest:
+    return completion_request(validated(fields, kind).chat_request(), ChatRequest)

@@ -11,12 +11,12 @@ from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
 from router.http.ollama.answer_types import OllamaEmbedding, OllamaEmbeddings
 from router.http.ollama.requests import EmbedRequest, OllamaEmbeddingsRequest
-from router.http.openai.parse_body import read_object, validated
+from router.http.openai.parse_body import validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.pooling.format import floats
 from router.http.pooling.requests import EmbeddingRequest
 from router.http.pooling.serve import EmbeddedInputs, serve_embeddings
-from router.http.serve import assign_ids, read_and
+from router.http.serve import assign_ids, parse_as
 from router.http.services import Services
 
 
@@ -31,7 +31,7 @@ def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
         """The vector of each input, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama")
         began_s = time.perf_counter()
-        body, size = await read_and(request, services, lambda data: validated(read_object(data), EmbedRequest))
+        body, size = await parse_as(request, services, EmbedRequest, validated)
         wanted = validated(body.embedding_request(), EmbeddingRequest)
 
         def answer(found: EmbeddedInputs) -> Json:
@@ -52,9 +52,7 @@ def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
     async def ollama_embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The vector of a prompt, like ollama's endpoint of the same name; it is not normalized."""
         assign_ids(request, "ollama")
-        body, size = await read_and(
-            request, services, lambda data: validated(read_object(data), OllamaEmbeddingsRequest)
-        )
+        body, size = await parse_as(request, services, OllamaEmbeddingsRequest, validated)
         wanted = validated(body.embedding_request(), EmbeddingRequest)
         return await serve_embeddings(
             request, services, wanted, size, lambda found: {"embedding": floats(found.vectors[0])}

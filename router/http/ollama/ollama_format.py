@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
-
-from pydantic_core import from_json
 
 from common.base.errors import KvRelayError
 from router.http.format import FormatOptions
 from router.http.json_body import Json, to_json
-from router.http.openai.checks import as_object
-from router.http.parsed_format import ParsedFormat
+from router.http.parsed_format import ParsedFormat, arguments_object
 from router.http.response_headers import serving_details
 from router.output.base import OutputParser, ParsedDelta, ToolCallDelta
 from router.requests.generation import Generation
@@ -95,13 +91,4 @@ class OllamaFormat(ParsedFormat):
 
 
 def _shown(call: ToolCallDelta) -> Json:
-    return {"function": {"name": call.name, "arguments": _arguments(call.arguments)}}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments as an object; those that the token limit cut off stay text."""
-    try:
-        found = as_object(from_json(text or "{}"))
-    except ValueError:
-        found = None
-    return {"partial_json": text} if found is None else found
+    return {"function": {"name": call.name, "arguments": arguments_object(call.arguments)}}

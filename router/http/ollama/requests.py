@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -43,6 +43,9 @@ class Options(_Body):
 
 
 class _Named(_Body):
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options", "shift", "truncate"})
+    """Fields of ollama's calls that have no effect here, unless a call has a field of that name."""
+
     model: Annotated[str, Field(max_length=1024)] | None = None
 
     @field_validator("model")

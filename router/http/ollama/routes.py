@@ -17,10 +17,10 @@ from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
-from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
+from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve
 from router.http.services import Services
 from router.served_model import ServedModel
 
@@ -35,14 +35,14 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
     async def ollama_chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama")
-        body, size = await read_and(request, services, lambda data: validated(read_object(data), OllamaChatRequest))
+        body, size = await parse_as(request, services, OllamaChatRequest, validated)
         return await _serve_chat(request, services, body, size, chat=True)
 
     @app.post("/api/generate", openapi_extra=_generates(GenerateRequest))
     async def ollama_generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a prompt, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama")
-        body, size = await read_and(request, services, lambda data: validated(read_object(data), GenerateRequest))
+        body, size = await parse_as(request, services, GenerateRequest, validated)
         if not body.raw:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = completion_request(body.completion_request(), CompletionRequest)

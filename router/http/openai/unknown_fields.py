@@ -44,7 +44,8 @@ def known_fields(kind: type[BaseModel]) -> frozenset[str]:
     """All names that a call knows, whether supported or not."""
     unsupported = UNSUPPORTED.keys() if issubclass(kind, CompletionRequestBase) else frozenset[str]()
     passed_on: frozenset[str] = getattr(kind, "PASSED_ON", frozenset())
-    return frozenset(kind.model_fields) | passed_on | unsupported | WITHOUT_EFFECT
+    without_effect: frozenset[str] = getattr(kind, "WITHOUT_EFFECT", frozenset())
+    return frozenset(kind.model_fields) | passed_on | unsupported | WITHOUT_EFFECT | without_effect
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:

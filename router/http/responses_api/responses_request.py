@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, field_validator
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT, as_object
+from router.http.openai.checks import MAX_INT, as_object, shorten
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
 
@@ -87,6 +87,10 @@ class ResponsesRequest(BodyModel):
 
     PASSED_ON: ClassVar[frozenset[str]] = _OF_CHAT | UNSUPPORTED.keys()
     """Fields that the chat call takes or refuses."""
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {"background_options", "context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
+    )
+    """Fields of OpenAI's call that have no effect here, beside those of all calls."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -112,6 +116,7 @@ class ResponsesRequest(BodyModel):
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
+    include: list[str] | None = None
     conversation: None = None
     prompt: None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -121,6 +126,14 @@ class ResponsesRequest(BodyModel):
     def _refuse_background(cls, value: bool | None) -> bool | None:
         if value:
             raise ValueError("answers in the background are not supported")
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _refuse_include(cls, value: list[str] | None) -> list[str] | None:
+        for each in value or ():
+            if each != "reasoning.encrypted_content":  # reasoning is never encrypted
+                raise ValueError(f"{shorten(each)} is not supported")
         return value
 
     @field_validator("metadata", mode="before")

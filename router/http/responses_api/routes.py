@@ -13,7 +13,7 @@ from common.base.errors import NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.response_store import ResponseStore, StoredResponse
 from router.http.responses import JsonResponse
@@ -21,7 +21,7 @@ from router.http.responses_api.answer_types import DeletedResponse, ResponseObje
 from router.http.responses_api.input_items import InputItem, chat_messages
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.http.responses_api.responses_request import ResponsesRequest
-from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
+from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve
 from router.http.services import Services
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
@@ -42,10 +42,12 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     async def create_response(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
         assign_ids(request, "resp")
-        body, size = await read_and(request, services, lambda data: validated(read_object(data), ResponsesRequest))
+        body, size = await parse_as(request, services, ResponsesRequest, validated)
         earlier: list[Json] = []
         if body.previous_response_id is not None:
-            earlier = (await _store(services).get(tenant_of(request), body.previous_response_id)).messages
+            stored = await _store(services).get(tenant_of(request), body.previous_response_id)
+            earlier = stored.messages
+            size += stored.size_bytes
         chat_body = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
         chat = await prepare_chat(request, services, chat_body, size)
         options = format_options(request, chat_body, chat.model)

@@ -44,12 +44,13 @@ def _connection(app: Any) -> HttpConnection:
     return HttpConnection(config=config, server_state=ServerState(), app_state={})
 
 
-def _answer(headers: Headers, body: bytes, *, request: bytes = _POST) -> bytes:
-    """What a connection writes when an application answers with these headers and this body."""
+def _answer(headers: Headers, *body: bytes, request: bytes = _POST) -> bytes:
+    """What a connection writes when an application answers with these headers and these parts of a body."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for number, part in enumerate(body, 1):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(body)})
 
     async def main() -> bytes:
         connection, transport = _connection(app), _Transport()
@@ -100,6 +101,13 @@ def test_the_head_is_sent_with_the_body_if_that_comes_at_once(waits: bool) -> No
 
 def test_an_answer_after_which_the_connection_closes_says_so() -> None:
     assert b"connection: close" in _answer([], b"", request=b"POST / HTTP/1.0\r\n\r\n")
+
+
+@pytest.mark.parametrize("body", [(b"ok",), (b"o", b"k"), (b"", b"o", b"k", b"")])
+@pytest.mark.parametrize(("lengths", "lines"), [([], b""), ([(b"content-length", b"2")], b"content-length: 2\r\n")])
+def test_an_old_client_gets_no_chunks(body: tuple[bytes, ...], lengths: Headers, lines: bytes) -> None:
+    written = _answer(lengths, *body, request=b"POST / HTTP/1.0\r\n\r\n")
+    assert written == b"HTTP/1.1 200 OK\r\n" + lines + b"connection: close\r\n\r\nok"
 
 
 @pytest.mark.parametrize("value", [b"1\r\nset-cookie: a=b", b"1\nb", b"1\rb", b"1\0", b"mark\r\n", b"mark\r"])

@@ -81,6 +81,7 @@ def test_arguments_are_streamed_as_the_model_writes_them() -> None:
     [
         ("[f(a=1), g(b='x\\n', c=[True, None, {'k': -1.5}])]", [("f", {"a": 1}), ("g", {"b": "x\n", "c": [True, None, {"k": -1.5}]})]),
         ("[f()]", [("f", {})]),
+        (f"[f(a={'9' * 400})]", [("f", {"a": 10**400 - 1})]),
         ('[f(a="it\'s, (fine)", b=(1, 2), c=false)]', [("f", {"a": "it's, (fine)", "b": [1, 2], "c": False})]),
     ],
 )  # fmt: skip
@@ -90,7 +91,11 @@ def test_python_calls_become_json(text: str, calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[f(a=__import__('os'))]", "[h(a=1)]", "[f](http://a)", "[f(a=1+1)]", "[1, 2]", "[f("]
+    "text",
+    [
+        *("[f(a=__import__('os'))]", "[h(a=1)]", "[f](http://a)", "[f(a=1+1)]", "[1, 2]", "[f("),
+        *("[f(a=1e999)]", f"[f(a={'9' * 5000})]"),
+    ],
 )
 def test_python_that_is_no_list_of_literal_calls_is_content(text: str) -> None:
     assert _parse(text, "pythonic") == ParsedMessage(text)

@@ -89,7 +89,7 @@ def test_a_conversation_needs_a_page_of_this_site_and_on_the_admin_port_the_toke
     assert status(Access(TOKEN, open=False), page | token) == 200
     assert _get(Access(TOKEN), "/ui/api/chat", "GET", page).status_code == 404
     answer = _get(Access(TOKEN), "/ui/api/chat?x=1", "POST", page).json()
-    assert (answer["path"], answer["client"]) == ("/v1/chat/completions", "playground")
+    assert (answer["path"], answer["client"]) == ("/v1/chat/completions", "127.0.0.1")
 
 
 def test_unknown_paths_answer_in_json() -> None:

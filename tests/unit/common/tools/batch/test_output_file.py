@@ -37,7 +37,7 @@ def test_an_incomplete_last_line_is_cut_off(tmp_path: Path, size: int) -> None:
     with OutputFile(file) as output:
         output.add("a", GOOD)
     whole = file.read_bytes()
-    file.write_bytes(whole + whole[:-1][:1] + b"x" * (size - 1))
+    file.write_bytes(whole + (whole[:-1] + b"x" * size)[:size])
     with OutputFile(file) as output:
         assert output.finished == {"a"}
         output.add("b", GOOD)
@@ -52,12 +52,15 @@ def test_a_file_of_only_an_incomplete_line_is_empty_again(tmp_path: Path) -> Non
     assert file.read_bytes() == b""
 
 
-def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["my notes\n", '{"precious": 1}', "notes\nmore", '{"custom_id": "a", "response": {"status_code": 200}}']
+)
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     file = tmp_path / "out.jsonl"
-    file.write_text("my notes\n")
+    file.write_text(text)
     with pytest.raises(BadBatch, match="line 1 is not a result"):
         OutputFile(file)
-    assert file.read_text() == "my notes\n"
+    assert file.read_text() == text
 
 
 def test_a_second_batch_on_the_same_file_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +94,21 @@ def test_restart_that_fails_for_lack_of_processes_is_retried_and_affects_no_othe
         await cluster._probe.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [(UpConfig(), False), (UpConfig(api_key="k"), True), (UpConfig(api_key_file="keys.toml"), True)],
+)
+def test_the_example_request_has_a_key_where_one_is_needed(
+    config: UpConfig, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        cluster = Supervisor(config, [ChildSpec("router", "router", ("true",))], "redis://127.0.0.1:1", PidFile(None))
+        record = SimpleNamespace(model=SimpleNamespace(name="m", task="generate"), kernels="numpy")
+        monkeypatch.setattr(cluster, "_records", {"d0": record})
+        cluster._announce(1.0)
+        await cluster._probe.close()
+
+    asyncio.run(main())
+    assert ('-H "Authorization: Bearer $KVRELAY_API_KEY"' in capsys.readouterr().out) is shown

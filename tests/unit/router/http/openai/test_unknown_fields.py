@@ -8,9 +8,12 @@ import pytest
 from support.paths import ROOT
 
 from common.base.errors import BadRequest
+from router.http.anthropic.messages_request import MessagesRequest
+from router.http.ollama.requests import OllamaChatRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.unknown_fields import known_fields, names_in_header, refuse_unknown, unknown_fields
+from router.http.responses_api.responses_request import ResponsesRequest
 
 
 def test_only_fields_that_no_api_has_are_unknown() -> None:
@@ -36,7 +39,16 @@ def test_names_in_the_header_are_cut_printable_and_few() -> None:
     assert long == ", ".join(["x" * 64] * 16)
 
 
+_DOCUMENTED = frozenset(re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text("utf-8")))
+
+
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_every_field_is_documented(kind: type[ChatRequest] | type[CompletionRequest]) -> None:
-    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text("utf-8")))
-    assert not known_fields(kind) - documented
+    assert not known_fields(kind) - _DOCUMENTED
+
+
+@pytest.mark.parametrize("kind", [ResponsesRequest, MessagesRequest, OllamaChatRequest])
+def test_fields_of_other_apis_without_effect_are_known_and_documented(
+    kind: type[ResponsesRequest | MessagesRequest | OllamaChatRequest],
+) -> None:
+    assert known_fields(kind) & _DOCUMENTED >= kind.WITHOUT_EFFECT

@@ -343,6 +343,8 @@ def test_ollamas_calls_embed_and_cut_what_is_too_long(folder: Path) -> None:
         assert answer["prompt_eval_count"] == len(ids)
         answer = await client.post("/api/embed", input=["a", "fox " * 600], dimensions=2)
         assert [len(each) for each in answer["embeddings"]] == [2, 2]
+        answered = await client.http.post("/api/embed", json={"input": "a", "truncat": True})
+        assert answered.headers["x-kvrelay-ignored"] == "truncat"
         older = await client.post("/api/embeddings", model=MODEL, prompt="the fox")
         np.testing.assert_allclose(older["embedding"], vectors(ids, normalize=False)[0])
         refused = await client.http.post("/api/embed", json={"input": "fox " * 600, "truncate": False})

@@ -62,12 +62,17 @@ def test_reasoning_text_and_calls_in_a_row_are_one_message() -> None:
     assert (result.role, result.tool_call_id, result.content) == ("tool", "1", "sun")
 
 
+def test_encrypted_reasoning_may_be_asked_for_and_is_never_there() -> None:
+    _chat(include=["reasoning.encrypted_content"])
+
+
 def test_a_field_that_would_change_the_answer_is_refused() -> None:
     for fields in (
         {"thinking_token_budget": 4},
         {"background": True},
         {"truncation": "auto"},
         {"logprob_token_ids": [1]},
+        {"include": ["message.output_text.logprobs"]},
     ):
         with pytest.raises(BadRequest):
             _chat(**fields)

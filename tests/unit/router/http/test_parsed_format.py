@@ -1,0 +1,73 @@
+"""Streams of named events: what one delta may hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from router.http.anthropic.messages_format import MessagesFormat
+from router.http.format import FormatOptions
+from router.http.ollama.ollama_format import OllamaFormat
+from router.http.parsed_format import arguments_object
+from router.http.responses_api.responses_format import ResponsesFormat
+from router.output.hermes import read_hermes
+from router.output.writer import FormatParser
+from router.requests.request import Delta, Outcome
+
+ENDED = cast(
+    "Any",
+    SimpleNamespace(
+        outcome=Outcome("stop"),
+        decision=None,
+        served=None,
+        request_id="r",
+        cached_tokens=0,
+        completion_tokens=2,
+        request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1])),
+    ),
+)
+BEGUN, REST = '<tool_call>{"name": "f", "arguments": {"a": 1', "}}</tool_call> Done."
+OPTIONS = FormatOptions("r-1", "m")
+NO_TOKENIZER = cast("Any", None)
+
+
+def _streamed(form: Any, *texts: str) -> list[Any]:
+    events = [event for text in texts for event in form.delta(Delta(text, [1], None), 0)]
+    return events + form.closing(ENDED, 0, Delta("", [], None))
+
+
+@pytest.mark.parametrize("cut", [(BEGUN, REST), (BEGUN + REST,), tuple(BEGUN + REST)])
+def test_text_behind_a_call_does_not_break_into_its_arguments(cut: tuple[str, ...]) -> None:
+    types: dict[int, str] = {}
+    texts: dict[str, str] = {}
+    for event in _streamed(MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)]), *cut):
+        if event["type"] == "content_block_start":
+            types[event["index"]] = event["content_block"]["type"]
+        elif event["type"] == "content_block_delta":
+            kind = types[event["index"]]
+            texts[kind] = texts.get(kind, "") + event["delta"]["partial_json" if kind == "tool_use" else "text"]
+    assert texts == {"tool_use": '{"a": 1}', "text": " Done."}
+
+    form = ResponsesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)], {})
+    _streamed(form, *cut)
+    assert form.response is not None
+    shown = sorted(str(item.get("arguments") or item["content"][0]["text"]) for item in form.response["output"])
+    assert shown == [" Done.", '{"a": 1}']
+
+    lines = _streamed(OllamaFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)], chat=True), *cut)
+    assert "".join(line["message"]["content"] for line in lines) == " Done."
+    assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [
+        [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    ]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', "[1]", '{"a": NaN}', '{"a": -Infinity}', '{"a": [1e999]}'])
+def test_arguments_that_are_no_json_object_stay_text(text: str) -> None:
+    assert arguments_object(text) == {"partial_json": text}
+
+
+@pytest.mark.parametrize(("text", "found"), [("", {}), ('{"a": [1, 1e308]}', {"a": [1, 1e308]})])
+def test_arguments_are_an_object(text: str, found: Any) -> None:
+    assert arguments_object(text) == found
