@@ -56,10 +56,11 @@ class PoolCall:
     async def run(self) -> list[bytes] | None:
         """The vectors of all inputs, in their order; None if the call was cancelled.
 
-        Raises: the error of the first part that failed; Overloaded, Unavailable if none was started.
+        A call that was cancelled before starts nothing. Raises: the error of the first part that failed; Overloaded,
+        Unavailable if none was started.
         """
-        self._dispatcher.run_parts(self._model, self.parts, self._tenant)
-        if self.parts:
+        if self._running:
+            self._dispatcher.run_parts(self._model, self.parts, self._tenant)
             await self._ended.wait()
         vectors: list[bytes] = []
         cancelled = False

@@ -169,6 +169,18 @@ def test_a_client_that_leaves_aborts_all_parts_at_their_nodes(model_folder: Path
     play(model_folder, scene)
 
 
+def test_a_client_that_leaves_before_the_parts_start_leaves_nothing_behind(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        router = stack.router.dispatcher
+        call = PoolCall(router, "call", "", work(600, 20))
+        call.cancel()
+        assert await call.run() is None
+        await asyncio.sleep(0)
+        assert (router.running, router.waiting) == (0, 0)
+
+    play(model_folder, scene)
+
+
 def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: Path) -> None:
     async def scene(stack: Stack, nodes: list[StubNode]) -> None:
         (node,) = nodes
