@@ -53,6 +53,11 @@ class PoolCall:
         """Attempts of the part that needed most."""
         return max((part.attempt for part in self.parts), default=0)
 
+    @property
+    def tried_tokens(self) -> int:
+        """Tokens of the parts that went to a node, whatever became of them."""
+        return sum(part.work.num_tokens for part in self.parts if part.attempt)
+
     async def run(self) -> list[bytes] | None:
         """The vectors of all inputs, in their order; None if the call was cancelled.
 
