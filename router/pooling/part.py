@@ -256,8 +256,7 @@ class PoolPart:
         if not error.retryable:
             self._end(PoolOutcome(error=error))
         elif self._failures >= self._max_attempts:
-            tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
-            self._end(PoolOutcome(error=type(error)(error.message + tries)))
+            self._end(PoolOutcome(error=error.after_attempts(self.attempt)))
         else:
             self._story.add("retry", error.message, {"failures_in_a_row": self._failures})
             others = any(each not in self._avoid for each in self._fleet.incarnations)
