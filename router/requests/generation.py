@@ -293,7 +293,7 @@ class Generation:
         for registry in router.registries:
             registry.remove(self.request_id)
         if self.request.shared is not None:
-            self.request.shared.leave(self.request_id)
+            self.request.shared.leave(self.request_id, ends_request=outcome.finish_reason is None)
         if outcome.finish_reason is not None:
             router.placer.answered(len(self.flow.token_ids))
         router.stories.end(self.story)

@@ -152,6 +152,16 @@ def test_who_waits_too_long_or_leaves_is_let_go(folder: Path) -> None:
     play(folder, scene, max_queue_wait_s=0.2)
 
 
+def test_a_client_that_leaves_has_no_more_of_its_samples_sent(folder: Path) -> None:
+    async def scene(stack: Stack, node: StubNode, client: httpx.AsyncClient) -> None:
+        call = await Asker(stack, client).ask(5, n=8)
+        call.cancel()
+        await node.until(lambda: bool(node.aborts()))
+        assert len(node.requests()) == len(node.aborts()) == 1
+
+    play(folder, scene)
+
+
 def test_an_objective_that_would_be_missed_is_said_at_once(folder: Path) -> None:
     async def scene(stack: Stack, node: StubNode, client: httpx.AsyncClient) -> None:
         asker = Asker(stack, client)
