@@ -267,13 +267,14 @@ class Dispatcher:
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.
 
-        Raises: BadRequest for more prompts than the whole queue takes; Overloaded when it has no room for `count` more
+        Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
         and no tenant has more requests in it than `tenant`; Unavailable when the router stops.
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
         if count > self._config.max_waiting:
-            raise BadRequest(f"a request may have at most {self._config.max_waiting} prompts", param="prompt")
+            most = self._config.max_waiting
+            raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
         if self._is_full(state.table, count) and (count > 1 or not state.admission_queue.has_victim(tenant)):
             raise Overloaded(
