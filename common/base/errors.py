@@ -33,6 +33,9 @@ messages and in responses to clients.
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 
 class KvRelayError(Exception):
     """Root. Clients see `http_status` and `code`; the router retries if `retryable`."""
@@ -48,6 +51,14 @@ class KvRelayError(Exception):
     @property
     def message(self) -> str:
         return str(self)
+
+    def after_attempts(self, count: int) -> Self:
+        """This error, telling how many attempts there were if there were several."""
+        if count <= 1:
+            return self
+        told = copy.copy(self)  # others may hold this one
+        told.args = (f"{self.message} (after {count} attempts)",)
+        return told
 
 
 class ConfigError(KvRelayError):

@@ -72,7 +72,11 @@ def _lookup(host: str, family: socket.AddressFamily) -> Future[str]:
             _end(place)
             found.set_result(result)
 
-    threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
+    except RuntimeError as error:  # the process may have no more threads now
+        _end(place)
+        found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
     return found
 
 

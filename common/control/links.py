@@ -201,6 +201,7 @@ class Link:
         if connect_timeout_s is not None:
             self._wait(connect_timeout_s, f"{address} could not be reached within {connect_timeout_s:g} s")
         self._connecting = self._loop.create_task(self._connect(*place))
+        self._connecting.add_done_callback(self._stopped_connecting)
         self._unsent: list[bytes] = []
         """Messages sent in this turn of the loop, or before the link is connected."""
         self._due = False
@@ -259,6 +260,12 @@ class Link:
                     self._problem = f": {getattr(error, 'reason', None) or error}"
                     raise
             await asyncio.sleep(_RETRY_S)
+
+    def _stopped_connecting(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("cannot connect to %s", self.address, exc_info=error)
+            self._lose(f"cannot connect to {self.address}: {error}")
 
     def _new_connection(self) -> FrameConnection:
         return FrameConnection(

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from common.config.option_groups import CapacityOptions
 from common.control.attempt_stats import AttemptStats
@@ -369,7 +369,7 @@ class NodeRecord:
     """As in `NodeLoad`."""
     started_at: float
     """Unix time in seconds."""
-    max_num_seqs: int = CapacityOptions.max_num_seqs
+    max_num_seqs: Annotated[int, Field(ge=1)] = CapacityOptions.max_num_seqs
     """Maximum number of concurrent sequences."""
     admin_address: str = ""
     """URL of its admin port; empty without one."""

@@ -30,6 +30,7 @@ from router.http.response_headers import RawHeaders, RequestIds, headers, printa
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
 from router.output.base import OutputParser
+from router.requests.generation import Generation
 from router.requests.request import GenerationRequest
 from router.served_model import ServedModel
 
@@ -192,7 +193,7 @@ async def serve(
             model.base, ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
         )
         generations = list(answer.generations)  # the answer drops them when it closes
-        count_tokens(request.scope, lambda: usage(generations, options.samples)["total_tokens"])
+        count_tokens(request.scope, lambda: _tried_tokens(generations, options.samples))
         answer.watch(listener_of(request.scope))
         if stream:
             await answer.begun()
@@ -217,6 +218,13 @@ async def serve(
     finally:
         if not handed_over:
             answer.close()
+
+
+def _tried_tokens(generations: list[Generation], samples: int) -> int:
+    """Tokens that the request has used: those of a prompt without any attempt cost nothing. `samples`: as for `usage`."""
+    prompts = [generations[start : start + samples] for start in range(0, len(generations), samples)]
+    tried = [sample for prompt in prompts if any(each.decision for each in prompt) for sample in prompt]
+    return usage(tried, samples)["total_tokens"]
 
 
 async def _after(

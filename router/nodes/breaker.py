@@ -22,7 +22,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.base.clock import Clock, monotonic
-from common.base.errors import AdapterMissing, ClientError, HandshakeRefused, KvRelayError, Overloaded
+from common.base.errors import (
+    AdapterMissing,
+    ClientError,
+    DeadlineExceeded,
+    HandshakeRefused,
+    KvRelayError,
+    NoFiniteLogits,
+    Overloaded,
+)
+
+_NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing | NoFiniteLogits
 
 
 class BreakerState(Enum):
@@ -83,10 +93,10 @@ class Breakers:
         """Number of times that any node's breaker opened since the router started."""
 
     def failed(self, incarnation: str, error: KvRelayError) -> None:
-        """This node caused an attempt to end. Errors of the request itself, refused handshakes, missing adapters and
-        overload do not count.
+        """This node caused an attempt to end. Errors of the request itself, its deadline, refused handshakes, missing adapters
+        and overload do not count.
         """
-        if isinstance(error, ClientError | Overloaded | HandshakeRefused | AdapterMissing):
+        if isinstance(error, _NOT_OF_NODES) or error.code == DeadlineExceeded.code:  # a transfer's own deadline counts
             return
         breaker = self._breakers.setdefault(incarnation, _Breaker())
         now = self._clock()

@@ -320,7 +320,7 @@ class Fleet:
             float(load.queued_tokens),
         )
         node.free_blocks = float(load.kv_blocks_total - load.kv_blocks_used)
-        node.total_blocks = float(load.kv_blocks_total)
+        node.total_blocks = float(max(1, load.kv_blocks_total))  # a divisor
         node.in_flight, node.in_flight_tokens = float(in_flight), float(in_flight_tokens)
         node.in_flight_blocks = float(in_flight_blocks)
         node.ended = node.ended_tokens = 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from common.base.errors import BadRequest
-from router.pooling.part import PoolPart
+from common.base.errors import BadRequest, KvRelayError
+from router.pooling.part import CLIENT_LEFT, PoolPart
 from router.pooling.work import PoolWork, split
 from router.requests.dispatch import Dispatcher
 from router.requests.story import Story
@@ -53,13 +53,26 @@ class PoolCall:
         """Attempts of the part that needed most."""
         return max((part.attempt for part in self.parts), default=0)
 
+    @property
+    def tried_tokens(self) -> int:
+        """Tokens of the parts that went to a node, whatever became of them."""
+        return sum(part.work.num_tokens for part in self.parts if part.attempt)
+
     async def run(self) -> list[bytes] | None:
         """The vectors of all inputs, in their order; None if the call was cancelled.
 
-        Raises: the error of the first part that failed; Overloaded, Unavailable if none was started.
+        A call that was cancelled before starts nothing. Raises: the error of the first part that failed; Overloaded,
+        Unavailable if none was started.
         """
-        self._dispatcher.run_parts(self._model, self.parts, self._tenant)
-        if self.parts:
+        try:
+            return await self._run()
+        except KvRelayError as error:
+            self.cancel(f"the call failed: {error.message}")
+            raise
+
+    async def _run(self) -> list[bytes] | None:
+        if self._running:
+            self._dispatcher.run_parts(self._model, self.parts, self._tenant)
             await self._ended.wait()
         vectors: list[bytes] = []
         cancelled = False
@@ -72,10 +85,10 @@ class PoolCall:
                 vectors += outcome.vectors
         return None if cancelled else vectors
 
-    def cancel(self) -> None:
-        """End all parts that still run: the client disconnected, or the call has failed."""
+    def cancel(self, why: str = CLIENT_LEFT) -> None:
+        """End all parts that still run. `why`: for their stories."""
         for part in self.parts:
-            part.cancel()
+            part.cancel(why)
 
     def _on_end(self, part: PoolPart) -> None:
         self._running -= 1

@@ -31,9 +31,11 @@ from router.requests.story import Story
 
 log = logging.getLogger(__name__)
 
+CLIENT_LEFT = "the client disconnected"
+
 
 class PoolOutcome(NamedTuple):
-    """How a part ended: with vectors, with an error, or (neither) because the client disconnected."""
+    """How a part ended: with vectors, with an error, or (neither) because it was cancelled."""
 
     vectors: list[bytes] | None = None
     error: KvRelayError | None = None
@@ -80,6 +82,7 @@ class PoolPart:
         self._failures = 0
         self._events: deque[f.Event | f.Pooled | _PlaceNow] = deque()
         self._busy = False
+        self._why_cancelled = CLIENT_LEFT
 
     # -- for the dispatcher
 
@@ -98,9 +101,10 @@ class PoolPart:
         """Handle one event; one that arises meanwhile is handled after it. A bug ends only this part."""
         self._handle_all(event)
 
-    def cancel(self) -> None:
-        """The client disconnected, or needs the part no more. Nothing happens if it has ended."""
+    def cancel(self, why: str = CLIENT_LEFT) -> None:
+        """Nobody needs the part any more. Nothing happens if it has ended. `why`: for its story."""
         if self.outcome is None:
+            self._why_cancelled = why
             self.feed(f.ClientGone())
 
     def _handle_all(self, event: f.Event | f.Pooled | _PlaceNow) -> None:
@@ -252,8 +256,7 @@ class PoolPart:
         if not error.retryable:
             self._end(PoolOutcome(error=error))
         elif self._failures >= self._max_attempts:
-            tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
-            self._end(PoolOutcome(error=type(error)(error.message + tries)))
+            self._end(PoolOutcome(error=error.after_attempts(self.attempt)))
         else:
             self._story.add("retry", error.message, {"failures_in_a_row": self._failures})
             others = any(each not in self._avoid for each in self._fleet.incarnations)
@@ -287,7 +290,7 @@ class PoolPart:
         if outcome.error is not None:
             self._story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)
         elif outcome.vectors is None:
-            self._story.add("cancelled", "the client disconnected", data)
+            self._story.add("cancelled", self._why_cancelled, data)
         else:
             self._story.add("finished", data=data)
         router.stories.end(self._story)

@@ -14,7 +14,7 @@ from common.base.errors import Overloaded
 from common.control.messages import Role
 from router.policy import Decision, Fleet
 from router.requests.admission import Objectives, crowded, wait_s
-from router.requests.fair_queue import NOBODY, FairQueue, QueuedRequest, Tenant
+from router.requests.fair_queue import NOBODY, FairQueue, QueuedRequest, Siblings, Tenant
 
 CallSoon = Callable[[Callable[[], None]], object]
 """Runs the callback after the current event has been handled."""
@@ -79,22 +79,24 @@ class AdmissionQueue:
         refuse: Callable[[Overloaded], None],
         priority: int = 0,
         tenant: Tenant = NOBODY,
+        siblings: Siblings | None = None,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
-        Without a decision, no objective applies.
+        Without a decision, or once a sibling was admitted, no objective applies.
 
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
         ahead_s = wait_s(self._queue.tokens_ahead(priority), prefill, decode)
-        if decision is not None:
+        if decision is not None and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
         ahead = len(self._queue)
         reason = crowded(prefill, decode) or ("others wait before it" if ahead else "")
         if not reason:
             return None
         tokens = prompt_tokens + min(max_tokens, int(decode.costs.output_tokens))
-        self._queue.push(QueuedRequest(request_id, tokens, self._clock() + self._max_wait_s, priority, tenant))
+        deadline_s = self._clock() + self._max_wait_s
+        self._queue.push(QueuedRequest(request_id, tokens, deadline_s, priority, tenant, siblings))
         self._waiters[request_id] = _Waiter(admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
@@ -121,7 +123,7 @@ class AdmissionQueue:
             self._call_soon(self._release)
 
     def expire(self) -> None:
-        """Refuse requests that have waited too long."""
+        """Refuse requests that have waited too long, unless a sibling was admitted."""
         for request_id in self._queue.expired(self._clock()):
             self._give_up(request_id, f"no node had room for {self._max_wait_s:g} s", self._max_wait_s / 4)
         self.release_soon()

@@ -16,6 +16,7 @@ from common.control.ids import pack_ids
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
 from router.policy import Decision
 from router.requests import flow_events as f
+from router.requests.fair_queue import Siblings
 from router.requests.placement import HashChain, Placement, PlacementRequest
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
@@ -44,6 +45,7 @@ class Attempts:
         "_placement",
         "_request",
         "_router",
+        "_siblings",
         "_story",
         "_token_ids",
         "_unproven",
@@ -61,6 +63,7 @@ class Attempts:
         *,
         deadline_s: float,
         story: Story,
+        siblings: Siblings | None = None,
     ) -> None:
         """`token_ids`: what was generated so far; grows with the request. `deadline_s`: when the request must be over."""
         self.request_id = request_id
@@ -71,6 +74,7 @@ class Attempts:
         self._router = router
         self._deadline_s = deadline_s
         self._story = story
+        self._siblings = siblings or Siblings()
         self._chain = HashChain(request.engine.cache_salt, request.engine.lora_id)
         self._placement: Placement | None = None
         self.decision: Decision | None = None
@@ -86,7 +90,7 @@ class Attempts:
         """Choose nodes and answer, now or later.
 
         If there is no node, a new request is refused at once, unless this router stalled and its nodes are about to
-        reconnect. An admitted request waits for a node.
+        reconnect. One that was admitted, or has a sibling that was, waits for a node.
         """
         if wanted.backoff_s and not wanted.at_once:
             self._back_off(wanted, answer, "not the first consecutive failure")
@@ -168,19 +172,21 @@ class Attempts:
                 refuse=lambda error: answer(f.Unplaceable(error)),
                 priority=request.engine.priority,
                 tenant=request.tenant,
+                siblings=self._siblings,
             )
         except Overloaded as error:
             self._story.add("refused", error.message, decision)
             answer(f.Unplaceable(error))
             return False
         if entry is None:
-            self.admitted = True
+            self.admitted = self._siblings.admitted = True
             return True
         self._story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
         return False
 
     def _on_admitted(self, wanted: f.Place, answer: Answer) -> None:
-        self.admitted, self._node_deadline_s = True, None  # nodes were found when it was queued
+        self.admitted = self._siblings.admitted = True
+        self._node_deadline_s = None  # nodes were found when it was queued
         self._place_again(wanted, answer)
 
     def _on_no_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
@@ -189,7 +195,7 @@ class Attempts:
             error = Unavailable("every decode node that is left is draining; try again later")
         else:
             error.__traceback__ = None  # its frames refer to the request, which would wait for the garbage collector
-        if wanted.attempt == 1 and not self.admitted and not nodes.rejoining:
+        if wanted.attempt == 1 and not (self.admitted or self._siblings.admitted or nodes.rejoining):
             answer(f.Unplaceable(error))
         else:
             self._wait_for_node(wanted, answer, error)

@@ -29,7 +29,7 @@ from router.requests import flow_events as f
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
-from router.requests.fair_queue import NOBODY, Tenant
+from router.requests.fair_queue import NOBODY, Siblings, Tenant
 from router.requests.generation import Generation
 from router.requests.placement import Placer
 from router.requests.request import GenerationRequest
@@ -189,10 +189,11 @@ class Dispatcher:
         if state.table.waiting + len(requests) > self._config.max_waiting:
             state.admission_queue.make_room(requests[0].tenant)
         generations: list[Generation] = []
+        siblings = Siblings()
         try:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-                generations.append(self._enter(state, own_id, request, pieces, on_news, client_id))
+                generations.append(self._enter(state, own_id, request, pieces, on_news, client_id, siblings))
         except Exception:
             for generation in generations:
                 generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
@@ -223,6 +224,7 @@ class Dispatcher:
         pieces: TokenPieces,
         on_news: Callable[[], None],
         client: str,
+        siblings: Siblings,
     ) -> Generation:
         story, engine = Story(request_id, client), request.engine
         story.trace = request.trace
@@ -236,6 +238,7 @@ class Dispatcher:
             deadline_s=self.new_deadline_s(),
             on_news=on_news,
             story=story,
+            siblings=siblings,
         )
         generation.enter()
         return generation
@@ -264,13 +267,14 @@ class Dispatcher:
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.
 
-        Raises: BadRequest for more prompts than the whole queue takes; Overloaded when it has no room for `count` more
+        Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
         and no tenant has more requests in it than `tenant`; Unavailable when the router stops.
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
         if count > self._config.max_waiting:
-            raise BadRequest(f"a request may have at most {self._config.max_waiting} prompts", param="prompt")
+            most = self._config.max_waiting
+            raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
         if self._is_full(state.table, count) and (count > 1 or not state.admission_queue.has_victim(tenant)):
             raise Overloaded(

@@ -25,6 +25,18 @@ class Tenant(NamedTuple):
 NOBODY = Tenant()
 
 
+class Siblings:
+    """The generations of one client's request. Invariant: once one was admitted, none is refused, since its client may have
+    tokens already.
+    """
+
+    __slots__ = ("admitted",)
+
+    def __init__(self) -> None:
+        self.admitted = False
+        """Whether one of them was."""
+
+
 class QueuedRequest(NamedTuple):
     """A request that waits in the router."""
 
@@ -34,6 +46,12 @@ class QueuedRequest(NamedTuple):
     deadline_s: float
     priority: int = 0
     tenant: Tenant = NOBODY
+    siblings: Siblings | None = None
+
+    @property
+    def may_be_refused(self) -> bool:
+        """No sibling was admitted."""
+        return self.siblings is None or not self.siblings.admitted
 
 
 class FairQueue:
@@ -89,8 +107,8 @@ class FairQueue:
         return queued.request_id
 
     def expired(self, now_s: float) -> list[str]:
-        """Requests whose deadline has passed."""
-        return [queued.request_id for queued in self._by_id.values() if queued.deadline_s <= now_s]
+        """Requests whose deadline has passed and that may be refused."""
+        return [each.request_id for each in self._by_id.values() if each.deadline_s <= now_s and each.may_be_refused]
 
     def tokens_ahead(self, priority: int) -> int:
         """Tokens of the requests that leave before a new one of this priority."""
@@ -99,18 +117,20 @@ class FairQueue:
     def victim(self, tenant: Tenant) -> str | None:
         """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent one of the user with the
         most requests, of the tenant with the most if it has at least two more than `tenant`; else of `tenant` itself, if
-        that user has at least two more.
+        that user has at least two more. Those that may not be refused only count.
         """
         names = Counter(queued.tenant.name for queued in self._by_id.values())
-        name = max(names, key=lambda each: names[each], default=tenant.name)
+        candidates = [queued for queued in self._by_id.values() if queued.may_be_refused]
+        name = max((queued.tenant.name for queued in candidates), key=lambda each: names[each], default=tenant.name)
         is_other = names[name] >= names[tenant.name] + 2
         if not is_other:
             name = tenant.name
         users = Counter(queued.tenant.user for queued in self._by_id.values() if queued.tenant.name == name)
-        user = max(users, key=lambda each: users[each], default=tenant.user)
+        possible = (queued.tenant.user for queued in candidates if queued.tenant.name == name)
+        user = max(possible, key=lambda each: users[each], default=tenant.user)
         if not is_other and users[user] < users[tenant.user] + 2:
             return None
-        theirs = [queued for queued in self._by_id.values() if queued.tenant == Tenant(name, user)]
+        theirs = [queued for queued in candidates if queued.tenant == Tenant(name, user)]
         return max(enumerate(theirs), key=lambda item: (item[1].priority, item[0]))[1].request_id
 
 

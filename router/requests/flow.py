@@ -320,8 +320,7 @@ class Flow:
         if not error.retryable:
             return self._end(Fail(error))
         if self._failures >= self.max_attempts:
-            tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
-            return self._end(Fail(type(error)(error.message + tries)))
+            return self._end(Fail(error.after_attempts(self.attempt)))
         closed = self._close_legs()
         note = Note("retry", error.message, {"failures_in_a_row": self._failures, "tokens_so_far": len(self.token_ids)})
         return [*closed, note, *self._place()]

@@ -20,6 +20,7 @@ from router.metrics import Finished
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.attempt_placing import Attempts
+from router.requests.fair_queue import Siblings
 from router.requests.flow import Flow
 from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
@@ -61,6 +62,7 @@ class Generation:
         deadline_s: float,
         on_news: Callable[[], None],
         story: Story | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.request_id = request_id
         self.request = request
@@ -70,7 +72,13 @@ class Generation:
             engine, self.story.token_times = engine._replace(timeline=True), array("f")
         self.flow = Flow(request_id, engine, max_attempts)
         self.attempts = Attempts(
-            request_id, request, self.flow.token_ids, router, deadline_s=deadline_s, story=self.story
+            request_id,
+            request,
+            self.flow.token_ids,
+            router,
+            deadline_s=deadline_s,
+            story=self.story,
+            siblings=siblings,
         )
         self.served = Served()
         self.outcome: Outcome | None = None
@@ -293,7 +301,7 @@ class Generation:
         for registry in router.registries:
             registry.remove(self.request_id)
         if self.request.shared is not None:
-            self.request.shared.leave(self.request_id)
+            self.request.shared.leave(self.request_id, ends_request=outcome.finish_reason is None)
         if outcome.finish_reason is not None:
             router.placer.answered(len(self.flow.token_ids))
         router.stories.end(self.story)

@@ -23,11 +23,14 @@ class SharedPrompt:
         """Computed for the first sample alone."""
         self._first = ""
         self._waiting: dict[str, Callable[[], None]] = {}
+        self._request_ended = False
 
     def may_place(self, request_id: str, *, holder_usable: bool, wake: Callable[[], None]) -> bool:
         """Whether a sample is to be placed now: at the holder, or without one as the first. Otherwise `wake` is called when
         it should ask again. A holder that is not usable any more is forgotten.
         """
+        if self._request_ended:
+            return False
         if not holder_usable:
             self.holder = ""
         if self.holder:
@@ -44,8 +47,13 @@ class SharedPrompt:
             self.holder, self._first = incarnation, ""
             self._wake(len(self._waiting))
 
-    def leave(self, request_id: str) -> None:
-        """A sample has ended. If it went first and no node holds the prompt, the next one does."""
+    def leave(self, request_id: str, *, ends_request: bool = False) -> None:
+        """A sample has ended. If it went first and no node holds the prompt, the next one does. `ends_request`: it failed or was
+        cancelled, and so will the other samples be: none is placed any more.
+        """
+        if ends_request:
+            self._request_ended = True
+            self._waiting.clear()
         self._waiting.pop(request_id, None)
         if self._first == request_id:
             self._first = ""

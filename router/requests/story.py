@@ -113,7 +113,8 @@ class Story:
     @property
     def size_bytes(self) -> int:
         """Approximate memory that it takes."""
-        return _STORY_BYTES + _EVENT_BYTES * len(self.events) + 4 * len(self.token_times or ())
+        trace_bytes = sum(map(len, self.trace or ()))
+        return _STORY_BYTES + trace_bytes + _EVENT_BYTES * len(self.events) + 4 * len(self.token_times or ())
 
     def summary(self) -> dict[str, Any]:
         """Everything except the events, as plain data."""

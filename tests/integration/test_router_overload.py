@@ -152,6 +152,40 @@ def test_who_waits_too_long_or_leaves_is_let_go(folder: Path) -> None:
     play(folder, scene, max_queue_wait_s=0.2)
 
 
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        ({"n": 20}, {"max_queue_wait_s": 0.05}),
+        ({"prompt": [[5] * 20, [6] * 20] * 10}, {"max_queue_wait_s": 0.05}),
+        ({"n": 20}, {"slo_ttft": 0.001}),
+    ],
+)
+def test_a_request_that_has_begun_is_not_refused_in_part(
+    folder: Path, body: dict[str, Any], limit: dict[str, Any]
+) -> None:
+    async def scene(stack: Stack, node: StubNode, client: httpx.AsyncClient) -> None:
+        node.step_s, node.prefill_s = 0.1, 3.0
+        node.gate.set()
+        wanted = {"prompt": [5] * 20, "max_tokens": 3, "ignore_eos": True}
+        await client.post("/v1/completions", json=wanted)  # the router learns how long it takes
+        answer = await client.post("/v1/completions", json={**wanted, "stream": True, **body})
+        assert answer.status_code == 200, answer.text
+        assert answer.text.count('"finish_reason":"length"') == 20
+        assert "overloaded" not in answer.text
+
+    play(folder, scene, **limit)
+
+
+def test_a_client_that_leaves_has_no_more_of_its_samples_sent(folder: Path) -> None:
+    async def scene(stack: Stack, node: StubNode, client: httpx.AsyncClient) -> None:
+        call = await Asker(stack, client).ask(5, n=8)
+        call.cancel()
+        await node.until(lambda: bool(node.aborts()))
+        assert len(node.requests()) == len(node.aborts()) == 1
+
+    play(folder, scene)
+
+
 def test_an_objective_that_would_be_missed_is_said_at_once(folder: Path) -> None:
     async def scene(stack: Stack, node: StubNode, client: httpx.AsyncClient) -> None:
         asker = Asker(stack, client)

@@ -46,6 +46,10 @@ A cell is **ok** when all of this holds:
 - no key of a dead incarnation is left in Redis after its lease, every pool is whole and every load counter is zero;
 - a node that was not killed works on under its old incarnation.
 
+A cell has one fault. After `--max-attempts` (3) attempts in a row without a token a stream ends with an error, even if
+they only waited in the queues of nodes that died: the router cannot tell whether a node had begun an attempt, and a request
+that kills each node which computes it must not go on from node to node.
+
 The number is the longest time after the fault, in seconds, in which one of the {STREAMS} streams got nothing (also
 because it was still queued).
 """

@@ -31,6 +31,8 @@ from router.text.continue_message import before_mark, with_mark
 
 _MAX_KEY_CHARS = 256
 """Maximum length of a session's or user's name; the rest is cut off."""
+_MAX_TRACEPARENT_CHARS, _MAX_TRACESTATE_CHARS = 55, 512
+"""Of W3C's Trace Context. Longer headers are ignored: the story of a request keeps them."""
 
 
 class Caller(NamedTuple):
@@ -48,9 +50,15 @@ def caller_of(scope: Scope, user: str | None, priority: int | None) -> Caller:
     """The caller of a request with these fields; the session is the header `x-session-id`, else the `user` field."""
     client, user = client_of(scope), (user or "")[:_MAX_KEY_CHARS]
     session = header(scope, b"x-session-id")[:_MAX_KEY_CHARS] or user
-    parent = header(scope, b"traceparent")
-    trace = TraceContext(parent, header(scope, b"tracestate")) if parent else None
-    return Caller(Tenant(client.name, user), session, max(priority or 0, client.highest_priority), trace)
+    return Caller(Tenant(client.name, user), session, max(priority or 0, client.highest_priority), _trace_of(scope))
+
+
+def _trace_of(scope: Scope) -> TraceContext | None:
+    """The client's trace context; None without a usable `traceparent`."""
+    parent, state = header(scope, b"traceparent"), header(scope, b"tracestate")
+    if not parent or len(parent) > _MAX_TRACEPARENT_CHARS:
+        return None
+    return TraceContext(parent, state if len(state) <= _MAX_TRACESTATE_CHARS else "")
 
 
 class ChatGeneration(NamedTuple):

@@ -78,6 +78,7 @@ async def serve_pooled(
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     call = PoolCall(services.dispatcher, ids.own, ids.client, work)
+    count_tokens(request.scope, lambda: call.tried_tokens)
     client = listener_of(request.scope)
     client.watch(call.cancel)
     try:
@@ -92,7 +93,6 @@ async def serve_pooled(
     if vectors is None:
         metrics.cancelled()
         return Response(status_code=499)
-    count_tokens(request.scope, lambda: work.num_tokens)
     metrics.pooled(len(vectors), work.num_tokens, time.perf_counter() - began_s)
     if sum(map(len, vectors)) > 4 * _FEW_VALUES:
         body = await asyncio.to_thread(lambda: to_json(answer(vectors)))

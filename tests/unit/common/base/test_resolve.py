@@ -67,6 +67,20 @@ def test_many_attempts_at_a_name_that_hangs_take_one_thread_and_end_in_time(reso
     assert resolver.waiting == 1
 
 
+def test_a_thread_that_cannot_start_fails_one_lookup_and_not_the_later_ones(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(NameUnknown, match="can't start new thread"):
+            resolve_now("known", socket.AF_INET, 5)
+    assert resolve_now("known", socket.AF_INET, 5) == "127.0.0.1"
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_link_to_a_name_that_hangs_is_lost_in_time_while_others_work(resolver: Resolver) -> None:
     async def scene() -> tuple[list[Message], list[str]]:
         received: list[Message] = []
@@ -86,3 +100,18 @@ def test_a_link_to_a_name_that_hangs_is_lost_in_time_while_others_work(resolver:
     assert received == [Abort(AttemptKey("a", 1))]
     assert len(lost) == 1
     assert "could not be reached within 0.2 s" in lost[0]
+
+
+def test_a_link_whose_connecting_fails_unexpectedly_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> str:
+        raise ZeroDivisionError("scripted")
+
+    async def scene() -> None:
+        monkeypatch.setattr("common.control.links.resolve", broken)
+        lost: list[str] = []
+        link = Link("tcp://name:1", lambda _: None, lost.append)
+        while not link.closed:
+            await asyncio.sleep(0.001)
+        assert lost == ["cannot connect to tcp://name:1: scripted"]
+
+    asyncio.run(asyncio.wait_for(scene(), 10))

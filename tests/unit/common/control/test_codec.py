@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -87,6 +88,12 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_survives_the_wire(message: object) -> None:
     assert decode(encode(message)) == message  # type: ignore[arg-type]
+
+
+def test_a_record_of_a_node_that_runs_nothing_is_refused() -> None:
+    [record] = [each for each in MESSAGES if isinstance(each, NodeRecord)]
+    with pytest.raises(ProtocolError, match="max_num_seqs"):
+        decode(encode(replace(record, max_num_seqs=0)))
 
 
 def test_fields_shared_by_both_requests_of_an_attempt_are_packed_once_and_never_for_another_attempt() -> None:

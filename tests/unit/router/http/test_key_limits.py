@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from support.stub_node import StubNode, make_model_folder, running_stack
 
 from common.base.errors import ConfigError, RateLimited
+from common.config.service_configs import RouterConfig
 from router.http.api_keys import KeyGuard
 from router.http.client import client_of, count_tokens
 from router.http.key_limits import ApiKeys, KeyClass, KeyUse, digest_of, read_keys
@@ -163,3 +166,35 @@ def test_guard_denies_everything_but_what_load_balancers_ask(tmp_path: Path) -> 
         assert (await _call(guard, "/v1/completions", "sk-hashed"))[0] == 200
 
     asyncio.run(main())
+
+
+def test_work_that_was_sent_to_a_node_is_charged_whatever_becomes_of_it_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(KeyUse, "end", lambda _, tokens: charged.append(tokens))
+    folder, keys = make_model_folder(tmp_path / "model"), tmp_path / "keys.toml"
+    keys.write_text('[classes.counted]\ntokens_per_minute = 1000\n[keys]\nsk = "counted"')
+
+    async def main() -> None:
+        prefill, decode = StubNode("prefill", "p0", str(folder)), StubNode("decode", "d0", str(folder))
+        pool = StubNode("prefill", "e0", str(folder), task="embed", hidden_size=8, model_name="pool")
+        config = RouterConfig(lease_s=1.0, api_key_file=str(keys))
+        async with (
+            running_stack(config, prefill, decode, pool) as stack,
+            httpx.AsyncClient(base_url=stack.url, headers={"x-api-key": "sk"}) as http,
+        ):
+            pool.gate.clear()
+            call = asyncio.create_task(http.post("/v1/embeddings", json={"model": "pool", "input": [[5, 6, 7]] * 2}))
+            await pool.until(lambda: bool(pool.pooling))
+            call.cancel()
+            await pool.until(lambda: bool(pool.aborts()))
+            while not charged:
+                await asyncio.sleep(0.001)
+            body = {"model": "stub-model", "prompt": [5] * 40, "max_tokens": 2, "n": 3}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            stack.list_nodes(prefill, pool)
+            assert (await http.post("/v1/completions", json=body)).status_code == 503
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert charged == [6, 46, 0]

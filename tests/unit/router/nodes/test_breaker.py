@@ -5,7 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.base.errors import BadRequest, EngineError, HandshakeRefused, Overloaded, PeerLost
+from common.base.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineError,
+    HandshakeRefused,
+    NoFiniteLogits,
+    Overloaded,
+    PeerLost,
+    TransferTimedOut,
+)
 from router.nodes.breaker import Breakers, BreakerSettings
 
 SETTINGS = BreakerSettings(failures=3, successes=2, open_s=5.0, max_open_s=12.0, probe_every_s=1.0, burst_s=0.25)
@@ -72,17 +81,25 @@ def test_a_broken_step_that_takes_many_attempts_with_it_counts_once() -> None:
     assert (bench.state, bench.breakers.view("a").failures) == ("closed", 1)
 
 
-def test_what_is_not_the_nodes_fault_does_not_count_and_a_lost_peer_does() -> None:
+def test_what_is_not_the_nodes_fault_does_not_count_and_what_may_be_does() -> None:
     bench = Bench()
-    for error in (BadRequest("too long"), Overloaded("full"), HandshakeRefused("dtype")):
+    for error in (
+        BadRequest("too long"),
+        Overloaded("full"),
+        HandshakeRefused("dtype"),
+        NoFiniteLogits("of one sequence"),
+        DeadlineExceeded("the request's"),
+    ):
         for _ in range(5):
             bench.now_s += 1.0
             bench.breakers.failed("a", error)
     assert bench.breakers.view("a").failures == 0
-    for _ in range(3):
-        bench.now_s += 1.0
-        bench.breakers.failed("a", PeerLost("gone"))
-    assert bench.state == "open"
+    for error in (PeerLost("gone"), TransferTimedOut("the transfer's own")):
+        bench = Bench()
+        for _ in range(3):
+            bench.now_s += 1.0
+            bench.breakers.failed("a", error)
+        assert bench.state == "open"
 
 
 def test_nodes_that_are_gone_are_forgotten() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from common.base.errors import ConfigError, Unavailable
-from common.control.messages import Role
+from common.control.messages import NodeLoad, Role
 from router.policy import Decision, Fleet, Memory, Query, check_policy, place
 from router.policy.fleet import ANY_CONTEXT
 
@@ -223,6 +223,17 @@ def test_decode_node_has_room_for_the_whole_sequence() -> None:
     assert decide([], [full, tight], policy="kv_aware").decode.picked.node_id == "tight"
     assert decide([], [tight, node("x", running=1, total_blocks=1000, free_blocks=500)], policy="kv_aware",
                   max_new_tokens=900).decode.picked.node_id == "x"  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_decode_node_that_reports_no_blocks_has_no_room(count: int) -> None:
+    decode = fleet("decode", [node(f"d{index}") for index in range(count)])
+    for incarnation in decode.incarnations:
+        decode.reported(incarnation, NodeLoad(running=1), in_flight=0, in_flight_tokens=0.0, in_flight_blocks=0.0)
+    decision = place(
+        Query(100), Fleet("prefill"), decode, policy="kv_aware", local_prefill_tokens=None, memory=Memory()
+    )
+    assert decision.mode == "local"
 
 
 def test_decode_node_that_holds_the_prefix_is_preferred_among_equals() -> None:

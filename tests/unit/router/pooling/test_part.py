@@ -169,6 +169,34 @@ def test_a_client_that_leaves_aborts_all_parts_at_their_nodes(model_folder: Path
     play(model_folder, scene)
 
 
+def test_a_client_that_leaves_before_the_parts_start_leaves_nothing_behind(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        router = stack.router.dispatcher
+        call = PoolCall(router, "call", "", work(600, 20))
+        call.cancel()
+        assert await call.run() is None
+        await asyncio.sleep(0)
+        assert (router.running, router.waiting) == (0, 0)
+
+    play(model_folder, scene)
+
+
+def test_stories_of_parts_that_end_with_their_call_name_its_error(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        nodes[1].gate.clear()
+        nodes[0].fail_with = ("invalid_request", "scripted")
+        assert (await failure(stack, work(600, 20))).message == "scripted"
+        ends = {story["events"][-1]["reason"] for story in stack.router.dispatcher.stories.get("failing")["choices"]}  # type: ignore[index]
+        assert ends == {"invalid_request: scripted", "the call failed: scripted"}
+        stack.router.dispatcher.refuse_new(Unavailable("the router is shutting down"))
+        await failure(stack, work())
+        refused = stack.router.dispatcher.stories.get("failing")
+        assert refused is not None
+        assert refused["events"][-1]["reason"] == "the call failed: the router is shutting down"
+
+    play(model_folder, scene)
+
+
 def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: Path) -> None:
     async def scene(stack: Stack, nodes: list[StubNode]) -> None:
         (node,) = nodes

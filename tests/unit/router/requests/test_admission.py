@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import Overloaded
 from router.policy import Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
-from router.requests.fair_queue import FairQueue, QueuedRequest, Tenant
+from router.requests.fair_queue import FairQueue, QueuedRequest, Siblings, Tenant
 
 
 def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:
@@ -90,9 +90,15 @@ def test_requests_are_held_back_only_while_every_node_has_more_than_it_needs(
 
 
 def held(
-    name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0, user: str = ""
+    name: str,
+    tenant: str = "",
+    priority: int = 0,
+    tokens: int = 10,
+    deadline_s: float = 1.0,
+    user: str = "",
+    siblings: Siblings | None = None,
 ) -> QueuedRequest:
-    return QueuedRequest(name, tokens, deadline_s, priority, Tenant(tenant, user))
+    return QueuedRequest(name, tokens, deadline_s, priority, Tenant(tenant, user), siblings)
 
 
 def drain(queue: FairQueue) -> list[str]:
@@ -140,6 +146,22 @@ def test_a_full_queue_makes_room_at_the_cost_of_whoever_has_the_most() -> None:
     assert queue.victim(Tenant("a")) is None
     queue.push(held("b1", "b"))
     queue.push(held("b2", "b"))
+    assert queue.victim(Tenant("b")) is None
+
+
+def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
+    queue, siblings = FairQueue(), Siblings()
+    for index in range(4):
+        queue.push(held(f"a{index}", "a", siblings=siblings))
+    queue.push(held("a-alone", "a", priority=-1))
+    queue.push(held("b0", "b"))
+    assert queue.victim(Tenant("b")) == "a3"
+    assert len(queue.expired(1.0)) == 6
+    siblings.admitted = True
+    assert queue.victim(Tenant("b")) == "a-alone"
+    assert queue.victim(Tenant("a")) is None
+    assert queue.expired(1.0) == ["a-alone", "b0"]
+    queue.remove("a-alone")
     assert queue.victim(Tenant("b")) is None
 
 

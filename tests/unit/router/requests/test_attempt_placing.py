@@ -17,7 +17,7 @@ from router.policy import Decision, Fleet, LegDecision, Picked
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S, Attempts
-from router.requests.fair_queue import Tenant
+from router.requests.fair_queue import Siblings, Tenant
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
@@ -54,7 +54,10 @@ class World:
             clock=self.clock,
         )
         request = GenerationRequest(ENGINE, session="s", tenant=Tenant("t"))
-        self.attempts = Attempts("r", request, self.token_ids, state, deadline_s=130.0, story=self.story)
+        self.siblings = Siblings()
+        self.attempts = Attempts(
+            "r", request, self.token_ids, state, deadline_s=130.0, story=self.story, siblings=self.siblings
+        )
 
     def place(self, wanted: f.Place = FIRST) -> f.Event | None:
         """The answer, if it comes at once."""
@@ -125,7 +128,7 @@ def placed(prefill: str | None, decode: str) -> Placement:
 def test_a_new_request_goes_at_once_and_is_counted_where_it_goes() -> None:
     world = World()
     assert world.place() == f.Placed(peer("p"), peer("d"), 30.0)
-    about = {"prompt_tokens": 3, "max_tokens": 8, "priority": 5, "tenant": Tenant("t")}
+    about = {"prompt_tokens": 3, "max_tokens": 8, "priority": 5, "tenant": Tenant("t"), "siblings": world.siblings}
     assert world.calls == [
         ("enter", "r", about),
         ("chosen", "p"),
@@ -176,6 +179,7 @@ def test_a_request_that_must_queue_is_placed_anew_when_it_is_admitted() -> None:
     world.waits["admit"]()
     assert world.answers == [f.Placed(None, peer("d2"), 30.0)]
     assert [call[0] for call in world.calls].count("enter") == 1, "it passes the queue once"
+    assert world.siblings.admitted
 
 
 def test_a_request_that_the_queue_gives_up_or_refuses_is_unplaceable() -> None:
@@ -202,11 +206,12 @@ def test_a_new_request_without_a_node_is_refused_at_once() -> None:
     assert "draining" in answer.error.message
 
 
-@pytest.mark.parametrize("why", ["retry", "admitted", "rejoining"])
+@pytest.mark.parametrize("why", ["retry", "admitted", "sibling admitted", "rejoining"])
 def test_a_request_that_was_admitted_waits_for_a_node_as_does_a_new_one_after_a_stall(why: str) -> None:
     world = World()
     world.placement = Unavailable("no decode node")
     world.attempts.admitted, world.rejoining = why == "admitted", why == "rejoining"
+    world.siblings.admitted = why == "sibling admitted"
     wanted = f.Place(2, 3, frozenset()) if why == "retry" else FIRST
     assert world.place(wanted) is None
     assert world.told == ["parked"]

@@ -225,7 +225,7 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
 
 def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
     async def scene(dispatcher: Dispatcher) -> None:
-        with pytest.raises(BadRequest, match="at most 256 prompts"):
+        with pytest.raises(BadRequest, match="at most 256 prompts times n, not 257"):
             dispatcher.check_room("m", 257)
         dispatcher.check_room("m", 256)
 

@@ -51,6 +51,17 @@ def test_when_the_first_ends_without_a_holder_the_next_goes_first() -> None:
     assert samples.placed == ["r-0", "r-1"]
 
 
+def test_when_a_sample_ends_the_request_no_other_is_placed_any_more() -> None:
+    samples = Samples(3)
+    for name in samples.names[:2]:
+        samples.place(name)
+    samples.prompt.leave("r-0", ends_request=True)
+    samples.place("r-2")
+    samples.prompt.leave("r-1", ends_request=True)
+    samples.prompt.held_at("d0")
+    assert samples.placed == ["r-0"]
+
+
 def test_after_the_holder_is_lost_one_sample_goes_first_again() -> None:
     samples = Samples(3)
     for name in samples.names:

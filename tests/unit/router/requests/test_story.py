@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from router.requests.story import Stories
+from router.requests.request import TraceContext
+from router.requests.story import Stories, Story
 
 
 def finish(stories: Stories, request_id: str, client_id: str = "", reason: str = "stop") -> None:
@@ -45,6 +46,13 @@ def test_memory_is_bounded_whatever_a_request_does() -> None:
     assert (whole["events"][0]["data"], whole["events"][-1]["event"]) == ({"attempt": 0}, "failed")
     assert whole["events_omitted"] == 801
     assert max(len(event["reason"]) for event in whole["events"]) == 500
+
+
+def test_trace_headers_count_as_memory_of_the_story() -> None:
+    story = Story("r")
+    size = story.size_bytes
+    story.trace = TraceContext("p" * 55, "s" * 512)
+    assert story.size_bytes == size + 567
 
 
 def test_several_prompts_of_one_request_are_found_together_and_a_clients_id_finds_the_latest() -> None:
