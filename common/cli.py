@@ -26,7 +26,7 @@ import typer.main
 
 from common.base import logs
 from common.base.errors import ConfigError, KvRelayError
-from common.base.process import die_with_parent, end_process
+from common.base.process import die_with_parent, end_process, open_standard_streams
 from common.config.fields import field_infos
 from common.config.service_configs import ServiceConfig
 from common.config.sources import (
@@ -291,6 +291,7 @@ def _root(
 
 def main() -> None:
     """Console script."""
+    open_standard_streams()
     try:
         app(prog_name="kvrelay")
     except SystemExit as end:

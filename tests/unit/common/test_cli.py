@@ -48,6 +48,25 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
     assert not loaded & {"torch", "fastapi", "transformers", "zmq", "numpy"}
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_opened_before_a_socket_takes_their_place(closed: str) -> None:
+    code = """if True:
+        import os, sys
+        from common.cli import main
+        sys.argv = ["kvrelay", "--version"]
+        try:
+            os._exit = lambda code: sys.exit(code)
+            main()
+        finally:
+            print("", file=sys.stderr, flush=True)
+            assert all(os.get_inheritable(descriptor) for descriptor in range(3))
+            assert os.open("/", os.O_RDONLY) > 2 and sys.stdin.read() == ""
+    """
+    command = ["bash", "-c", f'"$@" {closed}', "bash", sys.executable, "-c", code]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("args", "env", "sentence"),
     [
