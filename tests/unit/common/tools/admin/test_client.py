@@ -57,6 +57,8 @@ def test_ambiguous_and_unknown_nodes_are_refused_with_the_known_ones_listed() ->
         pick_node(NODES, "dec")
     with pytest.raises(AdminRefused, match="known: decode-0"):
         pick_node(NODES, "x")
+    with pytest.raises(AdminUsage, match="empty"):
+        pick_node(NODES[:1], "")
     with pytest.raises(AdminRefused, match="known: none"):
         pick_node([], "x")
 
