@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -44,6 +45,11 @@ def show_answer(
         print_answer(answer, as_json, render)
 
     run_checked(act)
+
+
+def file_name(name: str) -> str:
+    """A service's name as part of a file's name: a node may have registered any."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".") or "-"
 
 
 def say(line: str) -> None:
