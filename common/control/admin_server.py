@@ -246,9 +246,19 @@ async def read_object(request: Request) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {str(error)[:200]}") from None
+    if b"\\ud" in data.lower() and not _is_unicode(value):
+        raise BadRequest("the body has text that is not Unicode: a lone surrogate")
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object")
     return cast("dict[str, Any]", value)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -68,6 +68,7 @@ def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
         assert (await client.get("/status?limit=3")).json() == {"query": {"limit": "3"}}
         assert (await client.post("/echo", json={"a": [1]})).json() == {"a": [1]}
         assert (await client.post("/echo")).json() == {}
+        assert (await client.post("/echo", content=rb'{"a": "\ud83d\ude00"}')).json() == {"a": "😀"}
         for method, path, content, status, words in (
             ("GET", "/nowhere", b"", 404, "/nowhere"),
             ("DELETE", "/status", b"", 405, "DELETE"),
@@ -75,6 +76,7 @@ def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
             ("POST", "/echo", b"{", 400, "not JSON"),
             ("POST", "/echo", b"[" * 100_000, 400, "not JSON"),
             ("POST", "/echo", b"[1]", 400, "not a JSON object"),
+            ("POST", "/echo", rb'{"a": ["\udCff"]}', 400, "not Unicode"),
             ("POST", "/echo", b'"' + b"a" * MAX_BODY_BYTES + b'"', 413, "larger than"),
             ("GET", "/bug", b"", 500, "internal error"),
         ):
