@@ -289,9 +289,19 @@ def _root(
     pass
 
 
+def _check_working_folder() -> None:
+    """End the process if its working folder was deleted: libraries fail later, with messages that say nothing of it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"kvrelay: cannot use the working folder: {error.strerror}; change to another one", file=sys.stderr)
+        end_process(ConfigError.exit_code)
+
+
 def main() -> None:
     """Console script."""
     open_standard_streams()
+    _check_working_folder()
     try:
         app(prog_name="kvrelay")
     except SystemExit as end:

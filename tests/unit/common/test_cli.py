@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT
@@ -65,6 +66,18 @@ def test_closed_standard_streams_are_opened_before_a_socket_takes_their_place(cl
     command = ["bash", "-c", f'"$@" {closed}', "bash", sys.executable, "-c", code]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=False)
     assert process.returncode == 0
+
+
+def test_a_deleted_working_folder_is_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = ["bash", "-c", 'rmdir "$PWD"; "$@"', "bash", sys.executable, "-m", "common.cli", "router"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 78
+    assert (
+        process.stderr == "kvrelay: cannot use the working folder: No such file or directory; change to another one\n"
+    )
 
 
 @pytest.mark.parametrize(
