@@ -18,6 +18,7 @@ from typing import Any
 
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
+from common.base.process import start_ticks
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
@@ -68,7 +69,8 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
     if config.redis_url is not None:
         await check_redis(config.redis_url)
     admin_token = config.admin_token or secrets.token_urlsafe(24)
-    running = RunningCluster(os.getpid(), {place.url: place.admin_url for place in routers}, admin_token)
+    pid = os.getpid()
+    running = RunningCluster(pid, {place.url: place.admin_url for place in routers}, admin_token, start_ticks(pid))
     with run_folder() as folder:
         redis_port = free_port()
         redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
