@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
@@ -177,9 +177,21 @@ def short(error: BaseException) -> str:
     """A Redis error in a few words."""
     if isinstance(error, MovedError):
         return "it is part of a Redis Cluster: write redis+cluster:// instead of redis://"
+    if isinstance(error, MasterNotFoundError):
+        return _no_master(str(error))
+    if re.search("HELLO must be called with the client already authenticated|Authentication required", str(error)):
+        return "it needs a password"
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ssl.SSLError):
         return str(cause)
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno)
     return str(error).rstrip(".") or type(error).__name__
+
+
+def _no_master(text: str) -> str:
+    """The client's message, whose reasons describe its connection to each Sentinel over several hundred characters."""
+    what, _, reasons = text.rstrip(".").partition(" : ")
+    if "AuthenticationError" in reasons:
+        return f"{what}: a Sentinel needs a password, which no URL can give it"
+    return f"{what}: a Sentinel does not answer" if reasons else what
