@@ -26,7 +26,7 @@ import typer.main
 
 from common.base import logs
 from common.base.errors import ConfigError, KvRelayError
-from common.base.process import die_with_parent, end_process
+from common.base.process import die_with_parent, end_process, open_standard_streams
 from common.config.fields import field_infos
 from common.config.service_configs import ServiceConfig
 from common.config.sources import (
@@ -289,8 +289,19 @@ def _root(
     pass
 
 
+def _check_working_folder() -> None:
+    """End the process if its working folder was deleted: libraries fail later, with messages that say nothing of it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"kvrelay: cannot use the working folder: {error.strerror}; change to another one", file=sys.stderr)
+        end_process(ConfigError.exit_code)
+
+
 def main() -> None:
     """Console script."""
+    open_standard_streams()
+    _check_working_folder()
     try:
         app(prog_name="kvrelay")
     except SystemExit as end:

@@ -47,6 +47,29 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         sys.exit(f"the process {parent_pid} that started this one is gone")
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null as standard input, output and error where they are closed.
+
+    Otherwise the next socket would get their descriptor, which an event loop must not close. Call it before any file is
+    opened for good.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open until the end
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since the system's start (Linux); None if unknown. Tells a process from a
+    later one with the same id."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return int(stat.read().rpartition(b")")[2].split()[19])
+    return None
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant that loses its own (Linux). Raises: OSError where that is not possible."""
     if not sys.platform.startswith("linux") or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from urllib.parse import urlsplit
 
 from common.base.endpoints import endpoint as endpoint_of
 from common.base.errors import ConfigError
-from common.cluster.redis_client import without_password
+from common.cluster.redis_client import addresses_of, without_password
 from common.config.service_configs import NodeConfig
 
 log = logging.getLogger(__name__)
@@ -82,14 +81,15 @@ def mesh_interface(config: NodeConfig, *, on_gpus: bool) -> str:
 def source_address(redis_url: str) -> str:
     """The local address of a connection to Redis; loopback for a Redis behind a Unix socket.
 
-    Raises: ConfigError if its host cannot be resolved or has no route.
+    Of several addresses, such as those of Sentinels, the first counts. Raises: ConfigError if the URL is malformed, or its
+    host cannot be resolved or has no route.
     """
-    parts = urlsplit(redis_url)
-    if not parts.hostname:
+    host, port = next(iter(addresses_of(redis_url)), ("", None))
+    if not host:
         return _LOOPBACK
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
-            parts.hostname, parts.port or _DEFAULT_REDIS_PORT, type=socket.SOCK_DGRAM
+            host, port or _DEFAULT_REDIS_PORT, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # on a datagram socket this only looks up the route

@@ -17,7 +17,7 @@ from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError
-from common.cluster.records import LoadedAdapters, Records
+from common.cluster.records import CheckedRecords, LoadedAdapters, Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.config.option_groups import MembershipOptions
@@ -279,14 +279,13 @@ class Directory:
     ) -> None:
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
-        self._codec = Records(cluster, tls_dir)
+        self._checked = CheckedRecords(Records(cluster, tls_dir), clock)
         self._on_change = on_change
         self._poll_s = poll_s
         self._grace_s = grace_s
         self._answers = answers
         self._clock = clock
         self._records: dict[str, NodeRecord] = {}
-        self._parsed: dict[str, tuple[bytes, NodeRecord | None]] = {}
         self._grace_until = float("-inf")
         self._epoch: bytes | None = None
         self._renewals: dict[str, float] = {}
@@ -378,12 +377,7 @@ class Directory:
         }
         # A record that somebody wrote without an expiry.
         ended = {node_id for node_id, (_, read_s) in self._progress.items() if now - read_s > 2 * self._grace_s}
-        view = {
-            node_id: record
-            for node_id, raw in answer.items()
-            if (record := self._parse(node_id, raw)) is not None and node_id not in ended
-        }
-        self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
+        view = {node_id: record for node_id, record in self._checked.read(answer).items() if node_id not in ended}
         if now < self._grace_until:
             view = {**self._records, **view}
         gone = renewals.keys() & self._records.keys() - view.keys()
@@ -398,14 +392,3 @@ class Directory:
         if view != self._records:
             self._records = view
             self._on_change(self.records)
-
-    def _parse(self, node_id: str, raw: bytes) -> NodeRecord | None:
-        known = self._parsed.get(node_id)
-        if known is not None and known[0] == raw:
-            return known[1]
-        record = self._codec.decode(raw)
-        if record is None or record.peer.node_id != node_id:
-            log.error("ignoring node %r: its record in Redis is malformed", node_id)
-            record = None
-        self._parsed[node_id] = (raw, record)
-        return record

@@ -5,16 +5,20 @@ that nobody who merely reaches Redis can announce a node. Runs on the asyncio lo
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ConfigDict
 
+from common.base.clock import Clock
 from common.base.errors import ConfigError, ProtocolError
 from common.control.codec import Codec, decode, encode
 from common.control.messages import Adapter, NodeRecord
 
 log = logging.getLogger(__name__)
+
+_CHECK_AGAIN_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Records:
         """What the node `node_id` wrote; none, with a line in the log, if it is malformed or not signed by that node."""
         nothing = LoadedAdapters(node_id, [], [])
         try:
-            found = _CODEC.decode(self._checked(raw)) if raw else nothing
+            found = _CODEC.decode(self._opened(raw)) if raw else nothing
         except (ProtocolError, ConfigError) as error:
             log.warning("malformed list of loaded adapters: %s", error)
             return nothing
@@ -85,12 +89,29 @@ class Records:
             return nothing
         return found
 
+    def decode(self, raw: bytes | str | None) -> NodeRecord | None:
+        """None, with a line in the log, for what is malformed or not signed by a node of this cluster."""
+        if not isinstance(raw, bytes):
+            return None
+        try:
+            return self.check(raw)
+        except (ProtocolError, ConfigError) as error:
+            log.warning("malformed node record: %s", error)
+            return None
+
+    def check(self, raw: bytes) -> NodeRecord:
+        """Raises: ProtocolError or ConfigError for what is malformed or not signed by a node of this cluster."""
+        message = decode(self._opened(raw))
+        if not isinstance(message, NodeRecord):
+            raise ProtocolError(f"it is a {type(message).__name__}")
+        return message
+
     def _sign(self, plain: bytes) -> bytes:
         if self._signer is None:
             return plain
         return _CODEC.encode(SignedRecord(*self._signer.sign(self._cluster + plain), plain))
 
-    def _checked(self, raw: bytes) -> bytes:
+    def _opened(self, raw: bytes) -> bytes:
         """What was signed. Raises: ProtocolError, ConfigError."""
         if self._signer is None:
             return raw
@@ -100,13 +121,44 @@ class Records:
         self._signer.check(self._cluster + signed.record, signed.certificate, signed.signature, "node")
         return signed.record
 
-    def decode(self, raw: bytes | str | None) -> NodeRecord | None:
-        """None, with a line in the log, for what is malformed or not signed by a node of this cluster."""
-        if not isinstance(raw, bytes):
+
+class CheckedRecords:
+    """Records by node id, each checked when it changes.
+
+    A refused one is checked again every `_CHECK_AGAIN_S`, as the cause may be mended without a change of the record: this
+    service's folder of certificates was half copied, or a clock was behind.
+    """
+
+    def __init__(self, records: Records, clock: Clock) -> None:
+        self._records = records
+        self._clock = clock
+        self._accepted: dict[str, tuple[bytes, NodeRecord]] = {}
+        self._refused: dict[str, tuple[bytes, str, float]] = {}
+        """Node id -> its record, why it was refused, and when."""
+
+    def read(self, raw_records: Mapping[str, bytes]) -> dict[str, NodeRecord]:
+        """Those of the records that are valid. The log has one line for each reason why a node's was refused."""
+        self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}
+        self._refused = {node_id: known for node_id, known in self._refused.items() if node_id in raw_records}
+        read = {node_id: self._read(node_id, raw) for node_id, raw in raw_records.items()}
+        return {node_id: record for node_id, record in read.items() if record is not None}
+
+    def _read(self, node_id: str, raw: bytes) -> NodeRecord | None:
+        accepted, refused = self._accepted.get(node_id), self._refused.get(node_id)
+        if accepted is not None and accepted[0] == raw:
+            return accepted[1]
+        if refused is not None and refused[0] == raw and self._clock() - refused[2] < _CHECK_AGAIN_S:
             return None
         try:
-            message = decode(self._checked(raw))
+            record = self._records.check(raw)
+            if record.peer.node_id != node_id:
+                raise ProtocolError(f"it is of {record.peer.node_id!r}")
         except (ProtocolError, ConfigError) as error:
-            log.warning("malformed node record: %s", error)
+            reason = str(error)
+            if refused is None or refused[1] != reason:
+                log.error("ignoring node %r: its record in Redis is refused: %s", node_id, reason)
+            self._refused[node_id] = (raw, reason, self._clock())
             return None
-        return message if isinstance(message, NodeRecord) else None
+        self._refused.pop(node_id, None)
+        self._accepted[node_id] = (raw, record)
+        return record

@@ -4,6 +4,8 @@
     unix:///path                              redis+cluster://host:port      rediss+cluster://host:port
     redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]
 
+An IPv6 address is in brackets. User and password are percent-encoded.
+
 Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`; the caller then continues with what
 it knows, calls `forget_connections` and retries.
 """
@@ -21,7 +23,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
@@ -30,6 +32,10 @@ from common.base.errors import ConfigError
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
+_RESERVED = re.compile(r"[][/?#@]")
+_OPTIONS = re.compile(r"\?(?=\w+=)")
+_ENCODE = "percent-encode these characters in user name and password: / ? # @ [ ]"
+_SENTINEL_PORT = 26379
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 """RedisClusterException is listed separately, as it does not derive from RedisError; raised when no server of a Redis
 Cluster answers, or some slots have no server."""
@@ -43,7 +49,7 @@ def connect(redis_url: str) -> RedisClient:
 
     Raises: ConfigError for a malformed URL.
     """
-    scheme = redis_url.partition("://")[0]
+    scheme, addresses = redis_url.partition("://")[0], addresses_of(redis_url)
     options: dict[str, Any] = {"socket_timeout": _SOCKET_TIMEOUT_S, "socket_connect_timeout": _SOCKET_TIMEOUT_S}
     try:
         if scheme in ("redis+cluster", "rediss+cluster"):
@@ -51,23 +57,47 @@ def connect(redis_url: str) -> RedisClient:
             return RedisCluster.from_url(plain, retry=Retry(NoBackoff(), 1), **options)
         options["retry"] = Retry(NoBackoff(), 0)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
-            return _by_sentinel(redis_url, options)
+            return _by_sentinel(redis_url, addresses, options)
         client: Any = redis.asyncio.Redis.from_url(redis_url, **options)  # pyright: ignore[reportUnknownMemberType]
         return client
     except (ValueError, TypeError, RedisError) as error:
-        raise _malformed(redis_url, error) from None
+        raise _malformed(redis_url, _complaint(redis_url, error)) from None
 
 
-def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
-    parts = urlsplit(redis_url)
-    login, _, addresses = parts.netloc.rpartition("@")
+def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
+    """Host and port of each server in the URL, without the brackets of IPv6; none for a Unix socket.
+
+    Raises: ConfigError for a malformed URL, also where a lenient parser would find another server or database in it.
+    """
+    scheme, separator, rest = redis_url.partition("://")
+    if not separator:
+        raise _malformed(redis_url, "it lacks :// after its scheme, as in redis://host:6379/0")
+    if scheme == "unix":
+        return []
+    login, _, place = _OPTIONS.split(rest, maxsplit=1)[0].rpartition("@")
+    if _RESERVED.search(login):
+        raise _malformed(redis_url, _ENCODE)
+    addresses, _, path = place.partition("/")
+    if scheme.endswith("+sentinel") and not re.fullmatch(r"[^/?#]+(/\d*)?", path):
+        raise _malformed(redis_url, "its path is not the name of a service, as in redis+sentinel://host:26379/mymaster")
+    if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and not re.fullmatch(r"\d*", path):
+        raise _malformed(redis_url, "its path is not the number of a database, as in redis://host:6379/0")
+    try:
+        parts = [urlsplit("//" + address) for address in addresses.split(",")]
+        return [(part.hostname or "", part.port) for part in parts]
+    except ValueError as error:
+        raise _malformed(redis_url, _complaint(redis_url, error)) from None
+
+
+def _by_sentinel(redis_url: str, addresses: list[tuple[str, int | None]], options: dict[str, Any]) -> RedisClient:
+    scheme, _, rest = redis_url.partition("://")
+    place, _, query = rest.partition("?")
+    login, _, place = place.rpartition("@")
     user, _, password = login.partition(":")
-    service, _, db = parts.path.strip("/").partition("/")
-    if not service:
-        raise ValueError("it lacks a service name, as in redis+sentinel://host:26379/mymaster")
-    sentinels = [(host, int(port or 26379)) for host, _, port in (a.partition(":") for a in addresses.split(","))]
-    more: dict[str, Any] = dict(parse_qsl(parts.query))
-    tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}
+    service, _, db = place.partition("/")[2].partition("/")
+    sentinels = [(host, port or _SENTINEL_PORT) for host, port in addresses]
+    more: dict[str, Any] = dict(parse_qsl(query))
+    tls: dict[str, Any] = {"ssl": True} if scheme.startswith("rediss") else {}
     tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels use the same CA
     if password:
         more["password"] = unquote(password)
@@ -94,18 +124,20 @@ def without_password(redis_url: str) -> str:
     if not separator:
         scheme, rest = "", redis_url
     login, _, place = rest.rpartition("@")
+    if _PASSWORD_OPTION.search(login):  # the @ may belong to that password
+        return scheme + separator + "***"
     return scheme + separator + ("***@" if login else "") + _PASSWORD_OPTION.sub(r"\1***", place)
 
 
-def _malformed(redis_url: str, error: Exception) -> ConfigError:
-    return ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {_complaint(redis_url, error)}")
+def _malformed(redis_url: str, why: str) -> ConfigError:
+    return ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {why}")
 
 
 def _complaint(redis_url: str, error: Exception) -> str:
     """The parser's message, unless it may quote a password that it took for something else."""
     login, at, _ = redis_url.partition("://")[2].rpartition("@")
-    if at and re.search(r"[][/?#@]", login):
-        return "percent-encode these characters in user name and password: / ? # @ [ ]"
+    if at and _RESERVED.search(login):
+        return _ENCODE
     # The Redis client's message for an unknown option after the question mark.
     return re.sub(r"^.*an unexpected keyword argument", "no such option here:", str(error))
 
@@ -125,7 +157,7 @@ async def check_redis(redis_url: str) -> None:
     except UNREACHABLE as error:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
     except TypeError as error:  # the options of a URL are checked with the first connection
-        raise _malformed(redis_url, error) from None
+        raise _malformed(redis_url, _complaint(redis_url, error)) from None
     finally:
         await client.aclose()
 
@@ -145,9 +177,21 @@ def short(error: BaseException) -> str:
     """A Redis error in a few words."""
     if isinstance(error, MovedError):
         return "it is part of a Redis Cluster: write redis+cluster:// instead of redis://"
+    if isinstance(error, MasterNotFoundError):
+        return _no_master(str(error))
+    if re.search("HELLO must be called with the client already authenticated|Authentication required", str(error)):
+        return "it needs a password"
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ssl.SSLError):
         return str(cause)
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno)
     return str(error).rstrip(".") or type(error).__name__
+
+
+def _no_master(text: str) -> str:
+    """The client's message, whose reasons describe its connection to each Sentinel over several hundred characters."""
+    what, _, reasons = text.rstrip(".").partition(" : ")
+    if "AuthenticationError" in reasons:
+        return f"{what}: a Sentinel needs a password, which no URL can give it"
+    return f"{what}: a Sentinel does not answer" if reasons else what

@@ -39,6 +39,7 @@ from common.base.errors import (
     Unauthorized,
 )
 from common.control.admin_token import check_token
+from common.control.disconnects import listener_of
 from common.control.http_connection import HttpConnection
 from common.control.http_server import HttpServer
 from common.security.tls import Credentials
@@ -52,6 +53,8 @@ _MAX_CONNECTIONS = 64
 _IDLE_S = 10
 """A connection without a whole request for this long is closed."""
 _GRACE_S = 1
+_END_ARRIVES_S = 0.01
+"""The event loop reads a connection's end one or two turns after the request before it."""
 DRAIN_S = 600.0
 """How long a service that shall restart waits for its requests, unless the request says otherwise."""
 
@@ -196,12 +199,26 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = {} if request.method == "GET" else await read_object(request)
+        body = {} if request.method == "GET" else await _order(request)
         answer = handler(Call(request.path_params, dict(request.query_params), body))
         value = await answer if inspect.isawaitable(answer) else answer
         return Response(value, media_type="application/octet-stream") if isinstance(value, bytes) else _json(value)
 
     return endpoint
+
+
+async def _order(request: Request) -> dict[str, Any]:
+    """The body of an order whose client still waits for the answer. While this process was stopped, the client may have
+    reported that the order failed.
+
+    Raises: as `read_object`; BadRequest if the client has gone.
+    """
+    body = await read_object(request)
+    await asyncio.sleep(_END_ARRIVES_S)
+    if listener_of(request.scope).gone:
+        log.warning("ignored %s: its client did not wait for the answer", request.url.path)
+        raise BadRequest("the client has gone")
+    return body
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -229,9 +246,19 @@ async def read_object(request: Request) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {str(error)[:200]}") from None
+    if b"\\ud" in data.lower() and not _is_unicode(value):
+        raise BadRequest("the body has text that is not Unicode: a lone surrogate")
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object")
     return cast("dict[str, Any]", value)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -15,21 +15,22 @@ class DisconnectListener:
     ASGI's `http.disconnect`.
     """
 
-    __slots__ = ("_gone", "_on_gone")
+    __slots__ = ("_on_gone", "gone")
 
     def __init__(self) -> None:
-        self._gone = False
+        self.gone = False
+        """Whether the client has disconnected."""
         self._on_gone: Callable[[], None] | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call `on_gone` once the client has disconnected, now if it has; None: call nothing any more."""
         self._on_gone = on_gone
-        if self._gone and on_gone is not None:
+        if self.gone and on_gone is not None:
             on_gone()
 
     def leave(self) -> None:
         """The client has disconnected."""
-        self._gone = True
+        self.gone = True
         if self._on_gone is not None:
             self._on_gone()
 

@@ -77,7 +77,9 @@ class Signer:
         except (OSError, ValueError, TypeError, x509.ExtensionNotFound) as error:
             raise ProtocolError(f"its signature cannot be checked: {str(error)[:200]}") from None
         now = datetime.datetime.now(datetime.UTC)
-        if not signer.not_valid_before_utc <= now <= signer.not_valid_after_utc:
+        if now < signer.not_valid_before_utc:
+            raise ProtocolError("its certificate is not valid yet: are the clocks of both hosts right?")
+        if now > signer.not_valid_after_utc:
             raise ProtocolError("its certificate has expired")
         if revoked.get_revoked_certificate_by_serial_number(signer.serial_number) is not None:
             raise ProtocolError("its certificate is revoked")

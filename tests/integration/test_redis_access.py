@@ -67,7 +67,9 @@ def test_password(tmp_path: Path) -> None:
     with redis_server_with(tmp_path, "requirepass s3cret%") as port:
         works_with(f"redis://:s3cret%25@127.0.0.1:{port}/0")
         assert "s3cret" not in refused(f"redis://:wrong-s3cret@127.0.0.1:{port}/0")
-        assert "cannot reach Redis" in refused(f"redis://127.0.0.1:{port}/0")
+        for without in (f"redis://127.0.0.1:{port}/0", f"redis://127.0.0.1:{port}/0?protocol=2"):
+            assert refused(without) == f"cannot reach Redis at {without}: it needs a password"
+        assert refused(f"redis+cluster://127.0.0.1:{port}").endswith("it needs a password")
 
 
 def test_acl_user_with_the_documented_rights_and_no_others(tmp_path: Path) -> None:
@@ -200,6 +202,26 @@ def test_sentinel_names_the_server_and_the_one_after_a_failover(tmp_path: Path) 
                 await until(lambda: not router.directory.degraded)
 
         asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+@pytest.mark.parametrize(
+    ("options", "service", "sentence"),
+    [
+        (("requirepass w",), "kv", "No master found for 'kv': a Sentinel needs a password, which no URL can give it"),
+        ((), "other", "No master found for 'other'"),
+        (None, "kv", "No master found for 'kv': a Sentinel does not answer"),
+    ],
+)
+def test_sentinel_that_names_no_server_is_told_in_a_sentence(
+    tmp_path: Path, options: tuple[str, ...] | None, service: str, sentence: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        if options is not None:
+            watch = "sentinel monitor kv 127.0.0.1 1 1"
+            stack.enter_context(redis_server_with(tmp_path, watch, *options, port=port, sentinel=True))
+        url = f"redis+sentinel://127.0.0.1:{port}/{service}"
+        assert refused(url) == f"cannot reach Redis at {url}: {sentence}"
 
 
 def test_malformed_urls_are_reported() -> None:

@@ -16,7 +16,7 @@ from common.cli import check_writable, run_checked
 from common.tools.admin.check import examine, own_version
 from common.tools.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
 from common.tools.admin.findings import find
-from common.tools.admin.options import Url
+from common.tools.admin.options import Url, file_name
 
 _REQUESTS = 200
 
@@ -60,7 +60,7 @@ def collect(url: str | None) -> dict[str, Any]:
     urls, _ = router_urls(url, os.environ)
     places = {service.name: (service, base) for service, base in zip(routers, urls, strict=True)}
     places |= {node.name: (node, str(node.known.get("admin_address", ""))) for node in nodes}
-    for name, (service, base) in places.items():
+    for name, (service, base) in ((file_name(name), place) for name, place in places.items()):
         parts[f"{name}/status"] = {"known": service.known, "status": service.status, "facts": service.facts}
         if service.silent:
             parts[f"{name}/silent"] = service.silent

@@ -13,7 +13,7 @@ from common.tools.admin.bundle import support_bundle
 from common.tools.admin.check import check
 from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from common.tools.admin.lora import lora
-from common.tools.admin.options import Json, NodeName, Url, show_answer
+from common.tools.admin.options import Json, NodeName, Url, check_text, show_answer
 from common.tools.admin.profile import profile
 from common.tools.admin.roll import roll
 from common.tools.admin.watch import watch
@@ -97,7 +97,9 @@ def request(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="The x-kvrelay-request-id of the response, or the client's own x-request-id."
+            metavar="ID",
+            callback=check_text,
+            help="The x-kvrelay-request-id of the response, or the client's own x-request-id.",
         ),
     ],
     url: Url = None,

@@ -161,8 +161,10 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """The node with the id or incarnation `name`, or with a unique prefix of either.
 
-    Raises: AdminRefused.
+    Raises: AdminRefused; AdminUsage for an empty name, with which every id begins.
     """
+    if not name:
+        raise AdminUsage("the name of the node is empty")
     for matches in (str.__eq__, str.startswith):
         matching = [node for node in nodes if matches(node["node_id"], name) or matches(node["incarnation"], name)]
         # A restarted node is listed twice until the router has forgotten the old incarnation.

@@ -9,7 +9,7 @@ import typer
 
 from common.base.errors import DeadlineExceeded
 from common.tools.admin.client import AdminClient, AdminRefused
-from common.tools.admin.options import Json, NodeName, Url, say, show_answer
+from common.tools.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
 
 _POLL_S, _SAY_S = 0.25, 5.0
 _PATIENCE_S = 10.0
@@ -19,7 +19,9 @@ _PATIENCE_S = 10.0
 def drain(
     name: NodeName,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs on the node.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Maximum seconds to wait.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", callback=check_seconds, help="Maximum seconds to wait.")
+    ] = 600.0,
     url: Url = None,
     as_json: Json = False,
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -17,6 +19,23 @@ from common.config.sources import ADMIN_URL_VARIABLE
 from common.tools.admin.client import AdminClient, AdminIncomplete, connect
 
 _SLOW_S = 2.0
+
+
+def check_text(text: str | None) -> str | None:
+    """Raises: BadParameter for bytes of the command line that are not UTF-8, which Python shows as lone surrogates."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is not valid UTF-8") from None
+    return text
+
+
+def check_seconds(value: float) -> float:
+    """Raises: BadParameter for what is no duration."""
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is not a number of seconds")
+    return value
+
 
 Url = Annotated[
     str | None,
@@ -44,6 +63,11 @@ def show_answer(
         print_answer(answer, as_json, render)
 
     run_checked(act)
+
+
+def file_name(name: str) -> str:
+    """A service's name as part of a file's name: a node may have registered any."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".") or "-"
 
 
 def say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from common.cli import check_writable
 from common.tools.admin.client import AdminClient
-from common.tools.admin.options import Json, Url, said_if_slow, show_answer
+from common.tools.admin.options import Json, Url, file_name, said_if_slow, show_answer
 
 _EXTRA_S = 60.0
 """For the profiler's start and the trace's way: of a busy node some hundred megabytes before compression."""
@@ -35,7 +34,7 @@ def profile(
         base = client.url if name == "router" else client.address_of(client.node(name))
         client.get("/config", base=base)  # a service that is stopped shall not be waited for
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        file = output or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{stamp}.json.gz")
+        file = output or Path(f"profile-{file_name(name)}-{stamp}.json.gz")
         check_writable(file)
         with said_if_slow(f"recording {name} for {seconds:g} s"):
             file.write_bytes(client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))

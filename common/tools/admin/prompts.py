@@ -6,13 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from common.tools.admin.options import Json, Url, show_answer
+from common.tools.admin.options import Json, Url, check_text, show_answer
 
-Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Prompt text.")]
+Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", callback=check_text, help="Prompt text.")]
 Tokens = Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="Prompt as token ids.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user message in a chat.")]
-Salt = Annotated[str, typer.Option("--cache-salt", help="cache_salt of the request.")]
-Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Model, where several are served.")]
+Salt = Annotated[str, typer.Option("--cache-salt", callback=check_text, help="cache_salt of the request.")]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", callback=check_text, help="Model, where several are served.")
+]
 
 
 def route(
@@ -23,7 +25,9 @@ def route(
         int, typer.Option("--max-tokens", min=0, help="Maximum length of the answer in tokens.")
     ] = 16,
     cache_salt: Salt = "",
-    session: Annotated[str, typer.Option("--session", help="Session key, for the policy `session`.")] = "",
+    session: Annotated[
+        str, typer.Option("--session", callback=check_text, help="Session key, for the policy `session`.")
+    ] = "",
     model: Model = None,
     url: Url = None,
     as_json: Json = False,

@@ -14,7 +14,7 @@ import typer
 from common.base.errors import DeadlineExceeded
 from common.cli import run_checked
 from common.tools.admin.client import TLS_VARIABLE, AdminClient, AdminRefused, AdminUnreachable, router_urls
-from common.tools.admin.options import Json, Url, print_answer, say
+from common.tools.admin.options import Json, Url, check_seconds, print_answer, say
 from common.tools.admin.roll_plan import Service, chosen, gaps, router_service, successor
 
 _POLL_S = 0.25
@@ -70,7 +70,10 @@ def roll(
         typer.Option("--timeout", metavar="S", help="Seconds for the requests of a service to end before it restarts."),
     ] = 600.0,
     start_timeout_s: Annotated[
-        float, typer.Option("--start-timeout", metavar="S", help="Seconds for a service to be usable again.")
+        float,
+        typer.Option(
+            "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a service to be usable again."
+        ),
     ] = 300.0,
     grace_s: Annotated[
         float,

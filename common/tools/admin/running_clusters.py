@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.base.process import start_ticks
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class RunningCluster:
     routers: dict[str, str]
     """Router URL for clients -> its admin URL; never empty."""
     token: str
+    started_ticks: int | None = None
+    """When that process started, by `start_ticks`."""
 
     @property
     def url(self) -> str:
@@ -54,7 +57,7 @@ def announced(cluster: RunningCluster, folder: Path) -> Generator[None]:
         _check_private(folder)
         _write_private(path, json.dumps(asdict(cluster)))
         for other, file in _read_all(folder):
-            if other is None or not _runs(other.pid):
+            if other is None or not _runs(other):
                 file.unlink(missing_ok=True)
     except (OSError, ConfigError) as error:
         log.warning("`kvrelay admin` cannot find this cluster by itself: %s", error)
@@ -78,7 +81,7 @@ def running_clusters(folder: Path) -> list[RunningCluster]:
         _check_private(folder)
     except (OSError, ConfigError):
         return []
-    return [cluster for cluster, _ in _read_all(folder) if cluster is not None and _runs(cluster.pid)]
+    return [cluster for cluster, _ in _read_all(folder) if cluster is not None and _runs(cluster)]
 
 
 def _check_private(folder: Path) -> None:
@@ -99,11 +102,12 @@ def _read_all(folder: Path) -> list[tuple[RunningCluster | None, Path]]:
     return clusters
 
 
-def _runs(pid: int) -> bool:
+def _runs(cluster: RunningCluster) -> bool:
+    """Whether its supervisor runs, and not another process that has got its id."""
     try:
-        os.kill(pid, 0)
+        os.kill(cluster.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return cluster.started_ticks in (None, start_ticks(cluster.pid))

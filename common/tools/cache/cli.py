@@ -44,10 +44,14 @@ def clear() -> None:
 
 
 def _list() -> None:
+    """Raises: ConfigError naming what cannot be read."""
     print(cache_folder())
-    print(f"{_megabytes(_size_bytes(native_folder()))}  native kernels")
-    for model in cached_models(weights_folder()):
-        print(f"{_megabytes(model.size_bytes)}  packed weights {_describe(model)}")
+    try:
+        print(f"{_megabytes(_size_bytes(native_folder()))}  native kernels")
+        for model in cached_models(weights_folder()):
+            print(f"{_megabytes(model.size_bytes)}  packed weights {_describe(model)}")
+    except (NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"cannot list the cache: {error}") from error
 
 
 def _clear() -> None:

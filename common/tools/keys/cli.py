@@ -19,13 +19,13 @@ _HELP = """Make, renew and revoke the certificates with which the services of a 
 FOLDER holds the certificate authority in `ca`, which stays with the operator, and a folder for each service, which goes
 to the host that runs it. Running services read changed files at their next connection.
 """
-_DAYS = 365
+_DAYS, _MAX_DAYS = 365, 36_500
 _SERVICES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node", "admin": "admin"}
 """What `init` issues certificates for."""
 
 _Folder = Annotated[Path, typer.Argument(help="Folder of the authority and the certificates.")]
 _Name = Annotated[str, typer.Argument(help="Name of the service, and of its folder.")]
-_Days = Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")]
+_Days = Annotated[int, typer.Option(min=1, max=_MAX_DAYS, help="Days until the certificates expire.")]
 
 app = typer.Typer(
     name="keys",

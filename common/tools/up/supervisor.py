@@ -10,17 +10,15 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Coroutine, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
+from common.base.process import start_ticks
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
@@ -44,6 +42,7 @@ from common.tools.up.pid_file import PidEntry, PidFile
 from common.tools.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
 from common.tools.up.restarts import GiveUp, describe_exit
 from common.tools.up.routers import router_places
+from common.tools.up.run_folder import run_folder
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
@@ -70,9 +69,9 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
     if config.redis_url is not None:
         await check_redis(config.redis_url)
     admin_token = config.admin_token or secrets.token_urlsafe(24)
-    running = RunningCluster(os.getpid(), {place.url: place.admin_url for place in routers}, admin_token)
-    directory = tempfile.mkdtemp(prefix="kvrelay-up-")
-    try:
+    pid = os.getpid()
+    running = RunningCluster(pid, {place.url: place.admin_url for place in routers}, admin_token, start_ticks(pid))
+    with run_folder() as folder:
         redis_port = free_port()
         redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
         gpus = find_gpus(os.environ)
@@ -83,20 +82,18 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
             models,
             redis_url=redis_url,
             routers=routers,
-            own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
+            own_redis=None if config.redis_url else tuple(redis_command(redis_port, str(folder))),
             host_name=socket.gethostname(),
             admin_token=admin_token,
             gpus=gpus,
         )
         check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
-        specs = with_config_copy(specs, directory)
+        specs = with_config_copy(specs, str(folder))
         credentials = None
         if config.tls:
-            specs, credentials = with_certificates(specs, Path(directory))
+            specs, credentials = with_certificates(specs, folder)
         with announced(running, runtime_folder(os.environ)):
             await Supervisor(config, specs, redis_url, pid_file, credentials, fork_server).run()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class Supervisor:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT
@@ -46,6 +47,37 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
     loaded = {line.rsplit("|", 1)[-1].strip() for line in process.stderr.splitlines()}
     assert "common.config.service_configs" in loaded
     assert not loaded & {"torch", "fastapi", "transformers", "zmq", "numpy"}
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_opened_before_a_socket_takes_their_place(closed: str) -> None:
+    code = """if True:
+        import os, sys
+        from common.cli import main
+        sys.argv = ["kvrelay", "--version"]
+        try:
+            os._exit = lambda code: sys.exit(code)
+            main()
+        finally:
+            print("", file=sys.stderr, flush=True)
+            assert all(os.get_inheritable(descriptor) for descriptor in range(3))
+            assert os.open("/", os.O_RDONLY) > 2 and sys.stdin.read() == ""
+    """
+    command = ["bash", "-c", f'"$@" {closed}', "bash", sys.executable, "-c", code]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert process.returncode == 0
+
+
+def test_a_deleted_working_folder_is_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = ["bash", "-c", 'rmdir "$PWD"; "$@"', "bash", sys.executable, "-m", "common.cli", "router"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 78
+    assert (
+        process.stderr == "kvrelay: cannot use the working folder: No such file or directory; change to another one\n"
+    )
 
 
 @pytest.mark.parametrize(

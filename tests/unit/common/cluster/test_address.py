@@ -102,6 +102,11 @@ def test_a_redis_behind_a_socket_file_is_on_this_machine() -> None:
     assert source_address("unix:///run/redis.sock") == "127.0.0.1"
 
 
+@pytest.mark.parametrize("first", ["127.0.0.1:26379", "127.0.0.1", "[::1]:26379"])
+def test_of_several_sentinels_the_first_one_shows_the_way(first: str) -> None:
+    assert source_address(f"redis+sentinel://{first},192.0.2.1:26379/kv") in ("127.0.0.1", "::1")
+
+
 def test_the_flag_reaches_both_kinds_of_node() -> None:
     flags = {"advertise_host": "node-1"}
     assert resolve(DecodeConfig, flags=flags, environ={}, file=None).config.advertise_host == "node-1"

@@ -572,6 +572,32 @@ def test_a_node_whose_certificate_is_being_replaced_stays_registered(
     asyncio.run(main())
 
 
+def test_a_refused_node_is_found_once_the_routers_folder_is_mended(
+    redis_server: RedisServer, cluster: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, clock = tmp_path / "router", MockClock()
+    shutil.copytree(made() / "router", folder)
+    whole = (folder / "ca.pem").read_bytes()
+    (folder / "ca.pem").write_bytes(whole[:40])
+
+    async def main() -> None:
+        node = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=60.0, tls_dir=str(made() / "node"))
+        directory = Directory(redis_server.url, cluster, lambda _: None, grace_s=60.0, clock=clock, tls_dir=str(folder))
+        await node._renew()
+        for _ in range(3):
+            await directory.poll()
+            clock.advance(4.0)
+        assert directory.records == []
+        (folder / "ca.pem").write_bytes(whole)
+        await directory.poll()
+        assert [record.peer.node_id for record in directory.records] == ["d0"]
+        await directory.close()
+        await node.deregister()
+
+    asyncio.run(main())
+    assert caplog.text.count("ignoring node 'd0'") == 1
+
+
 def test_a_signed_node_outlives_forged_and_replayed_records_but_not_a_later_node(
     redis_server: RedisServer, cluster: str
 ) -> None:

@@ -46,6 +46,50 @@ def test_password_is_never_shown(url: str) -> None:
     assert "127.0.0.1:1" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("redis:/10.0.0.1:6379/0", "it lacks ://"),
+        ("redis:10.0.0.1", "it lacks ://"),
+        ("redis://h/abc", "not the number of a database"),
+        ("redis://h/0/1", "not the number of a database"),
+        ("redis+cluster://h/abc?protocol=3", "not the number of a database"),
+        ("redis://h/0#x", "not the number of a database"),
+        ("redis+sentinel://h", "not the name of a service"),
+        ("redis+sentinel://h/kv/abc", "not the name of a service"),
+        ("redis+sentinel://h:x/kv", "Port could not be cast"),
+        ("redis://:p@ss#w/ord@10.0.0.1/0", "percent-encode"),
+        ("redis://:pass?x@10.0.0.1/0", "percent-encode"),
+        ("redis://:pass?ord=0@10.0.0.1/0", "percent-encode"),
+        ("redis://10.0.0.1/abc?password=w@ss", "not the number of a database"),
+    ],
+)
+def test_mistyped_url_leads_to_no_other_redis(url: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        connect(url)
+    assert not [part for part in ("ss", "ord", "pass") if part in str(caught.value).replace("password", "")]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://h", ("h", None, None)),
+        ("redis://u:p%40%2F@h:7/3", ("h", 7, 3)),
+        ("redis://[::1]:7/?password=a@b", ("::1", 7, None)),
+    ],
+)
+def test_well_formed_url_is_understood(url: str, expected: tuple[str, int | None, int | None]) -> None:
+    options = connect(url).connection_pool.connection_kwargs
+    assert (options["host"], options.get("port"), options.get("db")) == expected
+
+
+def test_sentinels_may_have_ipv6_addresses() -> None:
+    pool = connect("redis+sentinel://u:p%40@[::1],[fd00::7]:7,h/kv/3?protocol=3").connection_pool
+    found = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
+    assert [(options["host"], options["port"]) for options in found] == [("::1", 26379), ("fd00::7", 7), ("h", 26379)]
+    assert (pool.service_name, pool.connection_kwargs["db"], pool.connection_kwargs["password"]) == ("kv", 3, "p@")
+
+
 def test_sentinels_are_checked_against_the_same_authority_as_the_server_they_name() -> None:
     pool = connect("rediss+sentinel://:pw@127.0.0.1:1/kv?ssl_ca_certs=/ca.pem").connection_pool
     assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"

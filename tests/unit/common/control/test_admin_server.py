@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -67,6 +68,7 @@ def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
         assert (await client.get("/status?limit=3")).json() == {"query": {"limit": "3"}}
         assert (await client.post("/echo", json={"a": [1]})).json() == {"a": [1]}
         assert (await client.post("/echo")).json() == {}
+        assert (await client.post("/echo", content=rb'{"a": "\ud83d\ude00"}')).json() == {"a": "😀"}
         for method, path, content, status, words in (
             ("GET", "/nowhere", b"", 404, "/nowhere"),
             ("DELETE", "/status", b"", 405, "DELETE"),
@@ -74,6 +76,7 @@ def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
             ("POST", "/echo", b"{", 400, "not JSON"),
             ("POST", "/echo", b"[" * 100_000, 400, "not JSON"),
             ("POST", "/echo", b"[1]", 400, "not a JSON object"),
+            ("POST", "/echo", rb'{"a": ["\udCff"]}', 400, "not Unicode"),
             ("POST", "/echo", b'"' + b"a" * MAX_BODY_BYTES + b'"', 413, "larger than"),
             ("GET", "/bug", b"", 500, "internal error"),
         ):
@@ -84,6 +87,29 @@ def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
         assert (await client.get("/status")).status_code == 200
 
     play(scene)
+
+
+def test_an_order_whose_client_has_gone_is_not_carried_out() -> None:
+    """As after SIGSTOP: request and end of the connection are there when the process goes on."""
+    done: list[object] = []
+
+    async def main() -> None:
+        server = AdminServer("127.0.0.1", 0, "t")
+        server.start([AdminRoute("POST", "/drain", lambda call: done.append(call) or {})])
+        try:
+            order = b"POST /drain HTTP/1.1\r\nhost: x\r\nauthorization: Bearer t\r\ncontent-length: 2\r\n\r\n{}"
+            for is_patient in (False, True):
+                with socket.create_connection(("127.0.0.1", server.port)) as client:
+                    client.sendall(order)
+                    if is_patient:
+                        await asyncio.sleep(0.3)
+                        assert client.recv(100).startswith(b"HTTP/1.1 200")
+                await asyncio.sleep(0.3)
+                assert len(done) == is_patient
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_without_a_token_there_is_no_admin_port() -> None:

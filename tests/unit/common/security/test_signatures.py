@@ -27,6 +27,7 @@ def test_what_a_node_signed_is_believed_by_all_of_its_authority() -> None:
     [
         ("stranger", "another authority"),
         ("expired", "expired"),
+        ("early", "not valid yet"),
         ("router", "not of a node"),
         ("admin", "not of a node"),
     ],

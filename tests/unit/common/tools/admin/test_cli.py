@@ -19,6 +19,13 @@ from common.tools.admin.cli import app
         (["nodes", "--colour"], {}, 2),
         (["node"], {}, 2),
         (["nowhere"], {}, 2),
+        (["request", "\udcff"], {}, 2),
+        (["route", "--prompt", "\udcff"], {}, 2),
+        (["blocks", "--prompt", "x", "--cache-salt", "\udcff"], {}, 2),
+        (["drain", "d", "--wait", "--timeout", "nan"], {}, 2),
+        (["drain", "d", "--wait", "--timeout=-1"], {}, 2),
+        (["roll", "--start-timeout", "nan"], {}, 2),
+        (["drain", "d", "--wait", "--timeout", "0"], {}, 3),
     ],
 )
 def test_exit_codes(tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from common.base.process import start_ticks
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
 from common.tools.admin.running_clusters import RunningCluster, announced, running_clusters, runtime_folder
 
@@ -57,6 +58,8 @@ def test_ambiguous_and_unknown_nodes_are_refused_with_the_known_ones_listed() ->
         pick_node(NODES, "dec")
     with pytest.raises(AdminRefused, match="known: decode-0"):
         pick_node(NODES, "x")
+    with pytest.raises(AdminUsage, match="empty"):
+        pick_node(NODES[:1], "")
     with pytest.raises(AdminRefused, match="known: none"):
         pick_node([], "x")
 
@@ -82,7 +85,7 @@ def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
 URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
 
-CLUSTER = RunningCluster(os.getpid(), {URL: ADMIN_URL}, "hush")
+CLUSTER = RunningCluster(os.getpid(), {URL: ADMIN_URL}, "hush", start_ticks(os.getpid()))
 
 
 def test_a_nodes_address_that_is_no_url_of_an_admin_port_is_not_opened(tmp_path: Path) -> None:
@@ -138,12 +141,15 @@ def test_nodes_are_asked_at_once_and_the_errors_of_some_leave_the_answers_of_the
 def test_several_clusters_need_a_url_and_dead_ones_do_not_count(tmp_path: Path) -> None:
     folder = runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
     folder.mkdir(mode=0o700)
-    other = {**vars(CLUSTER), "pid": os.getppid(), "routers": {"http://127.0.0.1:9000": "http://127.0.0.1:9001"}}
+    parent = {"pid": os.getppid(), "started_ticks": start_ticks(os.getppid())}
+    other = {**vars(CLUSTER), **parent, "routers": {"http://127.0.0.1:9000": "http://127.0.0.1:9001"}}
     (folder / "up-2.json").write_text(json.dumps(other))
     (folder / "up-3.json").write_text(json.dumps({**vars(CLUSTER), "pid": 2**22 + 1}))
     (folder / "up-4.json").write_text("{")
+    (folder / "up-5.json").write_text(json.dumps({**other, "started_ticks": 1}))  # a later process has its id
     with announced(CLUSTER, folder):
         assert not (folder / "up-3.json").exists()
+        assert not (folder / "up-5.json").exists()
         with pytest.raises(AdminUsage, match=r"--url http://127.0.0.1:(8000|9000)`") as caught:
             connect(None, {"XDG_RUNTIME_DIR": str(tmp_path)})
         assert f"http://127.0.0.1:8000 (pid {os.getpid()})" in str(caught.value)

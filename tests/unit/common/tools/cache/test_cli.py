@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
@@ -42,6 +43,18 @@ def test_clear_keeps_only_what_is_in_use(cache: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "kept packed weights new-" in out
     assert "removed packed weights old-" in out
+
+
+def test_a_cache_that_is_no_folder_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    for command in (list_cache, clear):
+        with pytest.raises(typer.Exit) as caught:
+            command()
+        assert caught.value.exit_code == 78
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_empty_cache_is_listed_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

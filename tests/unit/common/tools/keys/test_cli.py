@@ -31,6 +31,7 @@ def test_init_issue_and_revoke(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
     folder = str(tmp_path)
+    assert "36500" in keys("init", folder, "--days", "9999999", code=2)
     assert "holds no certificate authority" in keys("issue", folder, "a", "--role", "node", code=78)
     keys("init", folder)
     assert "already" in keys("init", folder, code=78)
