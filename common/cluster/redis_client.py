@@ -2,7 +2,7 @@
 
     redis://[user:password@]host:port/db      rediss:// the same over TLS, e.g. with ?ssl_ca_certs=/path/ca.pem
     unix:///path                              redis+cluster://host:port      rediss+cluster://host:port
-    redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]
+    redis+sentinel://[user:password@]host:port[,host:port...]/service[/db][?sentinel_password=...]
 
 An IPv6 address is in brackets. User and password are percent-encoded.
 
@@ -31,7 +31,7 @@ from common.base.errors import ConfigError
 
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
-_PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
+_PASSWORD_OPTION = re.compile(r"((?:^|[?&])\w*password=)[^&]*", re.IGNORECASE)
 _RESERVED = re.compile(r"[][/?#@]")
 _OPTIONS = re.compile(r"\?(?=\w+=)")
 _ENCODE = "percent-encode these characters in user name and password: / ? # @ [ ]"
@@ -99,11 +99,12 @@ def _by_sentinel(redis_url: str, addresses: list[tuple[str, int | None]], option
     more: dict[str, Any] = dict(parse_qsl(query))
     tls: dict[str, Any] = {"ssl": True} if scheme.startswith("rediss") else {}
     tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels use the same CA
+    own = {name: more.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in more}
     if password:
         more["password"] = unquote(password)
     if user:
         more["username"] = unquote(user)
-    watcher: Any = Sentinel(sentinels, sentinel_kwargs={**options, **tls}, **options)
+    watcher: Any = Sentinel(sentinels, sentinel_kwargs={**options, **tls, **own}, **options)
     return watcher.master_for(service, db=int(db or 0), **options, **tls, **more)
 
 
@@ -193,5 +194,5 @@ def _no_master(text: str) -> str:
     """The client's message, whose reasons describe its connection to each Sentinel over several hundred characters."""
     what, _, reasons = text.rstrip(".").partition(" : ")
     if "AuthenticationError" in reasons:
-        return f"{what}: a Sentinel needs a password, which no URL can give it"
+        return f"{what}: a Sentinel needs a password of its own, in the URL's option sentinel_password"
     return f"{what}: a Sentinel does not answer" if reasons else what

@@ -207,7 +207,11 @@ def test_sentinel_names_the_server_and_the_one_after_a_failover(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "service", "sentence"),
     [
-        (("requirepass w",), "kv", "No master found for 'kv': a Sentinel needs a password, which no URL can give it"),
+        (
+            ("requirepass w",),
+            "kv",
+            "No master found for 'kv': a Sentinel needs a password of its own, in the URL's option sentinel_password",
+        ),
         ((), "other", "No master found for 'other'"),
         (None, "kv", "No master found for 'kv': a Sentinel does not answer"),
     ],
@@ -222,6 +226,15 @@ def test_sentinel_that_names_no_server_is_told_in_a_sentence(
             stack.enter_context(redis_server_with(tmp_path, watch, *options, port=port, sentinel=True))
         url = f"redis+sentinel://127.0.0.1:{port}/{service}"
         assert refused(url) == f"cannot reach Redis at {url}: {sentence}"
+
+
+def test_sentinel_with_a_password(tmp_path: Path) -> None:
+    with redis_server_with(tmp_path) as port:
+        options = (f"sentinel monitor kv 127.0.0.1 {port} 1", "requirepass s3cret")
+        with redis_server_with(tmp_path, *options, sentinel=True) as sentinel:
+            works_with(f"redis+sentinel://127.0.0.1:{sentinel}/kv?sentinel_password=s3cret")
+            said = refused(f"redis+sentinel://127.0.0.1:{sentinel}/kv?sentinel_password=wrong-s3cret")
+            assert "s3cret" not in said
 
 
 def test_malformed_urls_are_reported() -> None:

@@ -11,20 +11,40 @@ from pathlib import Path
 
 from common.base.file_lock import try_lock
 
+_PREFIX = "kvrelay-up-"
+_MARK = "locked"
+"""A file that says that the folder is locked as long as its `kvrelay up` runs."""
+
 
 @contextlib.contextmanager
 def run_folder() -> Generator[Path]:
     """A new folder below the temporary folder, removed at the end.
 
     Children that are restarted after weeks still read it, so it is locked: systemd-tmpfiles, which removes old files from
-    /tmp, leaves locked folders alone. $XDG_RUNTIME_DIR would be no better place: it ends when the user logs out.
+    /tmp, leaves locked folders alone. $XDG_RUNTIME_DIR would be no better place: it ends when the user logs out. Folders of
+    this user's runs that were killed are removed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="kvrelay-up-"))
+    _remove_dead()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            try_lock(descriptor, shared=True)
+            if try_lock(descriptor, shared=True):
+                (folder / _MARK).touch()
         yield folder
     finally:
         os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_dead() -> None:
+    for mark in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARK}"):
+        with contextlib.suppress(OSError):
+            if mark.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(mark.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if try_lock(descriptor):
+                    shutil.rmtree(mark.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 from common.base.file_lock import try_lock
 from common.tools.up.run_folder import run_folder
@@ -16,3 +19,16 @@ def test_the_folder_is_locked_against_cleaners_of_tmp_and_gone_at_the_end() -> N
         os.close(descriptor)
         assert folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()
+
+
+def test_folders_of_killed_runs_are_removed_and_those_of_running_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with run_folder() as running:
+        killed, other = tmp_path / "kvrelay-up-killed", tmp_path / "kvrelay-up-other"
+        for folder in (killed, other):
+            folder.mkdir()
+        (killed / "locked").touch()  # its lock ended with its process; `other` never had one
+        with run_folder() as new:
+            assert sorted(tmp_path.iterdir()) == sorted([running, other, new])
