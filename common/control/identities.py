@@ -43,4 +43,5 @@ class PeerRef:
     control_address: str
     """Address of the leader's control socket, `tcp://HOST:PORT`."""
     data_addresses: list[str]
-    """ZMQ endpoint of each rank's data socket, in rank order. Empty for nodes that only send."""
+    """Where each rank takes KV, in rank order: an address of each transport, separated by spaces
+    (`kvtransfer.transports.choose`). Empty for nodes that only send."""

@@ -32,7 +32,7 @@ _CRL_DAYS = _CA_DAYS
 
 
 class Authority:
-    """A certificate authority in a folder that only the operator can read."""
+    """A certificate authority in a folder; only the operator can read its key."""
 
     def __init__(self, folder: Path) -> None:
         """Raises: ConfigError if the folder holds none."""

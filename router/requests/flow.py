@@ -139,11 +139,6 @@ class Flow:
         """The current attempt's prefill node; None before placement and with local prefill."""
         return None if self._prefill is None else self._prefill.peer
 
-    @property
-    def decode_peer(self) -> PeerRef | None:
-        """The current attempt's decode node; None before placement."""
-        return None if self._decode is None else self._decode.peer
-
     # -- placing
 
     def _place(self) -> Instructions:

@@ -1,4 +1,4 @@
-"""The requests for one model that have not ended. Router process, event loop."""
+"""The requests for one model that have no token yet, in the table of the router's requests for all models. Event loop."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ _Request = TypeVar("_Request")
 
 
 class RequestTable(Generic[_Request]):
-    """Requests by id, and which of them have no token yet."""
+    """Adds requests to that table, and knows which of its own wait."""
 
     def __init__(self, requests: dict[str, _Request]) -> None:
         """`requests`: the router's requests for all models."""
         self._requests = requests
         self._waiting: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
 
     @property
     def waiting(self) -> int:

@@ -177,12 +177,6 @@ class Stories:
         """Someone looks at stories, at least for so long."""
         self._watched_until_s = max(self._watched_until_s, self._clock() + seconds)
 
-    def begin(self, request_id: str, client_id: str = "") -> Story:
-        """Begin the story of a request that was just accepted."""
-        story = Story(request_id, client_id, clock=self._clock)
-        self.enter(story)
-        return story
-
     def enter(self, story: Story) -> None:
         """Keep this story of a running request, until `end`."""
         self._running[story.request_id] = story

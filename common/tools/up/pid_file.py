@@ -13,7 +13,7 @@ from common.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class PidEntry:
-    """One running process; `role` is redis, router, prefill or decode."""
+    """One running process; `role` is redis, router, prefill, decode or pooling."""
 
     name: str
     role: str

@@ -9,8 +9,14 @@ from router.requests.request import TraceContext
 from router.requests.story import Stories, Story
 
 
+def begun(stories: Stories, request_id: str, client_id: str = "") -> Story:
+    story = Story(request_id, client_id, clock=stories._clock)
+    stories.enter(story)
+    return story
+
+
 def finish(stories: Stories, request_id: str, client_id: str = "", reason: str = "stop") -> None:
-    story = stories.begin(request_id, client_id)
+    story = begun(stories, request_id, client_id)
     story.add("arrived", data={"prompt_tokens": 3})
     story.add("finished", reason, {"completion_tokens": 2})
     stories.end(story)
@@ -18,7 +24,7 @@ def finish(stories: Stories, request_id: str, client_id: str = "", reason: str =
 
 def test_only_so_many_finished_ones_are_kept_and_running_ones_always() -> None:
     stories = Stories(max_finished=3)
-    running = stories.begin("running")
+    running = begun(stories, "running")
     for index in range(10):
         finish(stories, f"r{index}")
     assert [story["request_id"] for story in stories.recent(100)] == ["running", "r9", "r8", "r7"]
@@ -33,7 +39,7 @@ def test_only_so_many_finished_ones_are_kept_and_running_ones_always() -> None:
 def test_memory_is_bounded_whatever_a_request_does() -> None:
     stories = Stories(max_bytes=1_000_000)
     for index in range(200):
-        story = stories.begin(f"r{index}")
+        story = begun(stories, f"r{index}")
         for attempt in range(1000):
             story.add("leg_failed", "x" * 10_000, {"attempt": attempt})
         story.add("failed", "over")
@@ -75,7 +81,7 @@ def test_writing_a_story_costs_microseconds() -> None:
     for _ in range(5):  # the fastest counts: a garbage collection of everything that the tests hold is not its cost
         started = time.process_time()
         for index in range(400):
-            story = stories.begin(f"r{index}")
+            story = begun(stories, f"r{index}")
             for event in ("arrived", "decision", "sent", "sent", "first_token", "handover", "finished"):
                 story.add(event, "a reason", {"node": "d0"})
             stories.end(story)
