@@ -15,6 +15,13 @@ class RequestTable(Generic[_Request]):
         self._requests = requests
         self._waiting: set[str] = set()
 
+    def __len__(self) -> int:
+        """Of all models, as the other registries."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
     @property
     def waiting(self) -> int:
         """Requests without a token."""
