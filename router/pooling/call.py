@@ -9,6 +9,7 @@ from common.base.errors import BadRequest, KvRelayError
 from router.pooling.part import CLIENT_LEFT, PoolPart
 from router.pooling.work import PoolWork, split
 from router.requests.dispatch import Dispatcher
+from router.requests.fair_queue import Siblings
 from router.requests.story import Story
 
 
@@ -26,6 +27,7 @@ class PoolCall:
             )
         deadline_s = dispatcher.new_deadline_s()
         self.parts: list[PoolPart] = []
+        siblings = Siblings()
         for index, each in enumerate(ranges):
             part_id = request_id if len(ranges) == 1 else f"{request_id}-{index}"
             part_work = replace(work, inputs=work.inputs[each.start : each.stop])
@@ -39,6 +41,7 @@ class PoolCall:
                 deadline_s=deadline_s,
                 on_end=self._on_end,
                 story=story,
+                siblings=siblings,
             )
             self.parts.append(part)
         self._dispatcher = dispatcher

@@ -25,6 +25,7 @@ from router.policy import Fleet
 from router.pooling.work import PoolWork
 from router.requests import flow_events as f
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S
+from router.requests.fair_queue import Siblings
 from router.requests.flow import backoff_s
 from router.requests.router_state import RouterState
 from router.requests.story import Story
@@ -61,7 +62,9 @@ class PoolPart:
         deadline_s: float,
         on_end: Callable[[PoolPart], None],
         story: Story,
+        siblings: Siblings,
     ) -> None:
+        """siblings: all parts of the call."""
         self.request_id = request_id
         self.work = work
         self.outcome: PoolOutcome | None = None
@@ -74,6 +77,7 @@ class PoolPart:
         """When to give up waiting for a node; None unless none was found since the wait began."""
         self._on_end = on_end
         self._story = story
+        self._siblings = siblings
         self._admitted = False
         self._peer: PeerRef | None = None
         """The node that works on the current attempt."""
@@ -193,15 +197,16 @@ class PoolPart:
             refuse=self._on_refused,
             priority=work.priority,
             tenant=work.tenant,
+            siblings=self._siblings,
         )
         if entry is None:
-            self._admitted = True
+            self._admitted = self._siblings.admitted = True
             return True
         self._story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
         return False
 
     def _on_admitted(self) -> None:
-        self._admitted = True
+        self._admitted = self._siblings.admitted = True
         self._handle_all(_PlaceNow())
 
     def _on_refused(self, error: Overloaded) -> None:
@@ -213,7 +218,7 @@ class PoolPart:
         now_s = router.clock()
         if self._node_deadline_s is None:
             self._node_deadline_s = now_s + REPLACEMENT_WAIT_S
-        new = not self._admitted and not router.nodes.rejoining
+        new = not (self._siblings.admitted or router.nodes.rejoining)
         if new or now_s >= self._node_deadline_s:
             self._end(PoolOutcome(error=error))
             return

@@ -221,6 +221,19 @@ def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: 
     play(model_folder, scene, count=1, max_num_seqs=1)
 
 
+def test_a_call_that_has_begun_is_not_refused_in_part(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        (node,) = nodes
+        node.gate.clear()
+        call = asyncio.create_task(run(stack, work(600, 20)))
+        await node.until(lambda: stack.router.dispatcher.queued > 1)
+        await asyncio.sleep(0.5)  # longer than a request may wait in the queue
+        node.gate.set()
+        assert await call == expected(work(600, 20))
+
+    play(model_folder, scene, count=1, max_num_seqs=1, max_queue_wait_s=0.2)
+
+
 def test_a_call_ends_at_its_deadline_and_with_the_router(model_folder: Path) -> None:
     async def scene(stack: Stack, nodes: list[StubNode]) -> None:
         for node in nodes:
