@@ -6,6 +6,7 @@ Runs on the router's event loop; files are loaded on a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +47,10 @@ class RegisteredModel:
         self._files: ServedModel | None = None
         """As loaded from the nodes' path."""
         self._loading: asyncio.Task[None] | None = None
+        self._wanted: ModelInfo | None = None
+        """What the nodes' latest records say."""
+        self._updated = asyncio.Event()
+        """Set when there are other records than those of the last attempt to load."""
         self._told: set[str] = set()
         """Incarnations that are ignored; logged once each."""
 
@@ -70,6 +75,8 @@ class RegisteredModel:
         if infos:
             self._learn(infos)
             self.adapters = _adapters(self.records)
+        elif self.is_refused:
+            self.close()
         return self.records
 
     def close(self) -> None:
@@ -111,18 +118,26 @@ class RegisteredModel:
         files = self._given or self._files
         if files is not None and (self._given is not None or self._is_of(files, info)):
             self._serve(files, info)
-        elif self._loading is None or self._loading.done() or self.is_refused:
-            self.close()
-            self._loading = asyncio.get_running_loop().create_task(self._load(info))
+            return
+        self._wanted = info
+        self._updated.set()
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load())
 
     def _is_of(self, files: ServedModel, info: ModelInfo) -> bool:
         return files.path == info.path and info.tokenizer in (files.tokenizer_digest, "")
 
-    async def _load(self, info: ModelInfo) -> None:
-        """Load its files. Those that cannot be used are tried again: a folder may not be mounted yet."""
+    async def _load(self) -> None:
+        """Load its files. Those that cannot be used are tried again, later or when the nodes change: a folder may not be
+        mounted yet. One thread at a time does it, as long as a mount that hangs may take."""
         wait_s = RETRY_S
-        while not await self._try_to_load(info):
-            await asyncio.sleep(wait_s)
+        while self._wanted is not None:
+            self._updated.clear()
+            if await self._try_to_load(self._wanted):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._updated.wait()
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _try_to_load(self, info: ModelInfo) -> bool:

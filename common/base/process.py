@@ -59,7 +59,8 @@ def open_standard_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open until the end
+            errors = "backslashreplace" if name == "stderr" else None
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", errors=errors, closefd=False))  # noqa: SIM115 - open until the end
 
 
 def start_ticks(pid: int) -> int | None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
 """A node id not renewed for this long is removed from the index; its record expires long before."""
+_KEEP = b"keep"
 _KEEP_ADAPTERS_S = 86_400
 """How long the adapters that were loaded into a node outlive it."""
 _RETRY_S = 0.2
@@ -66,7 +67,9 @@ end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[4])
 redis.call('HSET', KEYS[3], unpack(ARGV, 10))
-if ARGV[8] == '' then redis.call('DEL', KEYS[6]) else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
+if ARGV[8] == '' then redis.call('DEL', KEYS[6])
+elseif ARGV[8] == 'keep' then redis.call('PEXPIRE', KEYS[6], ARGV[9])
+else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 -- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
 local now = tonumber(redis.call('TIME')[1])
@@ -127,11 +130,13 @@ class Registrar:
         loaded: LoadedAdapters | None = None,
         tls_dir: str | None = None,
     ) -> None:
-        """loaded: None if there are none."""
+        """loaded: None if it is unknown, which leaves what Redis has."""
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._record = record
-        self._loaded = loaded or LoadedAdapters(record.peer.node_id, [], [])
+        self._loaded = loaded
+        self._outdated = False
+        """Whether what is encoded is not what is to be registered."""
         self._records = Records(cluster, tls_dir)
         self._encode()
         self._lease_s = lease_s
@@ -163,15 +168,22 @@ class Registrar:
                     await self._changed.wait()
             self._changed.clear()
 
-    def update(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+    def update(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
         """Register now that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
         self._record, self._loaded = replace(self._record, adapters=list(adapters)), loaded
-        self._encode()
+        self._outdated = True
         self._changed.set()
 
     def _encode(self) -> None:
         self._encoded = self._records.encode(self._record)
-        self._encoded_loaded = self._records.encode_loaded(self._loaded)
+        self._encoded_loaded = _KEEP if self._loaded is None else self._records.encode_loaded(self._loaded)
+        self._outdated = False
+
+    def _encode_again(self) -> None:
+        try:
+            self._encode()
+        except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
+            log.warning("the record is not signed with the new certificate yet: %s", error.message)
 
     @property
     def reachable(self) -> bool:
@@ -195,11 +207,8 @@ class Registrar:
     async def _renew(self) -> None:
         peer = self._record.peer
         names = [*self._own_keys(), self._keys.nodes, self._keys.epoch, self._keys.adapters(peer.node_id)]
-        if self._records.must_sign_again:
-            try:
-                self._encode()
-            except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
-                log.warning("the record is not signed with the new certificate yet: %s", error.message)
+        if self._outdated or self._records.must_sign_again:
+            self._encode_again()
         load = load_fields(self._load(), peer.incarnation, time.time())
         answer = await self._client.eval(
             _RENEW,
@@ -243,14 +252,16 @@ class Registrar:
         self._reachable = reachable
 
 
-async def read_loaded_adapters(redis_url: str, cluster: str, node_id: str, tls_dir: str | None) -> LoadedAdapters:
-    """Those of the last process of this node id; none, with a line in the log, if Redis does not answer."""
+async def read_loaded_adapters(
+    redis_url: str, cluster: str, node_id: str, tls_dir: str | None
+) -> LoadedAdapters | None:
+    """Those of the last process of this node id; None, with a line in the log, if they cannot be read now."""
     client = connect(redis_url)
     try:
         raw = await client.get(Keys(cluster).adapters(node_id))
     except UNREACHABLE as error:
         log.warning("cannot read which LoRA adapters had been loaded into this node: %s", short(error))
-        raw = None
+        return None
     finally:
         await client.aclose()
     return Records(cluster, tls_dir).decode_loaded(raw, node_id)

@@ -77,16 +77,19 @@ class Records:
         """Empty if none was loaded. Raises: as `encode`."""
         return self._sign(_CODEC.encode(loaded)) if loaded.adapters else b""
 
-    def decode_loaded(self, raw: bytes | None, node_id: str) -> LoadedAdapters:
-        """What the node `node_id` wrote; none, with a line in the log, if it is malformed or not signed by that node."""
-        nothing = LoadedAdapters(node_id, [], [])
+    def decode_loaded(self, raw: bytes | None, node_id: str) -> LoadedAdapters | None:
+        """What the node `node_id` wrote; None, with a line in the log, if it is malformed or not signed by that node."""
+        if not raw:
+            return LoadedAdapters(node_id, [], [])
         try:
-            found = _CODEC.decode(self._opened(raw)) if raw else nothing
+            found = _CODEC.decode(self._opened(raw))
+            if not isinstance(found, LoadedAdapters) or found.node_id != node_id:
+                raise ProtocolError("it is not of this node")
+            if len(found.adapters) != len(found.paths):
+                raise ProtocolError("it has another number of folders than of adapters")
         except (ProtocolError, ConfigError) as error:
-            log.warning("malformed list of loaded adapters: %s", error)
-            return nothing
-        if not isinstance(found, LoadedAdapters) or found.node_id != node_id or len(found.adapters) != len(found.paths):
-            return nothing
+            log.warning("the list of LoRA adapters that had been loaded into this node is refused: %s", error)
+            return None
         return found
 
     def decode(self, raw: bytes | str | None) -> NodeRecord | None:

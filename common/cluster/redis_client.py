@@ -17,8 +17,8 @@ import contextlib
 import os
 import re
 import ssl
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
@@ -32,8 +32,8 @@ from common.base.errors import ConfigError
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])\w*password=)[^&]*", re.IGNORECASE)
-_RESERVED = re.compile(r"[][/?#@]")
-_OPTIONS = re.compile(r"\?(?=\w+=)")
+_RESERVED = re.compile(r"[][/?#]")
+_OPTIONS = re.compile(r"\?(?=\w+=|$)")
 _ENCODE = "percent-encode these characters in user name and password: / ? # @ [ ]"
 _SENTINEL_PORT = 26379
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -64,40 +64,59 @@ def connect(redis_url: str) -> RedisClient:
         raise _malformed(redis_url, _complaint(redis_url, error)) from None
 
 
-def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
-    """Host and port of each server in the URL, without the brackets of IPv6; none for a Unix socket.
+class _Parts(NamedTuple):
+    scheme: str
+    login: str
+    addresses: str
+    path: str
+    options: str
 
-    Raises: ConfigError for a malformed URL, also where a lenient parser would find another server or database in it.
-    """
+
+def _parts(redis_url: str) -> _Parts:
+    """Raises: ConfigError where a lenient parser would find another server or database in the URL."""
     scheme, separator, rest = redis_url.partition("://")
     if not separator:
         raise _malformed(redis_url, "it lacks :// after its scheme, as in redis://host:6379/0")
+    place, *options = _OPTIONS.split(rest, maxsplit=1)
+    login, _, place = place.rpartition("@")
+    addresses, _, path = place.partition("/")
+    parts = _Parts(scheme, login, addresses, path, "".join(options))
     if scheme == "unix":
-        return []
-    login, _, place = _OPTIONS.split(rest, maxsplit=1)[0].rpartition("@")
+        return parts
     if _RESERVED.search(login):
         raise _malformed(redis_url, _ENCODE)
-    addresses, _, path = place.partition("/")
-    if scheme.endswith("+sentinel") and not re.fullmatch(r"[^/?#]+(/\d*)?", path):
+    if scheme.endswith("+sentinel") and not re.fullmatch(r"[^/?#]+(/\d*)?/?", path):
         raise _malformed(redis_url, "its path is not the name of a service, as in redis+sentinel://host:26379/mymaster")
-    if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and not re.fullmatch(r"\d*", path):
+    if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and not re.fullmatch(r"\d*/?", path):
         raise _malformed(redis_url, "its path is not the number of a database, as in redis://host:6379/0")
+    return parts
+
+
+def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
+    """Host and port of each server in the URL, without the brackets of IPv6; none for a Unix socket.
+
+    Raises: ConfigError for a malformed URL.
+    """
+    parts = _parts(redis_url)
+    if parts.scheme == "unix":
+        return []
     try:
-        parts = [urlsplit("//" + address) for address in addresses.split(",")]
-        return [(part.hostname or "", part.port) for part in parts]
+        found = [urlsplit("//" + address) for address in parts.addresses.split(",")]
+        if len(found) > 1 and not all(each.hostname for each in found):
+            raise ValueError("one of its hosts is empty")
+        return [(each.hostname or "", each.port) for each in found]
     except ValueError as error:
         raise _malformed(redis_url, _complaint(redis_url, error)) from None
 
 
 def _by_sentinel(redis_url: str, addresses: list[tuple[str, int | None]], options: dict[str, Any]) -> RedisClient:
-    scheme, _, rest = redis_url.partition("://")
-    place, _, query = rest.partition("?")
-    login, _, place = place.rpartition("@")
-    user, _, password = login.partition(":")
-    service, _, db = place.partition("/")[2].partition("/")
+    parts = _parts(redis_url)
+    user, _, password = parts.login.partition(":")
+    service, _, db = parts.path.rstrip("/").partition("/")
     sentinels = [(host, port or _SENTINEL_PORT) for host, port in addresses]
-    more: dict[str, Any] = dict(parse_qsl(query))
-    tls: dict[str, Any] = {"ssl": True} if scheme.startswith("rediss") else {}
+    given = (option.partition("=") for option in parts.options.split("&") if option)
+    more: dict[str, Any] = {name: unquote(value) for name, _, value in given}
+    tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}
     tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels use the same CA
     own = {name: more.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in more}
     if password:

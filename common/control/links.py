@@ -211,7 +211,7 @@ class Link:
         """Send without waiting; messages are queued until the link is connected. Everything that one turn of the loop
         sends goes out together at its end. A full queue loses the link.
 
-        Raises: Unavailable if the link is closed.
+        Raises: Unavailable if the link is closed; ProtocolError as `encode`.
         """
         if self.closed:
             raise Unavailable(f"link to {self.address} is closed")

@@ -156,12 +156,14 @@ class Sequence:
         return seen
 
     def banned_tokens(self, num_drafts: int = 0) -> list[int]:
-        """The tokens that would complete one of its bad words after all known tokens and the first drafts."""
+        """The tokens that its grammar bans, and those that would complete one of its bad words, after all known tokens and the
+        first drafts."""
+        by_grammar = [] if self.grammar is None else self.grammar.banned
         if not self._longest_bad_word:
-            return []
+            return by_grammar
         start = max(self.prompt_len, len(self.token_ids) + num_drafts + 1 - self._longest_bad_word)
         known = self.token_ids[start:] + self.draft_ids[max(0, start - len(self.token_ids)) : num_drafts]
-        return completed_by(self.sampling.bad_words, known)
+        return [*by_grammar, *completed_by(self.sampling.bad_words, known)]
 
     def set_grammar(self, matcher: LLMatcher, eos_ids: list[int]) -> None:
         """Begin its grammar, and take in the tokens of earlier attempts. matcher: at the grammar's start, not changed.

@@ -30,7 +30,10 @@ def open_source(name: str, path: str, config: ModelConfig, max_rank: int) -> Ada
         raise ConfigError(
             f"LoRA adapters need a native family, and the layers of {config.architecture} are computed by transformers"
         )
-    folder = Path(path).expanduser().absolute()
+    try:
+        folder = Path(path).expanduser().absolute()
+    except RuntimeError as error:  # the home of an unknown user
+        raise ConfigError(f"{path[:200]!r} is no folder: {error}") from error
     checkpoint = open_adapter(folder, config, max_rank)
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
 
@@ -49,26 +52,27 @@ def configured_sources(options: LoraOptions, config: ModelConfig) -> list[Adapte
 
 
 async def loaded_sources(
-    loaded: LoadedAdapters, configured: Sequence[AdapterSource], options: LoraOptions, config: ModelConfig
-) -> list[AdapterSource]:
-    """The adapters that an operator had loaded into the last process of this node, without those that are `configured` now.
-    One that cannot be used any more is logged."""
+    loaded: LoadedAdapters | None, configured: Sequence[AdapterSource], options: LoraOptions, config: ModelConfig
+) -> tuple[list[AdapterSource], list[AdapterSource]]:
+    """The adapters that an operator had loaded into the last process of this node: those that can be used, without names that
+    are `configured` now, and those that cannot, which are logged."""
     taken = {source.adapter.name for source in configured}
-    sources: list[AdapterSource] = []
-    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
-        if adapter.name in taken:
-            continue
+    usable: list[AdapterSource] = []
+    missing: list[AdapterSource] = []
+    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True) if loaded else ():
         try:
+            if adapter.name in taken:
+                raise ConfigError("another one has its name")
             source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_lora_rank)
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")
         except ConfigError as error:
-            log.error(
-                "LoRA adapter %r, loaded before this start, cannot be used any more: %s", adapter.name, error.message
-            )
+            log.error("LoRA adapter %r, loaded before this start, cannot be used: %s", adapter.name, error.message)
+            missing.append(AdapterSource(adapter, path))
         else:
-            sources.append(source)
-    return sources
+            taken.add(adapter.name)
+            usable.append(source)
+    return usable, missing
 
 
 class AdministeredNode(Protocol):
@@ -81,7 +85,7 @@ class AdministeredNode(Protocol):
         """Run `question` on the engine's thread."""
         ...
 
-    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
         """Register at once that the node serves these adapters. `loaded`: those of them that were loaded while it ran."""
         ...
 
@@ -93,25 +97,32 @@ class AdapterAdmin:
         self,
         table: AdapterTable,
         configured: Sequence[AdapterSource],
+        missing: Sequence[AdapterSource] | None,
         options: LoraOptions,
         config: ModelConfig,
         node: AdministeredNode,
     ) -> None:
-        """configured: those of `--lora`."""
+        """configured: those of `--lora`. missing: as `loaded_sources`; None: what was loaded before is unknown."""
         self._table = table
         self._configured = configured
+        self._missing = None if missing is None else {source.adapter.name: source for source in missing}
         self._options = options
         self._config = config
         self._node = node
         self._ask = node.ask
 
     @property
-    def loaded(self) -> LoadedAdapters:
-        """The adapters that were loaded while the node ran, or its last process."""
+    def loaded(self) -> LoadedAdapters | None:
+        """The adapters that were loaded while the node ran, or its last process, usable or not; None if unknown."""
+        if self._missing is None:
+            return None
         sources = [source for source in self._table.sources if source not in self._configured]
+        sources += [each for name, each in self._missing.items() if name not in {one.adapter.name for one in sources}]
         return LoadedAdapters(self._node.node_id, [each.adapter for each in sources], [each.path for each in sources])
 
-    def _changed(self) -> None:
+    def _changed(self, name: str) -> None:
+        """Register at once that an adapter of this name was loaded or unloaded."""
+        self._missing = {other: each for other, each in (self._missing or {}).items() if other != name}
         self._node.adapters_changed(self._table.adapters, self.loaded)
 
     def load_first(self) -> None:
@@ -149,9 +160,9 @@ class AdapterAdmin:
         except KvRelayError as error:
             if not was_served:
                 await asyncio.wrap_future(self._ask(lambda: self._withdraw(source)))
-            self._changed()
+            self._changed(name)
             raise BadRequest(error.message) if isinstance(error, ConfigError) else error from error
-        self._changed()
+        self._changed(name)
         log.info("LoRA adapter %r was loaded from %s", name, source.path)
         return {"name": name, "digest": source.adapter.digest}
 
@@ -179,8 +190,12 @@ class AdapterAdmin:
 
     async def _unload(self, call: Call) -> dict[str, Any]:
         name = _text(call, "name")
-        adapter: Adapter = await asyncio.wrap_future(self._ask(lambda: self._table.unregister(name)))
-        self._changed()
+        is_served = any(each.name == name for each in self._table.adapters)
+        if not is_served and self._missing and name in self._missing:
+            adapter = self._missing[name].adapter
+        else:
+            adapter = await asyncio.wrap_future(self._ask(lambda: self._table.unregister(name)))
+        self._changed(name)
         log.info("LoRA adapter %r was unloaded", name)
         return {"name": name, "digest": adapter.digest}
 

@@ -138,7 +138,7 @@ class NodeServer:
         assert self._engine is not None
         return self._engine.ask(question)
 
-    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters) -> None:
+    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
         """Register at once that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
         if self._registrar is not None:
             self._registrar.update(adapters, loaded)
@@ -296,7 +296,7 @@ class NodeServer:
             if key is None or isinstance(message, AttemptFailed):
                 raise
             log.error("%s: %s", key, error.message)
-            self._server.send(identity, AttemptFailed(key, error.code, error.message))
+            self._reply(identity, AttemptFailed(key, error.code, error.message))
 
     def _send_to_peer(self, peer: PeerRef, message: Message) -> None:
         link = self._links.get(peer.incarnation)

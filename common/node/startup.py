@@ -63,7 +63,7 @@ async def _serve(
     await server.bind()
     configured = configured_sources(config, plan.model_config)
     before = await read_loaded_adapters(config.redis_url, config.cluster, server.node_id, config.tls_dir)
-    loaded = await loaded_sources(before, configured, config, plan.model_config)
+    loaded, missing = await loaded_sources(before, configured, config, plan.model_config)
     grammars = make_grammars(plan, server.post)
     grammars.preload()
     leader = Leader(config, role, plan, forked)
@@ -73,7 +73,9 @@ async def _serve(
         incarnation = server.me.incarnation
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
         adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
-        lora = AdapterAdmin(adapters, configured, config, plan.model_config, server)
+        lora = AdapterAdmin(
+            adapters, configured, None if before is None else missing, config, plan.model_config, server
+        )
         transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
         try:
             await leader.start_ranks(incarnation, advertised(transfers.address, config))

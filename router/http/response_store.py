@@ -7,6 +7,7 @@ for Redis, and those that store one, for at most `_TIMEOUT_S`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -91,7 +92,8 @@ class ResponseStore:
         key = self._key(tenant, response_id)
         if not await self._ask(self._client.delete(key)):
             raise _unknown(response_id)
-        await self._ask(self._client.zrem(self._keys.responses, f"{tenant}:{response_id}"))
+        with contextlib.suppress(Unavailable):  # it is deleted
+            await self._ask(self._client.zrem(self._keys.responses, f"{tenant}:{response_id}"))
 
     async def close(self) -> None:
         """Close the connections."""

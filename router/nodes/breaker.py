@@ -28,11 +28,10 @@ from common.base.errors import (
     DeadlineExceeded,
     HandshakeRefused,
     KvRelayError,
-    NoFiniteLogits,
     Overloaded,
 )
 
-_NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing | NoFiniteLogits
+_NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing
 
 
 class BreakerState(Enum):

@@ -105,6 +105,10 @@ class AdmissionQueue:
         """Whether a new request of this tenant may take another one's place."""
         return self._queue.victim(tenant) is not None
 
+    def begun_of_others(self, tenant: Tenant) -> int:
+        """As `FairQueue.begun_of_others`."""
+        return self._queue.begun_of_others(tenant)
+
     def make_room(self, tenant: Tenant) -> None:
         """Refuse a request of the tenant with the most queued requests, if that tenant has more than `tenant`."""
         victim = self._queue.victim(tenant)

@@ -254,15 +254,15 @@ class Dispatcher:
         for generation in portion:
             generation.start()
 
-    def _is_full(self, table: RequestTable[Any], count: int) -> bool:
-        """Whether there is no room for `count` more requests. Submitted requests are started first, because which request a
-        new one may replace depends on how many each tenant has in the admission queue.
+    def _is_full(self, state: RouterState, count: int, tenant: Tenant) -> bool:
+        """Whether there is no room for `count` more requests of `tenant`. Submitted requests are started first, because which
+        request a new one may replace depends on how many each tenant has in the admission queue.
         """
         most = self._config.max_waiting - count
-        if table.waiting <= most:
+        if state.table.waiting <= most:
             return False
         self._start(len(self._fresh))
-        return table.waiting > most
+        return state.table.waiting - state.admission_queue.begun_of_others(tenant) > most
 
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.
@@ -276,7 +276,7 @@ class Dispatcher:
             most = self._config.max_waiting
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
-        if self._is_full(state.table, count) and (count > 1 or not state.admission_queue.has_victim(tenant)):
+        if self._is_full(state, count, tenant) and (count > 1 or not state.admission_queue.has_victim(tenant)):
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )

@@ -26,8 +26,8 @@ NOBODY = Tenant()
 
 
 class Siblings:
-    """The generations of one client's request. Invariant: once one was admitted, none is refused, since its client may have
-    tokens already.
+    """The samples, or the parts of a pooling call, of one client's request. Invariant: once one was admitted, none is refused:
+    the client may have tokens already, and nodes have computed for it.
     """
 
     __slots__ = ("admitted",)
@@ -109,6 +109,10 @@ class FairQueue:
     def expired(self, now_s: float) -> list[str]:
         """Requests whose deadline has passed and that may be refused."""
         return [each.request_id for each in self._by_id.values() if each.deadline_s <= now_s and each.may_be_refused]
+
+    def begun_of_others(self, tenant: Tenant) -> int:
+        """Requests of other tenants that may not be refused: these do not take the places of `tenant`."""
+        return sum(not each.may_be_refused and each.tenant.name != tenant.name for each in self._by_id.values())
 
     def tokens_ahead(self, priority: int) -> int:
         """Tokens of the requests that leave before a new one of this priority."""

@@ -101,17 +101,15 @@ class GrammarState:
 
         Raises: BadRequest if the grammar became too complex.
         """
-        if self._mask is not None:
+        if not self.begun or self._mask is not None:
             return
         started_s = time.thread_time()
         mask = bytearray(self._matcher.compute_bitmask())
         self._check()
         self._spend(started_s)
-        if not self.begun:
-            mask = bytearray(b"\xff" * len(mask))
         for token_id in self._eos_ids:
             _set(mask, token_id, allowed=False)
-        if self.begun and self._matcher.is_accepting():
+        if self._matcher.is_accepting():
             for token_id in self._ends(alone=bytes(mask) == bytes(len(mask))):
                 _set(mask, token_id, allowed=True)
         self._mask = bytes(mask)
@@ -124,9 +122,14 @@ class GrammarState:
         ends = self._sampling.stop_token_ids
         return self._eos_ids if alone and not ends else ends
 
+    @property
+    def banned(self) -> list[int]:
+        """The model's end tokens until the grammar begins: an answer that ends before it would not be valid."""
+        return [] if self.begun else self._eos_ids
+
     def mask(self, num_drafts: int = 0) -> bytes | None:
-        """The tokens allowed after the first `num_drafts` forced ones, as `SampleSpec.mask`; None before `prepare`. Until the
-        grammar begins these are all but the model's end tokens: an answer that ends before it would not be valid.
+        """The tokens allowed after the first `num_drafts` forced ones, as `SampleSpec.mask`; None: all but `banned` are, because
+        the grammar has not begun.
         """
         if num_drafts < len(self.forced):
             token_id = self.forced[num_drafts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -9,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import KvRelayError
-from common.tools.admin.client import AdminClient, AdminIncomplete
-from common.tools.admin.options import Json, Url, said_if_slow, show_answer
+from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
+from common.tools.admin.options import Json, Url, said_if_slow, say, show_answer
 
 _KNOWN_S = 5.0
 """Nodes register a change at once, and the router sees it at its next look; without Redis it does not."""
@@ -71,10 +72,10 @@ def _on_nodes(
     as_json: bool,
     names: list[str] | None,
     ask: Callable[[AdminClient, str], dict[str, Any]],
-    until: Callable[[list[str]], bool] = lambda _: True,
+    until: Callable[[list[str]], bool] | None = None,
 ) -> None:
-    """Ask all nodes, or those named, at once, and show what each answered, when `until` is true of the adapters that the
-    router knows of each, or after `_KNOWN_S`."""
+    """Ask all nodes, or those named, at once, and show what each answered; with `until`, when it is true of the adapters that
+    the router knows of each."""
 
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
@@ -82,7 +83,8 @@ def _on_nodes(
             answers, failed = client.of_each(known, lambda base: ask(client, base))
         if failed:
             raise _incomplete(answers, failed)
-        _wait_for_router(client, set(answers), until)
+        if until is not None and not _router_knows(client, set(answers), until):
+            say("the router does not know it yet: can the nodes and the router reach Redis?")
         return answers
 
     def render(show: Any, answer: dict[str, Any]) -> Any:
@@ -91,13 +93,16 @@ def _on_nodes(
     show_answer(url, as_json, fetch, render)
 
 
-def _wait_for_router(client: AdminClient, nodes: set[str], until: Callable[[list[str]], bool]) -> None:
+def _router_knows(client: AdminClient, nodes: set[str], until: Callable[[list[str]], bool]) -> bool:
+    """Whether it does within `_KNOWN_S`."""
     give_up_s = time.monotonic() + _KNOWN_S
-    while time.monotonic() < give_up_s:
-        known = client.get("/nodes", timeout_s=_KNOWN_S)["nodes"]
-        if all(until(each["adapters"]) for each in known if each["node_id"] in nodes):
-            return
-        time.sleep(0.05)
+    with contextlib.suppress(AdminRefused, AdminUnreachable):  # what the nodes did is done
+        while time.monotonic() < give_up_s:
+            known = client.get("/nodes", timeout_s=_KNOWN_S)["nodes"]
+            if all(until(each["adapters"]) for each in known if each["node_id"] in nodes):
+                return True
+            time.sleep(0.05)
+    return False
 
 
 def _incomplete(answers: dict[str, Any], failed: Mapping[str, KvRelayError]) -> AdminIncomplete:

@@ -67,7 +67,12 @@ def roll(
     ] = None,
     timeout_s: Annotated[
         float,
-        typer.Option("--timeout", metavar="S", help="Seconds for the requests of a service to end before it restarts."),
+        typer.Option(
+            "--timeout",
+            metavar="S",
+            callback=check_seconds,
+            help="Seconds for the requests of a service to end before it restarts.",
+        ),
     ] = 600.0,
     start_timeout_s: Annotated[
         float,
@@ -80,6 +85,7 @@ def roll(
         typer.Option(
             "--grace",
             metavar="S",
+            callback=check_seconds,
             help="Seconds between a router's failing health check and its first refusal: as long as a load balancer takes.",
         ),
     ] = 0.0,

@@ -64,7 +64,7 @@ class OutputFile:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 whole = line.endswith(b"\n")
-                if not whole and line.startswith(_START[: len(line)]):
+                if not whole and (self.finished or line.startswith(_START[: len(line)])):
                     os.ftruncate(self._descriptor, end_bytes)
                     return
                 result = _custom_id_and_success(line) if whole else None

@@ -40,7 +40,7 @@ def run_folder() -> Generator[Path]:
 def _remove_dead() -> None:
     for mark in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARK}"):
         with contextlib.suppress(OSError):
-            if mark.stat().st_uid != os.getuid():
+            if os.lstat(mark.parent).st_uid != os.getuid():
                 continue
             descriptor = os.open(mark.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,33 @@ def test_files_that_could_not_be_used_are_tried_again(
 
     play(monkeypatch, scene)
     assert len([each for each in caplog.records if each.levelname == "ERROR"]) == 1
+
+
+def test_files_on_a_mount_that_hangs_take_one_thread_however_often_nodes_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registered_model, "RETRY_S", 0.01)
+    hangs, ends = threading.Event(), threading.Event()
+    at_once: list[int] = []
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        def load(path: str, name: str | None, options: LoadOptions) -> ServedModel:
+            at_once.append(1)
+            if len(at_once) > 1:
+                hangs.set()
+                ends.wait(10)
+            raise ConfigError("not yet")
+
+        monkeypatch.setattr(served_model, "load", load)
+        catalog.accept([record("b0", "b")])
+        assert await asyncio.to_thread(hangs.wait, 10)
+        for number in range(5):
+            catalog.accept([record("b0", "b"), record(f"b{number}x", "b")])
+            await asyncio.sleep(0.01)
+        assert len(at_once) == 2
+        ends.set()
+
+    play(monkeypatch, scene)
 
 
 def test_adapters_are_served_by_name_with_the_weights_that_most_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def test_password_is_never_shown(url: str) -> None:
         ("redis+sentinel://h", "not the name of a service"),
         ("redis+sentinel://h/kv/abc", "not the name of a service"),
         ("redis+sentinel://h:x/kv", "Port could not be cast"),
+        ("redis+sentinel://h:1,/kv", "one of its hosts is empty"),
         ("redis://:p@ss#w/ord@10.0.0.1/0", "percent-encode"),
         ("redis://:pass?x@10.0.0.1/0", "percent-encode"),
         ("redis://:pass?ord=0@10.0.0.1/0", "percent-encode"),
@@ -76,6 +77,9 @@ def test_mistyped_url_leads_to_no_other_redis(url: str, sentence: str) -> None:
         ("redis://h", ("h", None, None)),
         ("redis://u:p%40%2F@h:7/3", ("h", 7, 3)),
         ("redis://[::1]:7/?password=a@b", ("::1", 7, None)),
+        ("redis://:p@ss@h:7/3", ("h", 7, 3)),
+        ("redis://h:7/3/", ("h", 7, 3)),
+        ("redis://h:7/3?", ("h", 7, 3)),
     ],
 )
 def test_well_formed_url_is_understood(url: str, expected: tuple[str, int | None, int | None]) -> None:
@@ -84,7 +88,9 @@ def test_well_formed_url_is_understood(url: str, expected: tuple[str, int | None
 
 
 def test_sentinels_may_have_ipv6_addresses() -> None:
-    pool = connect("redis+sentinel://u:p%40@[::1],[fd00::7]:7,h/kv/3?protocol=3").connection_pool
+    pool = connect("redis+sentinel://u:p%40@[::1],[fd00::7]:7,h/kv/3/?protocol=3&sentinel_password=a+b").connection_pool
+    watcher = pool.sentinel_manager.sentinels[0].connection_pool
+    assert watcher.connection_kwargs["password"] == "a+b"
     found = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
     assert [(options["host"], options["port"]) for options in found] == [("::1", 26379), ("fd00::7", 7), ("h", 26379)]
     assert (pool.service_name, pool.connection_kwargs["db"], pool.connection_kwargs["password"]) == ("kv", 3, "p@")

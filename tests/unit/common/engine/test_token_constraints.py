@@ -6,10 +6,12 @@ import random
 
 import numpy as np
 import pytest
+from support.grammars import EOS, fake_tokenizer, json_grammar
 
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.grammar.compile import compile_grammar
 from common.engine.sequence import Sequence
 from common.engine.token_constraints import both, completed_by, mask_of
 
@@ -45,6 +47,16 @@ def test_a_word_is_completed_only_by_generated_tokens_and_drafts() -> None:
     assert seq.banned_tokens(1) == [9, 5]
     assert seq.banned_tokens(2) == [9]
     assert sequence([1], [2]).banned_tokens() == []
+
+
+def test_end_tokens_are_banned_until_the_grammar_begins() -> None:
+    grammar = json_grammar(after=(40,))
+    seq = sequence([1, 2], [], bad_words=[[9]], grammar=grammar)
+    seq.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
+    assert seq.banned_tokens() == [EOS, 9]
+    seq.token_ids.append(40)
+    seq.take_tokens()
+    assert seq.banned_tokens() == [9]
 
 
 def test_banned_tokens_are_those_of_the_whole_history() -> None:

@@ -8,25 +8,33 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from support.certificates import made
 from support.fake_adapters import FakeLoader, source
 
+from common.base.errors import ConfigError
+from common.cluster.records import LoadedAdapters, Records
 from common.config.option_groups import LoraOptions
 from common.control.admin_server import Call
 from common.node import adapter_admin
-from common.node.adapter_admin import AdapterAdmin
-from common.node.adapter_table import AdapterTable
+from common.node.adapter_admin import AdapterAdmin, loaded_sources
+from common.node.adapter_table import AdapterSource, AdapterTable
 
 
 class FakeNode:
     """Answers at once, where an engine thread would."""
+
+    node_id = "d0"
+
+    def __init__(self) -> None:
+        self.registered: list[LoadedAdapters | None] = []
 
     def ask(self, question: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()
         answer.set_result(question())
         return answer
 
-    def adapters_changed(self, adapters: object) -> None:
-        pass
+    def adapters_changed(self, adapters: object, loaded: LoadedAdapters | None) -> None:
+        self.registered.append(loaded)
 
 
 def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +42,7 @@ def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
 
     async def main() -> None:
         load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
@@ -48,3 +56,53 @@ def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.Mo
     asyncio.run(main())
     loader.finish(table)  # raised InvalidStateError
     assert loader.in_memory
+
+
+def listed(*sources: AdapterSource) -> LoadedAdapters:
+    return LoadedAdapters("d0", [each.adapter for each in sources], [each.path for each in sources])
+
+
+def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder may not be mounted at one start."""
+
+    def opened(name: str, *_: object) -> AdapterSource:
+        if name == "unmounted":
+            raise ConfigError("no such folder")
+        return source(name, "11" if name == "changed" else "00")
+
+    monkeypatch.setattr(adapter_admin, "open_source", opened)
+    before = listed(*map(source, ("usable", "unmounted", "changed", "sql", "usable")))
+    node = FakeNode()
+
+    async def main() -> AdapterAdmin:
+        configured = [source("sql", "22")]
+        usable, missing = await loaded_sources(before, configured, LoraOptions(), None)  # type: ignore[arg-type]
+        assert [each.adapter.name for each in usable] == ["usable"]
+        table = AdapterTable(FakeLoader(), sources=[*configured, *usable])
+        admin = AdapterAdmin(table, configured, missing, LoraOptions(), None, node)  # type: ignore[arg-type]
+        assert admin.loaded == listed(*map(source, ("usable", "unmounted", "changed", "sql")))
+        for name in ("unmounted", "usable"):
+            await admin._unload(Call({}, {}, {"name": name}))
+        return admin
+
+    asyncio.run(main())
+    assert node.registered[-1] == listed(*map(source, ("changed", "sql")))
+
+
+def test_what_could_not_be_read_is_left_as_it_is() -> None:
+    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    assert admin.loaded is None
+    assert Records("c", None).decode_loaded(b"junk", "d0") is None
+    records = Records("c", str(made() / "node"))
+    written = records.encode_loaded(listed(source("a")))
+    assert records.decode_loaded(written, "d0") == listed(source("a"))
+    assert records.decode_loaded(written, "d1") is None, "of another node"
+    assert records.decode_loaded(Records("c", None).encode_loaded(listed(source("a"))), "d0") is None, "not signed"
+
+
+@pytest.mark.parametrize("path", ["~nouser/x", "/no/such/folder"])
+def test_a_path_that_is_no_folder_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError):
+        adapter_admin.open_source("a", path, None, 8)  # type: ignore[arg-type]

@@ -163,6 +163,7 @@ def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
     assert queue.expired(1.0) == ["a-alone", "b0"]
     queue.remove("a-alone")
     assert queue.victim(Tenant("b")) is None
+    assert (queue.begun_of_others(Tenant("b")), queue.begun_of_others(Tenant("a"))) == (4, 0), "they take no place of b"
 
 
 def test_a_tenant_with_a_user_for_each_request_gets_no_more_than_its_share() -> None:

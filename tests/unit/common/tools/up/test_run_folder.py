@@ -11,7 +11,10 @@ from common.base.file_lock import try_lock
 from common.tools.up.run_folder import run_folder
 
 
-def test_the_folder_is_locked_against_cleaners_of_tmp_and_gone_at_the_end() -> None:
+def test_the_folder_is_locked_against_cleaners_of_tmp_and_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with run_folder() as folder:
         (folder / "file").touch()
         descriptor = os.open(folder, os.O_RDONLY)
