@@ -183,9 +183,11 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
 
 
 def _max_position(config: ConfigFile, family: Family, layer: LayerDescription) -> int:
-    """`max_position_embeddings`, which YaRN extends."""
+    """`max_position_embeddings`, which linear scaling of positions multiplies and YaRN extends."""
     own, rope = config.integer("max_position_embeddings", family.default_max_position), layer.rope
-    return own if rope is None or rope.kind != "yarn" else max(own, int(rope.factor * rope.original_max_position))
+    if rope is None or rope.kind not in ("linear", "yarn"):
+        return own
+    return int(rope.factor * own) if rope.kind == "linear" else max(own, int(rope.factor * rope.original_max_position))
 
 
 def _find_family(config: ConfigFile) -> tuple[str, Family]:

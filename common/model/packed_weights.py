@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,8 +31,10 @@ from common.model.packed_file import PackedTensors, map_packed, write_packed
 
 log = logging.getLogger(__name__)
 
-_CODE = ("model", "model/formats", "model/gguf", "kernels/native")
+_CODE = ("model", "kernels")
 """Folders below common/ whose code decides what is packed, and how."""
+_LIBRARIES = ("transformers", "gguf", "torch")
+"""Packages that do as well: they rename, merge and widen weights."""
 PackedT = TypeVar("PackedT", PackedTensors, PackedTensors | None)
 
 _STRIPES = 16
@@ -180,10 +183,13 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for file in _code_files():
         digest.update(file.read_bytes())
+    for library in _LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            digest.update(f"\0{library} {version(library)}".encode())
     return digest.hexdigest()[:12]
 
 
 def _code_files() -> Iterator[Path]:
     common = Path(__file__).parent.parent
     for folder in _CODE:
-        yield from sorted((common / folder).glob("*.py"))
+        yield from sorted((common / folder).rglob("*.py"))

@@ -50,8 +50,9 @@ class RopeConfig:
 
 
 def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str | None = None) -> RopeConfig:
-    """The rope parameters, under the keys of transformers 5 or 4; those of a kind of layers where there are several."""
-    raw = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
+    """The rope parameters, under the keys of transformers 5 or 4; those of a kind of layers where there are several. As in
+    transformers, `rope_scaling` goes first: users add it to configs that have both."""
+    raw = config.raw.get("rope_scaling") or config.raw.get("rope_parameters") or {}
     if of_layers is not None and isinstance(raw, dict):
         raw = cast("dict[str, Any]", raw).get(of_layers, raw)
     if not isinstance(raw, dict):

@@ -41,6 +41,7 @@ def _text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | No
         skip_special_tokens=request.skip_special_tokens,
         include_stop=request.include_stop,
         visible=request.visible_tokens,
+        prompt_ids=request.engine.prompt_ids,
     )
 
 

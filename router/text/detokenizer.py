@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -87,6 +88,15 @@ class TokenPieces:
         """The byte that a `fallback` token <0xXX> stands for; None for every other token."""
         return self._raw_bytes.get(token_id)
 
+    def last_ordinary(self, token_ids: Sequence[int]) -> int | None:
+        """The last of these that is neither special nor a byte; None if there is none, or if no token depends on it."""
+        if self.kind == "bytes":
+            return None
+        ordinary = (
+            each for each in reversed(token_ids) if each not in self.special_ids and each not in self._raw_bytes
+        )
+        return next(ordinary, None)
+
     def alone(self, token_id: int) -> str:
         """The text of a sequence of only this token."""
         text = self._alone_cache.get(token_id)
@@ -125,15 +135,21 @@ class TokenPieces:
 
 
 class Detokenizer:
-    """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, equal the
-    tokenizer's own decoding of all ids, with one exception: if a run of fallback bytes becomes invalid, the
+    """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, equal what these ids add to the
+    tokenizer's own decoding of the prompt, with one exception: if a run of fallback bytes becomes invalid, the
     characters completed before it remain (a decode of the whole would replace them; a stream cannot).
 
-    `visible`: special tokens that are not skipped.
+    `visible`: special tokens that are not skipped. `prompt_ids`: of the text before; many tokenizers strip the space of a
+    text's first token only.
     """
 
     def __init__(
-        self, pieces: TokenPieces, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+        self,
+        pieces: TokenPieces,
+        *,
+        skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         self._pieces = pieces
         self._skip: frozenset[int] = frozenset()
@@ -143,8 +159,8 @@ class Detokenizer:
         self._run = bytearray()
         """Bytes of an incomplete character at the end of a run of fallback bytes."""
         self._run_invalid = False
-        self._previous: int | None = None
-        self._begun = False
+        self._previous = pieces.last_ordinary(prompt_ids)
+        self._begun = self._previous is not None
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""

@@ -75,7 +75,7 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The visible text of one generation.
 
-    Stop strings are searched only in the text of tokens after the first `min_tokens`. `visible`: as in `Detokenizer`.
+    Stop strings are searched only in the text of tokens after the first `min_tokens`. `visible`, `prompt_ids`: as in `Detokenizer`.
     """
 
     def __init__(
@@ -87,9 +87,12 @@ class TextStream:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         visible: frozenset[int] = frozenset(),
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         """`include_stop`: the text includes the stop string, or the text of the stop token."""
-        self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, visible=visible)
+        self._detokenizer = Detokenizer(
+            pieces, skip_special_tokens=skip_special_tokens, visible=visible, prompt_ids=prompt_ids
+        )
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
         self._include_stop = include_stop
         self._immune_tokens = min_tokens

@@ -102,7 +102,9 @@ class Tokenizer:
         self.fim_ids = self._find_fim_ids()
         """None: the model cannot fill in the middle."""
         vocab = self._raw.get_vocab(with_added_tokens=True)
-        self._longest_token = max(map(len, vocab), default=1)
+        strips = any(each.lstrip or each.rstrip for each in self._raw.get_added_tokens_decoder().values())
+        self._longest_token = 0 if strips else max(map(len, vocab), default=0)
+        """Characters; 0: a token may stand for any number, of spaces beside it."""
 
     def for_grammars(self, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
         """The same tokens for checking grammars. Raises: ConfigError if llguidance cannot use them."""
@@ -166,7 +168,7 @@ class Tokenizer:
         """A lower bound of the text's length in tokens, without encoding it: rejects cheaply what cannot fit."""
         if self.pieces.kind == "text":
             return 0  # such a tokenizer may map any unknown word to one token
-        return len(text) // self._longest_token
+        return len(text) // self._longest_token if self._longest_token else 0
 
     def check_template(self) -> None:
         """Raises: ConfigError if there is a chat template that refuses a single message of a user."""

@@ -91,7 +91,7 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
     writer.add_rope_freq_base(rope.theta)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(int(config.max_position_embeddings / (rope.factor if rope.kind == "linear" else 1)))
     writer.add_eos_token_id(config.eos_token_ids[0])
     assert config.bos_token_id is not None
     writer.add_bos_token_id(config.bos_token_id)

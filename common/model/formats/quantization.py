@@ -114,6 +114,8 @@ def _parse_gptq(config: dict[str, Any]) -> GptqQuantization:
 
 def _parse_compressed(config: dict[str, Any]) -> Quantization:
     """All groups must agree, so that it does not matter which layer is in which group."""
+    if config.get("transform_config"):
+        raise ValueError("the weights are stored rotated (transform_config), which is not supported")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError("quantization_config has no config_groups")

@@ -28,10 +28,12 @@ class GenericConfig(ModelConfig):
     has_stages: bool
     """Whether its layers hand over nothing but hidden states, so that they can be pipeline stages."""
     context: int
-    """Longest context that is served, of which some rotary embeddings depend."""
+    """Longest context that is served where rotary embeddings depend on it, else the longest that there can be."""
+    rope_by_length: bool
+    """Whether they do."""
 
     def for_context(self, max_model_len: int) -> GenericConfig:
-        return replace(self, context=max_model_len)
+        return replace(self, context=max_model_len) if self.rope_by_length else self
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
         if tp_size > 1 and not self.tp_plan:

@@ -18,6 +18,7 @@ from common.model.generic.config import GenericConfig
 from common.model.generic.library import load
 from common.model.generic.names import find_parts
 from common.model.generic.probe import AttentionCall, probe
+from common.model.generic.rope import has_rope_by_length
 from common.model.generic.styles import STYLES
 from common.model.hub import is_gguf
 
@@ -63,6 +64,7 @@ def describe(path: Path) -> GenericConfig:
         tp_plan=_tp_plan(model),
         has_stages=bool(model._pp_plan),
         context=longest,
+        rope_by_length=has_rope_by_length(model),
     )
 
 

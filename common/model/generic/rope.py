@@ -33,5 +33,11 @@ def freeze_rotary(model: nn.Module, context: int, device: torch.device) -> None:
             module.rope_type = _FROZEN
 
 
+def has_rope_by_length(model: nn.Module) -> bool:
+    """Whether a rotary embedding of `model` has other frequencies for other lengths."""
+    kinds = (getattr(module, "rope_type", None) for module in model.modules())
+    return any(_is_by_length(each) for kind in kinds for each in (kind.values() if isinstance(kind, dict) else (kind,)))
+
+
 def _is_by_length(kind: object) -> bool:
     return isinstance(kind, str) and any(each in kind for each in _BY_LENGTH)

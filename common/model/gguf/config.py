@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ _KEYS = {
     "max_position_embeddings": "context_length",
 }
 """Keys of config.json, and what they are called in the metadata, after the architecture."""
+_SCALING_KEYS = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""llama.cpp's names for the rope parameters of config.json."""
 _DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}
 
 
@@ -92,4 +100,12 @@ def _read_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
     kind = file.metadata.get(f"{architecture}.rope.scaling.type")
     if kind in (None, "none"):
         return None
-    return {"rope_type": kind, "factor": file.metadata.get(f"{architecture}.rope.scaling.factor")}
+    prefix = f"{architecture}.rope.scaling."
+    given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    unknown = sorted(given.keys() - _SCALING_KEYS.keys() - {"type", "finetuned", "attn_factor"})
+    if unknown:
+        raise ConfigError(f"{file.path}: {prefix}{unknown[0]} is not supported")
+    scaling = {_SCALING_KEYS[key]: value for key, value in given.items() if key in _SCALING_KEYS}
+    if kind == "yarn" and "attn_factor" in given:  # a factor of YaRN's own, which depends on the factor of the context
+        scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given["factor"])) + 1.0)
+    return {"rope_type": kind, **scaling}

@@ -24,7 +24,7 @@ MAX_RANK = 256
 """Highest rank of an adapter."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-_CHANGES_BASE = ("pissa", "olora", "corda")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose adapters belong to base weights that were changed too."""
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -177,7 +177,10 @@ def _find_modules(
         number = int(place[1]) if place else -1
         if place is None or number >= config.num_layers or place[2] not in known[number]:
             raise ConfigError(f"{path} adapts {found[1]}, which is no linear layer of {config.architecture} here")
-        pairs.setdefault((number, place[2]), {})[found[2]] = tensor
+        pair = pairs.setdefault((number, place[2]), {})
+        if found[2] in pair:
+            raise ConfigError(f"{path} adapts {place[2]} of layer {number} twice: as {pair[found[2]]} and {tensor}")
+        pair[found[2]] = tensor
         full_names[number, place[2]] = found[1]
     if not pairs:
         raise ConfigError(f"{path} adapts no linear layer")

@@ -32,8 +32,10 @@ def max_seq_length(path: Path, default: int) -> int:
 
 def read_pooling(path: Path, default: Pooling) -> Pooling:
     """How vectors are pooled. Raises: ConfigError for what is not supported."""
-    _check_modules(path / _MODULES)
-    file = path / "1_Pooling" / "config.json"
+    folder = _pooling_folder(path / _MODULES)
+    if _lowers_texts(path):
+        raise ConfigError(f"{path}: do_lower_case of sentence-transformers is not supported")
+    file = path / folder / "config.json"
     if not file.is_file():
         return default
     raw = read_json_object(file)
@@ -46,15 +48,24 @@ def read_pooling(path: Path, default: Pooling) -> Pooling:
     return found[0]
 
 
-def _check_modules(file: Path) -> None:
-    """Raises: ConfigError for modules after the model other than pooling and normalization."""
+def _lowers_texts(path: Path) -> bool:
+    file = path / "sentence_bert_config.json"
+    return file.is_file() and ConfigFile(file).flag("do_lower_case", False)
+
+
+def _pooling_folder(file: Path) -> str:
+    """Where the settings of pooling are. Raises: ConfigError for modules after the model other than pooling and
+    normalization."""
+    folder = "1_Pooling"
     if not file.is_file():
-        return
+        return folder
     try:
         found: Any = json.loads(file.read_bytes())
         kinds = [str(module["type"]).rpartition(".")[2] for module in found][1:]
+        folders = [str(module["path"]) for module, kind in zip(found[1:], kinds, strict=True) if kind == "Pooling"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{file} is not a list of sentence-transformers' modules") from error
     for kind in kinds:
         if kind not in ("Pooling", "Normalize"):
             raise ConfigError(f"{file}: the module {kind} is not supported; only Pooling and Normalize are")
+    return folders[0] if folders else folder

@@ -73,5 +73,6 @@ def _text_stream(request: GenerationRequest, pieces: TokenPieces) -> TextStream:
         min_tokens=request.engine.sampling.min_tokens,
         skip_special_tokens=request.skip_special_tokens,
         visible=request.visible_tokens,
+        prompt_ids=request.engine.prompt_ids,
         include_stop=request.include_stop,
     )

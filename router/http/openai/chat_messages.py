@@ -47,10 +47,10 @@ class Message(BodyModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
-        None
-    )
-    """Newer clients of vLLM call it `reasoning`."""
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking"))
+    ] = None
+    """Newer clients of vLLM call it `reasoning`; templates read one of the three."""
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
@@ -88,6 +88,8 @@ class Message(BodyModel):
             plain = {"role": self.role, "content": self.content or ""}
             return plain if self.name is None else {**plain, "name": self.name}
         shown = self.model_dump(exclude_none=True)
+        if self.reasoning_content is not None:
+            shown["reasoning"] = shown["thinking"] = self.reasoning_content
         if not self.tool_calls:
             shown.setdefault("content", "")
         for call in shown.get("tool_calls", ()):

@@ -28,7 +28,7 @@ class CompletionFormat(BaseFormat):
         self._single = num_choices == 1
 
     def opening(self, generation: Generation, index: int) -> Iterator[Json]:
-        options = self.options
+        options, logprobs = self.options, iter(self.echoed_logprobs(generation, index))
         if not (options.with_token_ids or options.echo):
             return
         chunk = self.chunk(self._choice(index, generation.request.echo))
@@ -37,16 +37,18 @@ class CompletionFormat(BaseFormat):
             chunk["choices"][0] |= {"prompt_token_ids": ids, "token_ids": []}
             if self._single:
                 chunk["prompt_token_ids"] = ids
-        logprobs = iter(self.echoed_logprobs(generation, index))
         chunk["choices"][0]["logprobs"] = next(logprobs, None)
         yield chunk
         for portion in logprobs:
             yield self.chunk({**self._choice(index, ""), "logprobs": portion})
 
     def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
-        if not (self.options.echo and self.options.with_logprobs):
-            return ()
         request = generation.request
+        if not self.options.with_logprobs:
+            return ()
+        if not self.options.echo:
+            self._logprobs[index].begin_text(request.engine.prompt_ids)
+            return ()
         return self._logprobs[index].render_prompt(request.engine.prompt_ids, generation.prompt_logprobs, request.echo)
 
     def delta(self, delta: Delta, index: int) -> list[Json]:

@@ -59,18 +59,20 @@ class TextLogprobs:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, tokens_as_ids: bool = False) -> None:
         self._name = _as_id if tokens_as_ids else tokenizer.text_of
         self._pieces, self._skip_special_tokens = tokenizer.pieces, skip_special_tokens
-        self._begin_text(0)
+        self.begin_text()
 
-    def _begin_text(self, offset: int) -> None:
-        self._text = Detokenizer(self._pieces, skip_special_tokens=self._skip_special_tokens)
+    def begin_text(self, prompt_ids: Sequence[int] = (), offset: int = 0) -> None:
+        """Go on with the text behind these tokens, which begins at `offset` of the choice's text."""
+        self._text = Detokenizer(self._pieces, skip_special_tokens=self._skip_special_tokens, prompt_ids=prompt_ids)
         self._offset = offset
 
     def render_prompt(self, token_ids: Sequence[int], logprobs: Sequence[PromptLogprobs], text: str) -> Iterator[Json]:
         """The `logprobs` objects of an echoed prompt, in portions; the answer's offsets continue after its `text`."""
         found = [None, *logprobs]
+        self.begin_text()
         for start in range(0, len(token_ids), PROMPT_PORTION):
             yield self.render(token_ids[start : start + PROMPT_PORTION], found[start : start + PROMPT_PORTION])
-        self._begin_text(len(text))
+        self.begin_text(token_ids, len(text))
 
     def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | PromptLogprobs | None]) -> Json:
         """The `logprobs` object of these tokens. None: the first token of a prompt has no log-probability."""

@@ -139,6 +139,10 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({**SMOLLM3, "no_rope_layers": [1, 0]}, "not a list of 24 numbers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}},
+            "stored rotated",
+        ),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"tie_word_embeddings": 1}, "true or false"),
     ],

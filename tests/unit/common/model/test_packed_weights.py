@@ -67,6 +67,16 @@ def test_another_key_model_or_code_is_packed_on_its_own(
         newer.get("a", never)
 
 
+def test_the_key_covers_all_code_that_decides_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = Path(packed_weights.__file__).parent.parent
+    covered = {str(file.relative_to(common)) for file in packed_weights._code_files()}
+    families = {"model/generic/checkpoint.py", "model/families/gpt2.py", "model/gguf/weights.py"}
+    assert families | {"model/formats/float8.py", "kernels/float8.py", "kernels/native/linear.py"} <= covered
+    before = packed_weights._code_digest.__wrapped__()
+    monkeypatch.setattr(packed_weights, "version", lambda library: "0.0")
+    assert packed_weights._code_digest.__wrapped__() != before
+
+
 def test_what_other_code_packed_is_removed_unless_it_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for code in ("old", "older"):
         monkeypatch.setattr(packed_weights, "_code_digest", lambda code=code: code)

@@ -87,3 +87,21 @@ def test_yarn_reaches_beyond_the_original_context(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 32768, "rope_scaling": scaling}))
     assert config.max_context == 131072
+
+
+def test_linear_scaling_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 4.0}
+    config = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 4096, "rope_scaling": scaling}))
+    assert config.max_context == 16384
+
+
+def test_rope_scaling_that_was_added_to_what_transformers_5_wrote_counts(tmp_path: Path) -> None:
+    """As in transformers, and as the documents of some models tell users to do."""
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    }
+    rope = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 131072, **both})).layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 1e6)

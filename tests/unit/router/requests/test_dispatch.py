@@ -23,9 +23,7 @@ from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest, Outcome
 
-REQUEST = GenerationRequest(
-    EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=4)), skip_special_tokens=False
-)
+REQUEST = GenerationRequest(EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=4)), detokenize=False)
 
 
 def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256, clock: Clock = monotonic) -> None:

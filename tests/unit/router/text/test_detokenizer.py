@@ -134,3 +134,22 @@ def test_visible_special_tokens_are_not_skipped() -> None:
     end = BYTE_LEVEL.token_to_id("</s>")
     detokenizer = Detokenizer(pieces, visible=frozenset([end]))
     assert "".join(map(detokenizer.push, ids)) == "cat</s>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(strip=st.booleans(), prompt=st.lists(words, min_size=1, max_size=5), answer=st.lists(words, max_size=5))
+def test_an_answer_is_what_it_adds_to_the_prompts_text(strip: bool, prompt: list[str], answer: list[str]) -> None:
+    """Also its first space, which the tokenizer strips from the beginning of a text."""
+    tokenizer = FALLBACK[strip]
+    before, ids = ([tokenizer.token_to_id(word) for word in part] for part in (prompt, answer))
+    stream = Detokenizer(PIECES[id(tokenizer)], prompt_ids=before)
+    text = "".join([*(stream.push(token_id) for token_id in ids), stream.flush()])
+    assert tokenizer.decode(before) + text == tokenizer.decode(before + ids)
+
+
+def test_behind_special_tokens_alone_a_text_begins() -> None:
+    tokenizer = FALLBACK[True]
+    the = tokenizer.token_to_id("▁the")
+    for prompt, text in ((["<s>"], "the"), ([], "the"), (["a", "<s>"], " the"), (["a", "<0x0A>"], " the")):
+        ids = [tokenizer.token_to_id(word) for word in prompt]
+        assert Detokenizer(PIECES[id(tokenizer)], prompt_ids=ids).push(the) == text

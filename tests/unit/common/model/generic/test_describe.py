@@ -10,6 +10,7 @@ from support.generic_models import config_of
 from transformers import AutoConfig
 
 from common.base.errors import ConfigError
+from common.model.fingerprint import fingerprint
 from common.model.generic.describe import describe
 
 
@@ -61,3 +62,15 @@ def test_layers_are_described_as_the_class_calls_attention(tmp_path: Path) -> No
     assert [layer.attention.window for layer in config.layers] == [32, 32, 32, None]
     assert config.attention.num_q_heads == 64
     assert config.attention.scale == pytest.approx(config.attention.head_dim**-0.5)
+
+
+@pytest.mark.parametrize(("rope", "differs"), [("default", False), ("dynamic", True)])
+def test_nodes_with_other_longest_contexts_agree_unless_the_rope_depends_on_it(
+    tmp_path: Path, rope: str, differs: bool
+) -> None:
+    config = config_of("mixtral", rope_parameters={"rope_type": rope, "rope_theta": 1e4, "factor": 2.0})
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    described = describe(tmp_path)
+    found = {fingerprint(tmp_path, described.for_context(length), "dummy", "float32", 0) for length in (64, 128)}
+    assert len(found) == 1 + differs

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter, RopeScalingType
 from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
-from common.model.config import load_model_config
+from common.model.config import ModelConfig, load_model_config
 from common.model.files import weight_files
 from common.model.gguf.config import GGUF_NAMES
 from common.model.hub import resolve_model
@@ -25,6 +28,44 @@ def test_the_config_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
     folder = make_tiny(name, tmp_path / "original")
     file, _ = write_gguf(folder, tmp_path, lambda name, weight: Kind.F32)
     assert load_model_config(file) == dataclasses.replace(load_model_config(folder), weight_names=GGUF_NAMES)
+
+
+def scaled(file: Path, **more: float) -> ModelConfig:
+    """A file without layers' weights whose context YaRN has made four times as long."""
+    writer = GGUFWriter(file, "qwen2")
+    writer.add_context_length(131072)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32768)
+    for key, value in more.items():
+        writer.add_float32(f"qwen2.rope.scaling.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return load_model_config(file)
+
+
+def test_yarn_is_that_of_the_original_context(tmp_path: Path) -> None:
+    config = scaled(tmp_path / "a.gguf")
+    rope = config.layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original_max_position, config.max_context) == ("yarn", 4.0, 32768, 131072)
+    assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    other = scaled(tmp_path / "b.gguf", yarn_beta_fast=16.0, yarn_beta_slow=2.0, attn_factor=0.5).layers[0].rope
+    assert other is not None
+    assert (other.high_freq_factor, other.low_freq_factor) == (16.0, 2.0)
+    assert other.attention_factor == pytest.approx(0.5 * rope.attention_factor)
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.yarn_log_multiplier is not supported"):
+        scaled(tmp_path / "c.gguf", yarn_log_multiplier=0.1)
 
 
 def test_nodes_and_routers_take_a_file_as_the_model(tmp_path: Path) -> None:

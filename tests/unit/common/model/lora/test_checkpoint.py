@@ -35,6 +35,7 @@ def config(model: Path) -> ModelConfig:
         ({"bias": "all"}, "biases"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "changed base weights"),
+        ({"init_lora_weights": "loftq"}, "changed base weights"),
         ({"peft_type": "LOHA"}, "no LoRA adapter"),
         ({"r": 5}, "has rank 4, and adapter_config.json says 5"),
         ({"lora_alpha": None}, "is no number"),
@@ -51,6 +52,17 @@ def test_an_adapter_of_another_model_is_refused(config: ModelConfig, tmp_path: P
     other = make_tiny("llama", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"for another base model \(big\)"):
         open_adapter(write_adapter(tmp_path / "a", other, base_model_name_or_path="big"), config)
+
+
+def test_layers_of_another_tower_are_not_taken_for_those_of_the_text(
+    model: Path, config: ModelConfig, tmp_path: Path
+) -> None:
+    file = write_adapter(tmp_path, model) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    twice = {name.replace("model.model.", "model.vision_tower.", 1): 2 * tensor for name, tensor in tensors.items()}
+    save_file({**tensors, **twice}, file)
+    with pytest.raises(ConfigError, match="of layer 0 twice"):
+        open_adapter(tmp_path, config)
 
 
 def test_ranks_beyond_what_the_node_accepts_are_refused(model: Path, config: ModelConfig, tmp_path: Path) -> None:

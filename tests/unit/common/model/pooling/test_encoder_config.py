@@ -30,6 +30,14 @@ def test_context_and_pooling_are_those_of_the_files(tmp_path: Path) -> None:
     assert (roberta.max_model_len, roberta.first_position, roberta.pooling) == (64, 2, "mean")
 
 
+def test_the_settings_of_pooling_are_where_modules_json_says(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "bert", pooling="cls")
+    (folder / "1_Pooling").rename(folder / "pool")
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "pool"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert read_encoder_config(folder).pooling == "cls"
+
+
 def two_labels(folder: Path) -> None:
     change(folder / "config.json", id2label={"0": "a", "1": "b"}, architectures=["BertForSequenceClassification"])
 
@@ -50,6 +58,10 @@ def dense(folder: Path) -> None:
         (lambda folder: change(folder / "config.json", position_embedding_type="relative_key"), "is not supported"),
         (two_labels, "has one label, this model 2"),
         (dense, "the module Dense is not supported"),
+        (
+            lambda folder: (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}'),
+            "do_lower_case of sentence-transformers is not supported",
+        ),
         (lambda folder: (folder / "modules.json").write_text("{"), "is not a list of sentence-transformers' modules"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer\.json in"),
         (lambda folder: change(folder / "1_Pooling" / "config.json", pooling_mode_cls_token=True), "exactly one of"),

@@ -13,6 +13,10 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 READ_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
+REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
+"""Each template reads one of these names."""
+
+
 @pytest.mark.parametrize(
     ("sent", "seen"),
     [
@@ -26,13 +30,9 @@ READ_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "argument
             {"role": "assistant", "content": "", "tool_calls": [READ_CALL]},
         ),
         ({"role": "tool", "content": "20", "tool_call_id": "c1"}, {"role": "tool", "content": "20", "tool_call_id": "c1"}),
-        (
-            {"role": "assistant", "content": "a", "reasoning_content": "r"},
-            {"role": "assistant", "content": "a", "reasoning_content": "r"},
-        ),
-        (
-            {"role": "assistant", "content": "a", "reasoning": "r"},
-            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        *(
+            ({"role": "assistant", "content": "a", name: "r"}, {"role": "assistant", "content": "a", **REASONS})
+            for name in REASONS
         ),
     ],
 )  # fmt: skip
