@@ -68,7 +68,7 @@ def test_layers_are_described_as_the_class_calls_attention(tmp_path: Path) -> No
 def test_nodes_with_other_longest_contexts_agree_unless_the_rope_depends_on_it(
     tmp_path: Path, rope: str, differs: bool
 ) -> None:
-    config = config_of("mixtral", rope_parameters={"rope_type": rope, "rope_theta": 1e4, "factor": 2.0})
+    config = config_of("mixtral", head_dim=16, rope_parameters={"rope_type": rope, "rope_theta": 1e4, "factor": 2.0})
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     described = describe(tmp_path)
