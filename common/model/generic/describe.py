@@ -64,7 +64,7 @@ def describe(path: Path) -> GenericConfig:
         tp_plan=_tp_plan(model),
         has_stages=bool(model._pp_plan),
         context=longest,
-        rope_by_length=has_rope_by_length(model),
+        rope_by_length=has_rope_by_length(config),
     )
 
 

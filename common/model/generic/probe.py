@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.base.errors import ConfigError
 from common.model.generic.library import load
+from common.model.generic.rope import ignore_lengths
 
 _NAME = "kvrelay_probe"
 _POSITIONS = 8
@@ -90,6 +91,7 @@ def probe(cls: Any, config: Any) -> tuple[Any, list[AttentionCall]]:
     model = build_on_meta(cls, config, _NAME, torch.float32)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the only one whose operations do not depend on data
+    ignore_lengths(model)
     calls.names = {module: name for name, module in model.named_modules()}
     zeros = torch.zeros(1, _POSITIONS, dtype=torch.int64, device=_META)
     try:

@@ -23,20 +23,28 @@ def freeze_rotary(model: nn.Module, context: int, device: torch.device) -> None:
     module: Any
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
+        for layers, each in kind.items() if isinstance(kind, dict) else ((None, kind),):
+            if _is_by_length(each):
+                module(anything, last, *([] if layers is None else [layers]))
+    ignore_lengths(model)
+
+
+def ignore_lengths(model: nn.Module) -> None:
+    """Let the rotary embeddings of `model` keep their frequencies whatever the positions are, which one without weights cannot
+    read."""
+    module: Any
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            for layers, each in kind.items():
-                if _is_by_length(each):
-                    module(anything, last, layers)
             module.rope_type = {layers: _FROZEN if _is_by_length(each) else each for layers, each in kind.items()}
         elif _is_by_length(kind):
-            module(anything, last)
             module.rope_type = _FROZEN
 
 
-def has_rope_by_length(model: nn.Module) -> bool:
-    """Whether a rotary embedding of `model` has other frequencies for other lengths."""
-    kinds = (getattr(module, "rope_type", None) for module in model.modules())
-    return any(_is_by_length(each) for kind in kinds for each in (kind.values() if isinstance(kind, dict) else (kind,)))
+def has_rope_by_length(config: Any) -> bool:
+    """Whether a rotary embedding of a model of this config has other frequencies for other lengths."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return any(_is_by_length(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict))
 
 
 def _is_by_length(kind: object) -> bool:

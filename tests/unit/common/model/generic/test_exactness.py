@@ -24,6 +24,16 @@ def test_a_mixed_batch_matches_transformers(kind: str, tmp_path: Path) -> None:
     check(folder, prompts, drive(make_runner(folder, model_impl="transformers"), prompts, 16, 12), 12)
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_ropes_that_look_at_the_length_match_transformers_within_their_first_range(rope: str, tmp_path: Path) -> None:
+    """Their classes read the positions, which the look at a model without weights does not have."""
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048}
+    parameters |= {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
+    config = config_of("mixtral", head_dim=16, max_position_embeddings=2048, rope_parameters=parameters)
+    folder, prompts = write_model(config, tmp_path), [prompt(length, 250) for length in (1, 17, 100)]
+    check(folder, prompts, drive(make_runner(folder, model_impl="transformers"), prompts, 16, 12), 12)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["glm", "mixtral", "opt"])
 def test_long_prompts_beside_short_ones_match_transformers(kind: str, tmp_path: Path) -> None:
