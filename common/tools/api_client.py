@@ -68,8 +68,8 @@ class ApiClient:
         attempts: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`timeout_s`: of one attempt. `attempts`: of one request."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL."""
+        self.url = _checked(url).rstrip("/").removesuffix("/v1")
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
@@ -143,6 +143,17 @@ async def run_workers(items: Iterable[T], work: Callable[[T], Awaitable[None]], 
                 tasks.create_task(worker())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def _checked(url: str) -> str:
+    """Raises: ServerUnreachable for a malformed URL."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServerUnreachable(f"{url!r} is not a URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ServerUnreachable(f"{url!r} is not an http:// or https:// URL")
+    return url
 
 
 def _answer(response: httpx.Response) -> ApiAnswer | None:

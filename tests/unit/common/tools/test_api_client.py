@@ -73,6 +73,12 @@ def test_a_lost_connection_is_retried_and_named_in_the_end() -> None:
         ask(refuse)
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:18300", "localhost:18300", "http://", "http://127.0.0.1:8x", ""])
+def test_a_malformed_url_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ServerUnreachable, match="URL"):
+        ApiClient(url, connections=1, timeout_s=1.0)
+
+
 def test_an_answer_that_takes_too_long_is_not_asked_for_again(waits: list[float]) -> None:
     def never(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("", request=request)

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.stub_api import stub_api
 from typer.testing import CliRunner
 
 from common.tools.admin.client import AdminUnreachable
 from common.tools.load import cli
 from common.tools.load.cli import app
+from common.tools.load.measure import ask_server
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.processes import LoadRun
@@ -61,6 +63,12 @@ def test_server_of_another_protocol_lists_no_models(raw: bytes) -> None:
         code, output = load(url)
     assert code == 3, output
     assert "does not list models" in output
+
+
+def test_the_url_may_end_in_v1() -> None:
+    with stub_api(lambda *_: (200, {}, {})) as stub:
+        ready = ask_server(LoadPlan(url=stub.url + "/v1/", model=""))
+    assert (ready.url, ready.model) == (stub.url, "m")
 
 
 def test_malformed_address_lists_no_models() -> None:
