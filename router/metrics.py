@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from common.control.messages import STEP_TOKENS, AttemptStats, FinishReason, NodeLoad
+from common.control.messages import STEP_TOKENS, AttemptStats, FinishReason, NodeLoad, Role
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
@@ -70,14 +70,20 @@ class Finished:
 
 
 class _NodeCollector(Collector):
-    """Turns the last pongs into metrics; a node that is gone leaves no stale series.
+    """Turns the last pongs into metrics; a node that is gone leaves no stale series, only a zero of its model and role.
 
     A node's counters are exported only after its first load report: zeros before it would look like a counter reset if
     the node was forgotten and is listed again.
     """
 
-    def __init__(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
+    def __init__(
+        self,
+        nodes: Callable[[], Iterable[Node]],
+        breakers: Breakers,
+        roles: Callable[[], Iterable[tuple[str, Role]]],
+    ) -> None:
         self._nodes = nodes
+        self._roles = roles
         self._breakers = breakers
 
     def collect(self) -> Iterable[Metric]:
@@ -94,6 +100,7 @@ class _NodeCollector(Collector):
         for node, values in zip(nodes, names, strict=True):
             usable.add_metric(values, 1.0 if node.usable else 0.0)
             breaker.add_metric(values, _BREAKER_STATES[self._breakers.view(node.incarnation).state])
+        families.append(self._usable_nodes(nodes))
         relayed = CounterMetricFamily(
             "kvrelay_relay_bytes", "KV bytes relayed, by transport.", labels=[*labels, "transport"]
         )
@@ -110,6 +117,18 @@ class _NodeCollector(Collector):
                         family.add_metric(values, read(node.load))
                 families.append(family)
         return families
+
+    def _usable_nodes(self, nodes: list[Node]) -> Metric:
+        family = GaugeMetricFamily(
+            "kvrelay_usable_nodes", "Nodes that may get new work.", labels=["model_name", "role"]
+        )
+        counts = dict.fromkeys(self._roles(), 0)
+        for node in nodes:
+            key = (node.record.model.name, node.record.role)
+            counts[key] = counts.get(key, 0) + node.usable
+        for labels, count in counts.items():
+            family.add_metric(labels, count)
+        return family
 
 
 def _step_sizes(nodes: list[Node], names: list[list[str]], labels: list[str]) -> Metric:
@@ -184,9 +203,16 @@ class Metrics:
             found = self._by_model[name] = ModelMetrics(self, name)
         return found
 
-    def watch_nodes(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
-        """Export the nodes that `nodes` returns at each scrape."""
-        self.registry.register(_NodeCollector(nodes, breakers))
+    def watch_nodes(
+        self,
+        nodes: Callable[[], Iterable[Node]],
+        breakers: Breakers,
+        roles: Callable[[], Iterable[tuple[str, Role]]],
+    ) -> None:
+        """Export the nodes that `nodes` returns at each scrape, and for the (model, role) pairs of `roles` how many are
+        usable, even if none is.
+        """
+        self.registry.register(_NodeCollector(nodes, breakers, roles))
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int], held: Callable[[], int]) -> None:
         """Export the router's own queue lengths."""

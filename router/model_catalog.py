@@ -15,7 +15,7 @@ from pathlib import Path
 from common.base.errors import BadRequest, NotFound, Unavailable
 from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
-from common.control.messages import NodeRecord, Task
+from common.control.messages import NodeRecord, Role, Task
 from common.model.hub import model_name
 from router import served_model
 from router.output.formats import check_names
@@ -184,6 +184,11 @@ class ModelCatalog:
     def refusals(self) -> list[str]:
         """Why models that nodes registered cannot be served."""
         return [f"the model {each.name!r}: {each.problem}" for each in self._registered.values() if each.is_refused]
+
+    @property
+    def roles(self) -> list[tuple[str, Role]]:
+        """The name under which nodes registered and the role, for each role that each known model needs or has had."""
+        return [(each.name, role) for each in self._registered.values() for role in sorted(each.roles)]
 
     @property
     def models(self) -> list[ServedModel]:

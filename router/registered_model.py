@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.base.errors import ConfigError
-from common.control.messages import Adapter, ModelInfo, NodeRecord, Task
+from common.control.messages import Adapter, ModelInfo, NodeRecord, Role, Task
 from router import served_model
 from router.preloads import Preloads
 from router.served_model import LoadOptions, ServedModel
@@ -35,6 +35,8 @@ class RegisteredModel:
         """The nodes that serve it now."""
         self.adapters: list[Adapter] = []
         """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
+        self.roles: set[Role] = set()
+        """The roles of all nodes that it has had; with a generating model also decode."""
         self.served: ServedModel | None = None
         self.problem = "its files are being loaded"
         """Why `served` is None."""
@@ -69,6 +71,9 @@ class RegisteredModel:
     def update(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Take the nodes that registered this name now, the oldest first. Returns those that can be used."""
         self._told &= {record.peer.incarnation for record in records}
+        self.roles.update(record.role for record in records)
+        if any(record.model.task == "generate" for record in records):
+            self.roles.add("decode")
         self.records = self._with_our_tokenizer(self._with_one_task(records))
         decodes = [record.model for record in self.records if record.role == "decode"]
         infos = decodes or [record.model for record in self.records]

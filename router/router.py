@@ -40,7 +40,7 @@ class Router:
         if self._traces is not None:
             traces = self._traces
             self.dispatcher.stories.on_end = lambda story: traces.record(story.plain(), story.trace or NO_TRACE)
-        self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
+        self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers, lambda: self.catalog.roles)
         self.subscriber: KvEventSubscriber | None = None
         self.metrics.watch_queue(
             lambda: self.dispatcher.running,

@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
 from pydantic_core import from_json, to_json
@@ -16,7 +16,10 @@ from common.base.errors import DeadlineExceeded, KvRelayError
 
 T = TypeVar("T")
 
-_RETRIED = (429, 503)
+_RETRIED = (429, 502, 503)
+_GATEWAY_TIMEOUT = 504
+"""A result if it comes from the server, whose deadline passed; retried if it comes from a proxy, which does not send JSON."""
+_SHOWN_BYTES = 200
 _LONGEST_WAIT_S = 30.0
 _CONNECT_S = 10.0
 
@@ -25,6 +28,12 @@ class ServerUnreachable(KvRelayError):
     """No server of the OpenAI API answers at the address."""
 
     exit_code = 3
+
+
+class NotAnApiAnswer(KvRelayError):
+    """A response without a JSON object: a redirection, or the error page of a proxy."""
+
+    code = "not_an_api_answer"
 
 
 class ApiAnswer(NamedTuple):
@@ -59,8 +68,8 @@ class ApiClient:
         attempts: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`timeout_s`: of one attempt. `attempts`: of one request."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL."""
+        self.url = _checked(url).rstrip("/").removesuffix("/v1")
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
@@ -81,10 +90,11 @@ class ApiClient:
         await self._http.aclose()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
-        """POST a JSON body, again after 429, 503 and lost connections, until `attempts` are used up; then the last
-        answer is returned.
+        """POST a JSON body, again after 429, 502, 503, a proxy's 504 and lost connections, until `attempts` are used up;
+        then the last answer is returned.
 
-        Raises: ServerUnreachable if there was no answer, DeadlineExceeded if there was none in time.
+        Raises: ServerUnreachable if there was no answer, DeadlineExceeded if there was none in time, NotAnApiAnswer if it
+        was no JSON object.
         """
         return await self._ask("POST", path, to_json(body))
 
@@ -106,8 +116,11 @@ class ApiClient:
                     raise ServerUnreachable(f"{self.url} does not answer: {reason}") from None
                 asked: Mapping[str, str] = {}
             else:
-                if last or response.status_code not in _RETRIED:
-                    return _answer(response)
+                answer = _answer(response)
+                if last or not _is_retried(response.status_code, answer):
+                    if answer is None:
+                        raise _not_an_answer(response)
+                    return answer
                 asked = response.headers
             await asyncio.sleep(wait_before_retry_s(attempt, asked))
         raise AssertionError("attempts is at least 1")
@@ -132,14 +145,34 @@ async def run_workers(items: Iterable[T], work: Callable[[T], Awaitable[None]], 
         raise errors.exceptions[0] from None
 
 
-def _answer(response: httpx.Response) -> ApiAnswer:
-    """Raises: ServerUnreachable if the body is not a JSON object."""
+def _checked(url: str) -> str:
+    """Raises: ServerUnreachable for a malformed URL."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServerUnreachable(f"{url!r} is not a URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ServerUnreachable(f"{url!r} is not an http:// or https:// URL")
+    return url
+
+
+def _answer(response: httpx.Response) -> ApiAnswer | None:
+    """None if the body is not a JSON object."""
     try:
         body: Any = from_json(response.content)
-        if not isinstance(body, dict):
-            raise ValueError("not an object")
     except ValueError:
-        raise ServerUnreachable(
-            f"{response.url} answers {response.status_code} without a JSON object: is this a server of the OpenAI API?"
-        ) from None
-    return ApiAnswer(response.status_code, response.headers.get("x-request-id", ""), body)
+        return None
+    if not isinstance(body, dict):
+        return None
+    return ApiAnswer(response.status_code, response.headers.get("x-request-id", ""), cast("dict[str, Any]", body))
+
+
+def _is_retried(status: int, answer: ApiAnswer | None) -> bool:
+    return status in _RETRIED or (status == _GATEWAY_TIMEOUT and answer is None)
+
+
+def _not_an_answer(response: httpx.Response) -> NotAnApiAnswer:
+    start = response.content[:_SHOWN_BYTES].decode(errors="replace")
+    return NotAnApiAnswer(
+        f"{response.url} answers {response.status_code} without a JSON object, is this a server of the OpenAI API? {start}"
+    )

@@ -60,8 +60,8 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
         output_tokens=max(1, int(data["output_length"])),
         hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
     )
-    if line.input_tokens < 1 or not 0 <= line.arrival_s < math.inf:
-        raise ValueError("input_length must be at least 1 and timestamp at least 0")
+    if line.input_tokens < 1 or int(data["output_length"]) < 0 or not 0 <= line.arrival_s < math.inf:
+        raise ValueError("input_length must be at least 1, output_length and timestamp at least 0")
     if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
         raise ValueError(
             f"{len(line.hash_ids)} blocks of {block_tokens} tokens cannot hold {line.input_tokens} exactly"

@@ -70,6 +70,23 @@ def test_every_metric_and_label_of_the_dashboard_and_the_rules_is_exported(model
     play(model_folder, scene)
 
 
+def test_a_role_whose_last_node_died_has_0_usable_nodes(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url) as http:
+            line = 'kvrelay_usable_nodes{model_name="stub-model",role="%s"} %d.0'
+            text = (await http.get("/metrics")).text
+            assert line % ("decode", 1) in text
+            assert line % ("prefill", 1) in text
+            bench.stack.list_nodes(bench.prefill)
+            await bench.decode.close()
+            await bench.stack.usable(1, 0)
+            text = (await http.get("/metrics")).text
+            assert line % ("decode", 0) in text
+            assert line % ("prefill", 1) in text
+
+    play(model_folder, scene)
+
+
 @contextlib.contextmanager
 def prometheus(folder: Path, port: int, target: str) -> Iterator[str]:
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())

@@ -51,7 +51,8 @@ Concurrency = Annotated[
     int, _option("--concurrency", help="Maximum number of requests at once.", panel="Server", min=1, max=1024)
 ]
 Attempts = Annotated[
-    int, _option("--attempts", help="Attempts per request after 429, 503 or a lost connection.", panel="Server", min=1)
+    int,
+    _option("--attempts", help="Attempts per request after 429, 502, 503 or a lost connection.", panel="Server", min=1),
 ]
 Timeout = Annotated[float, _option("--timeout", help="Maximum seconds per attempt.", panel="Server", min=0.001)]
 Model = Annotated[

@@ -45,10 +45,12 @@ class _Line(BaseModel):
 def read_lines(path: Path) -> Generator[BatchLine]:
     """The requests, one line in memory at a time. Blank lines are skipped.
 
-    Raises: BadBatch naming the first wrong line.
+    Raises: BadBatch naming the first wrong line, or for a pipe, which could not be read a second time.
     """
     try:
         with path.open("rb") as file:
+            if not file.seekable():
+                raise BadBatch(f"{path} is a pipe, and the input is read twice: save it to a file first")
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _parse(line, f"{path}, line {number}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from common.base.errors import DeadlineExceeded
-from common.tools.api_client import ApiClient, run_workers
+from common.tools.api_client import ApiClient, NotAnApiAnswer, run_workers
 from common.tools.batch.input_file import BatchLine
 from common.tools.batch.output_file import OutputFile
 
@@ -26,7 +26,7 @@ async def run_batch(
     async def send(line: BatchLine) -> None:
         try:
             outcome = await client.post(line.url, line.body)
-        except DeadlineExceeded as error:
+        except (DeadlineExceeded, NotAnApiAnswer) as error:
             outcome = error
         output.add(line.custom_id, outcome)
         on_result()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -78,6 +79,7 @@ def _chat(
     models = list_models(url, api_key)
     if model is not None and model not in models:
         raise AdminUsage(f"{url} has no model {model!r}, it has {', '.join(models)}")
+    cast("io.TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with ChatClient(url, api_key, timeout_s=timeout_s) as client:
         body = {"model": model or next(iter(models)), **fields}

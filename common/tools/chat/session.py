@@ -60,7 +60,7 @@ class ChatSession:
             if line == "/reset":
                 self._messages.clear()
                 self._say("the conversation is forgotten")
-            elif line.startswith("/"):
+            elif line.startswith("/") and self._interactive:
                 self._say(_COMMANDS)
             elif line:
                 self._answer(line)

@@ -13,13 +13,14 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import check_writable, flowing, run_checked
-from common.tools.admin.client import AdminUsage
+from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.load.measure import ask_server, measure
 from common.tools.load.options import check_usage, takes_plan
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadFailed
 from common.tools.load.results import read_result, run_result, write_report, write_result
+from common.tools.served_models import list_models
 
 _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, throughput and goodput.
 
@@ -145,7 +146,10 @@ def sweep(
         settings = sweeping.SweepPlan(
             ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
         )
-        _finish(sweeping.sweep(settings, measure_one), json_file, html_file)
+        result = sweeping.sweep(settings, measure_one, lambda: list_models(ready.url, ready.api_key))
+        _finish(result, json_file, html_file)
+        if result["failure"]:
+            raise AdminUnreachable(result["failure"])
 
     run_checked(act)
 

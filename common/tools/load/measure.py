@@ -16,13 +16,14 @@ _FALLBACK_VOCAB = 32_000
 
 
 def ask_server(plan: LoadPlan) -> LoadPlan:
-    """Complete `plan` with what only the server knows: model, vocabulary size, context length.
+    """Complete `plan` with what only the server knows: model, vocabulary size, context length. Its URL may end in /v1.
 
     Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
     """
-    models = list_models(plan.url, plan.api_key)
+    url = plan.url.rstrip("/").removesuffix("/v1")
+    models = list_models(url, plan.api_key)
     if plan.model and plan.model not in models:
-        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(models)}")
+        raise ConfigError(f"{url} has no model {plan.model!r}, it has {', '.join(models)}")
     name = plan.model or next(iter(models))
     model = models[name]
     vocab_size = plan.vocab_size or int(model.get("vocab_size") or _FALLBACK_VOCAB)
@@ -30,7 +31,7 @@ def ask_server(plan: LoadPlan) -> LoadPlan:
     longest = plan.prefix_tokens + plan.longest_tokens + plan.output_tokens
     if plan.longest_tokens and max_len and longest > max_len:
         raise ConfigError(f"--longest-tokens is too much: {longest} tokens with the rest, and {name} has {max_len}")
-    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=max_len)
+    return dataclasses.replace(plan, url=url, model=name, vocab_size=vocab_size, max_len=max_len)
 
 
 def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:

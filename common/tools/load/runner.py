@@ -132,11 +132,9 @@ class Runner:
                     stream = await self._target.send(build())
                     await stream.ended.wait()
         except TimeoutError:
-            stream.sent_s = stream.sent_s or due_s  # not even a connection was made
             stream.finish(RequestFailed(f"not finished after {self._plan.timeout_s:g} s", "timeout"))
             stream.close()
         except OSError as error:
-            stream.sent_s = stream.sent_s or time.perf_counter()
             stream.finish(RequestFailed(str(error), "connection"))
         return stream, read_outcome(number, stream, self._start_s, max(0.0, stream.sent_s - due_s))
 

@@ -48,6 +48,7 @@ class Stream:
         self.headers: dict[str, str] = {}
         """The response headers x-kvrelay-* and retry-after."""
         self.sent_s = 0.0
+        """When sending began, before a new connection was made: latencies include connecting."""
         self.ended_s = 0.0
         self.events: list[tuple[float, bytes]] = []
         """(arrival, data) of every event except [DONE]."""
@@ -167,7 +168,6 @@ class StreamConnection(asyncio.Protocol):
         self._stream = stream
         self.used += 1
         stream.connection = self
-        stream.sent_s = time.perf_counter()
         self._transport.write(stream.request)
 
     def close(self) -> None:
@@ -249,6 +249,7 @@ class Target:
 
     async def send(self, stream: Stream) -> Stream:
         """Send on an idle connection or a new one. Raises: OSError if no connection can be made."""
+        stream.sent_s = time.perf_counter()
         connection: StreamConnection | None = None
         while self._idle and connection is None:
             candidate = self._idle.pop()

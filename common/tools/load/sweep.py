@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.tools.admin.client import AdminUnreachable
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.results import Slo, config_of
@@ -36,20 +36,27 @@ class SweepPlan:
     lowest: float = 0.01
 
 
-def sweep(plan: SweepPlan, measure: Measure) -> dict[str, Any]:
-    """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates."""
-    began = time.time()
+def sweep(plan: SweepPlan, measure: Measure, ask: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates.
+
+    `ask()` is called after a rate at which connections broke. If it raises AdminUnreachable, the server is gone: the sweep
+    ends, and `failure` of the result says so.
+    """
+    began, failure = time.time(), ""
     points: list[dict[str, Any]] = []
 
     def try_rate(rate: float) -> bool:
         # Other prompts at every rate: else a rate would find those of the last one in the prefix cache.
         at_rate = dataclasses.replace(plan.base, rate=rate, seed=plan.base.seed + 1000 * len(points))
-        summary = summarise(measure(at_rate), *plan.slo)
+        outcomes = measure(at_rate)
+        summary = summarise(outcomes, *plan.slo)
         points.append({"rate": rate} | {key: summary[key] for key in (*_KEPT, *_LATENCIES)})
+        if any(outcome.error == "connection" for outcome in outcomes):
+            ask()
         return summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
 
     met = [0.0]
-    with contextlib.suppress(KeyboardInterrupt):  # ends the sweep but keeps the report
+    try:
         for rate in plan.rates:
             if try_rate(rate):
                 met.append(rate)
@@ -57,7 +64,11 @@ def sweep(plan: SweepPlan, measure: Measure) -> dict[str, Any]:
         while not plan.rates and (rate := search.next_rate) is not None:
             search.record(met=try_rate(rate))
             met.append(search.best)
+    except KeyboardInterrupt:  # ends the sweep but keeps the report
+        pass
+    except AdminUnreachable as error:
+        failure = f"the server was lost at {points[-1]['rate']:.3g} requests/s: {error.message}"
     points.sort(key=lambda point: point["rate"])
     slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
-    found = {"best_rate": max(met), "attainment": plan.attainment, "slo": slo, "points": points}
+    found = {"best_rate": max(met), "attainment": plan.attainment, "slo": slo, "points": points, "failure": failure}
     return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found}

@@ -70,6 +70,8 @@ def _mooncake_entry(line: str, place: str) -> TraceEntry:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
     if not math.isfinite(entry.at_s):
         raise ConfigError(f"{place}: the timestamp {entry.at_s} is not a time")
+    if entry.output_tokens < 0:
+        raise ConfigError(f"{place}: the output_length {entry.output_tokens} is negative")
     if len(entry.hash_ids) * TRACE_BLOCK < entry.input_tokens or entry.input_tokens < 1:
         raise ConfigError(f"{place}: {len(entry.hash_ids)} blocks do not hold {entry.input_tokens} tokens")
     return entry

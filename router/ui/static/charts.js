@@ -69,6 +69,12 @@ function within(later, earlier, bound) {
   return (100 * inside) / total;
 }
 
+/** Whether any number in `later` is less than in `earlier`: the router, or a node, began anew. */
+function fell(later, earlier) {
+  if (typeof later === "number") return later < earlier;
+  return Object.keys(later).some((key) => fell(later[key], earlier?.[key]));
+}
+
 const samples = [];
 const shown = CHARTS.map(([title, series, format]) => {
   const place = h("div", { class: "plot" });
@@ -95,6 +101,7 @@ const shown = CHARTS.map(([title, series, format]) => {
 
 function show(state) {
   const time = Date.now() / 1000;
+  if (samples.length && fell(state.totals, samples.at(-1).totals)) samples.length = 0;
   samples.push({ time, totals: state.totals });
   while (samples.length > 1 && samples[1].time <= time - WINDOW) samples.shift();
   const earlier = samples[0];
@@ -114,5 +121,5 @@ function show(state) {
 }
 
 let last = null;
-poll(() => "snapshot", (state) => (last = state));
+poll(() => "snapshot", (state) => (last = state), 1000, () => (last = null));
 setInterval(() => last && !document.hidden && show(last), 1000);

@@ -36,9 +36,9 @@ export function setStatus(message, kind = "") {
 
 /**
  * Call `show(value)` with the JSON at `path()` now and every `intervalMs`, while the page is visible. Only changed answers are
- * shown. Returns a function that asks again at once.
+ * shown, and the first one after a failure, which `fail()` is told. Returns a function that asks again at once.
  */
-export function poll(path, show, intervalMs = 1000) {
+export function poll(path, show, intervalMs = 1000, fail = () => {}) {
   let etag = null;
   let asked = null;
   let timer = 0;
@@ -58,6 +58,8 @@ export function poll(path, show, intervalMs = 1000) {
       if (found.value !== null) show(found.value);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      etag = null;
+      fail();
       setStatus(error.message, "bad");
       if (error.status === 401) await askForToken();
     } finally {

@@ -11,7 +11,7 @@ const STORY_MS = 300;
 const ALTERNATIVES = 5;
 
 frame("playground");
-const messages = [];
+let messages = [];
 let stop = null;
 let mayKill = false;
 
@@ -53,14 +53,15 @@ function sendOnEnter(event) {
 
 function forget() {
   stop?.abort();
-  messages.length = 0;
+  messages = []; // an answer that is being stopped still adds to the old one
   log.replaceChildren();
   text(problem, "");
 }
 
 async function ask(event) {
   event.preventDefault();
-  messages.push({ role: "user", content: input.value });
+  const conversation = messages;
+  conversation.push({ role: "user", content: input.value });
   const answer = new Answer(detail, mayKill ? kill : null);
   log.append(h("article", { class: "message user" }, h("h2", { class: "sr" }, "You"), input.value), answer.element);
   input.value = "";
@@ -75,8 +76,8 @@ async function ask(event) {
     else text(problem, error.message);
   }
   answer.end();
-  if (answer.text) messages.push({ role: "assistant", content: answer.text });
-  else messages.pop();
+  if (answer.text) conversation.push({ role: "assistant", content: answer.text });
+  else conversation.pop();
   send.disabled = false;
   halt.disabled = true;
   input.focus();

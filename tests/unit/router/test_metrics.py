@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
+from typing import Any, cast
+
+from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef, Role
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.metrics import Metrics
@@ -20,10 +22,26 @@ def test_counters_of_a_node_that_is_listed_again_do_not_fall_to_0_before_it_answ
     known = [node()]
     known[0].load = NodeLoad(kv_blocks_total=10, prompt_tokens=1_000_000)
     metrics = Metrics()
-    metrics.watch_nodes(lambda: known, Breakers())
+    metrics.watch_nodes(lambda: known, Breakers(), list)
     line = 'kvrelay_node_prompt_tokens_total{model_name="m",node="d0",role="decode"}'
     assert f"{line} 1e+06" in metrics.render().decode()
     known[0] = node()  # the same incarnation: the router had forgotten it
     text = metrics.render().decode()
     assert line not in text
     assert 'kvrelay_node_usable{model_name="m",node="d0",role="decode"} 0.0' in text
+
+
+def test_a_model_without_nodes_has_none_usable_as_long_as_it_is_known() -> None:
+    known = [node()]
+    known[0].load = NodeLoad(kv_blocks_total=10)
+    roles: list[tuple[str, Role]] = [("m", "decode"), ("m", "prefill")]
+    metrics = Metrics()
+    metrics.watch_nodes(lambda: known, Breakers(), lambda: roles)
+    known[0].last_pong_s, known[0].link = 1.0, cast("Any", object())
+    assert 'kvrelay_usable_nodes{model_name="m",role="decode"} 1.0' in metrics.render().decode()
+    known.clear()
+    text = metrics.render().decode()
+    assert 'kvrelay_usable_nodes{model_name="m",role="decode"} 0.0' in text
+    assert 'kvrelay_usable_nodes{model_name="m",role="prefill"} 0.0' in text
+    roles.clear()
+    assert "kvrelay_usable_nodes{" not in metrics.render().decode()

@@ -165,6 +165,19 @@ def test_a_model_without_nodes_is_known_for_a_while(monkeypatch: pytest.MonkeyPa
     play(monkeypatch, scene, remembered_s=0.05)
 
 
+def test_the_roles_of_a_model_are_known_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        a, pooling = record("a0", "a", role="prefill"), record("e0", "e", task="embed", role="prefill", started_at=1.0)
+        catalog.accept([a, pooling])
+        assert catalog.roles == [("a", "decode"), ("a", "prefill"), ("e", "prefill")]
+        catalog.accept([])
+        assert catalog.roles == [("a", "decode"), ("a", "prefill"), ("e", "prefill")]
+        await asyncio.sleep(0.1)
+        assert catalog.roles == []
+
+    play(monkeypatch, scene, remembered_s=0.05)
+
+
 def test_nodes_of_one_name_with_another_task_are_ignored_and_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

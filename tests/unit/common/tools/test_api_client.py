@@ -9,7 +9,14 @@ import pytest
 
 from common.base.errors import DeadlineExceeded
 from common.tools import api_client
-from common.tools.api_client import ApiAnswer, ApiClient, ServerUnreachable, run_workers, wait_before_retry_s
+from common.tools.api_client import (
+    ApiAnswer,
+    ApiClient,
+    NotAnApiAnswer,
+    ServerUnreachable,
+    run_workers,
+    wait_before_retry_s,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +51,7 @@ def test_an_answer_has_status_id_and_body() -> None:
     assert ask(answer, key="k") == ApiAnswer(400, "r1", {"error": {}})
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [429, 502, 503])
 def test_a_busy_server_is_asked_again_no_sooner_than_it_says(status: int, waits: list[float]) -> None:
     answers = iter([httpx.Response(status, json={}, headers={"retry-after": "7"}), httpx.Response(200, json={"a": 1})])
     assert ask(lambda _: next(answers)).body == {"a": 1}
@@ -66,6 +73,12 @@ def test_a_lost_connection_is_retried_and_named_in_the_end() -> None:
         ask(refuse)
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:18300", "localhost:18300", "http://", "http://127.0.0.1:8x", ""])
+def test_a_malformed_url_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ServerUnreachable, match="URL"):
+        ApiClient(url, connections=1, timeout_s=1.0)
+
+
 def test_an_answer_that_takes_too_long_is_not_asked_for_again(waits: list[float]) -> None:
     def never(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("", request=request)
@@ -75,9 +88,25 @@ def test_an_answer_that_takes_too_long_is_not_asked_for_again(waits: list[float]
     assert not waits
 
 
-def test_something_else_than_json_is_no_server_of_this_api() -> None:
-    with pytest.raises(ServerUnreachable, match="is this a server of the OpenAI API"):
-        ask(lambda _: httpx.Response(200, text="<html>"))
+@pytest.mark.parametrize("text", ["<html>" + 1000 * "x", "[1]"])
+def test_something_else_than_a_json_object_is_told_with_its_status(waits: list[float], text: str) -> None:
+    with pytest.raises(NotAnApiAnswer, match=r"answers 307 .* is this a server of the OpenAI API") as error:
+        ask(lambda _: httpx.Response(307, text=text))
+    assert error.value.message.endswith("? " + text[:200])
+    assert not waits
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxys_error_page_is_asked_again(status: int) -> None:
+    answers = iter([httpx.Response(status, text="<html>"), httpx.Response(200, json={"a": 1})])
+    assert ask(lambda _: next(answers)).body == {"a": 1}
+    with pytest.raises(NotAnApiAnswer, match=f"answers {status}"):
+        ask(lambda _: httpx.Response(status, text="<html>"))
+
+
+def test_the_servers_own_deadline_is_an_answer(waits: list[float]) -> None:
+    assert ask(lambda _: httpx.Response(504, json={"error": {}})).status_code == 504
+    assert not waits
 
 
 def test_waits_grow_and_are_bounded() -> None:

@@ -223,7 +223,13 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     [line] = read_trace(_write(tmp_path / "good", [_GOOD]), 512)
     assert line == TraceLine(1.0, 600, 3, [1, 2])
     endless: list[dict[str, object]] = [{"timestamp": math.nan}, {"timestamp": math.inf}, {"output_length": math.inf}]
-    wrong = [{"hash_ids": [1]}, {"input_length": "x"}, {"input_length": 0, "hash_ids": []}, {"timestamp": -1}]
+    wrong = [
+        {"hash_ids": [1]},
+        {"output_length": -1},
+        {"input_length": "x"},
+        {"input_length": 0, "hash_ids": []},
+        {"timestamp": -1},
+    ]
     for bad in [*wrong, *endless]:
         with pytest.raises(ConfigError, match="line 2"):
             read_trace(_write(tmp_path / "bad", [_GOOD, {**_GOOD, **bad}]), 512)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_a_wrong_line_is_named_before_anything_starts(tmp_path: Path, wrong: str
     file.write_text(f"{line('a')}\n{wrong}\n")
     with pytest.raises(BadBatch, match=message):
         check_lines(file)
+
+
+def test_a_pipe_is_refused_because_it_can_be_read_only_once() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, line("a").encode() + b"\n")
+    os.close(writer)
+    with open(reader, "rb"), pytest.raises(BadBatch, match="is a pipe"):
+        check_lines(Path(f"/dev/fd/{reader}"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

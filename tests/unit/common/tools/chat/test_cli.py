@@ -44,6 +44,13 @@ def test_lines_of_a_pipe_are_answered_one_by_one() -> None:
     }
 
 
+def test_a_line_of_a_pipe_that_begins_like_a_command_or_is_not_utf8_is_a_message() -> None:
+    with stub_api(answer) as stub:
+        result = CliRunner().invoke(app, ["--url", stub.url], input=b"/usr/bin/env prints what?\nh\xff\n/reset\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "/USR/BIN/ENV PRINTS WHAT?\nH\ufffd\n"
+
+
 def test_a_refused_message_of_a_pipe_is_said_and_the_exit_code_is_one() -> None:
     with stub_api(answer) as stub:
         result = CliRunner().invoke(app, ["--url", stub.url], input="refuse\nyou\n")

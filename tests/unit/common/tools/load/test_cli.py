@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.stub_api import stub_api
 from typer.testing import CliRunner
 
+from common.tools.admin.client import AdminUnreachable
 from common.tools.load import cli
 from common.tools.load.cli import app
+from common.tools.load.measure import ask_server
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.processes import LoadRun
-from common.tools.load.results import run_result, write_result
+from common.tools.load.results import read_result, run_result, write_result
 
 
 @contextmanager
@@ -62,6 +65,12 @@ def test_server_of_another_protocol_lists_no_models(raw: bytes) -> None:
     assert "does not list models" in output
 
 
+def test_the_url_may_end_in_v1() -> None:
+    with stub_api(lambda *_: (200, {}, {})) as stub:
+        ready = ask_server(LoadPlan(url=stub.url + "/v1/", model=""))
+    assert (ready.url, ready.model) == (stub.url, "m")
+
+
 def test_malformed_address_lists_no_models() -> None:
     assert load("http://127.0.0.1:8x")[0] == 3
 
@@ -97,6 +106,24 @@ def command(*args: str) -> tuple[int, str]:
     shown = CliRunner().invoke(app, args)
     assert shown.exception is None or isinstance(shown.exception, SystemExit), shown.exception
     return shown.exit_code, shown.output
+
+
+def test_a_sweep_whose_server_is_gone_writes_its_points_and_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> LoadRun:
+        return LoadRun([Outcome(0, 0.0, error="connection", ended_s=1.0)], interrupted=False)
+
+    def refused(*_: object) -> None:
+        raise AdminUnreachable("refused")
+
+    monkeypatch.setattr(cli, "measure", run)
+    monkeypatch.setattr(cli, "list_models", refused)
+    with answering(_MODELS) as url:
+        code, output = command("sweep", "--url", url, "--slo-ttft", "1", "--json", str(tmp_path / "sweep.json"))
+    assert code == 3, output
+    assert "the server was lost at 1 requests/s" in " ".join(output.split())
+    assert len(read_result(tmp_path / "sweep.json")["points"]) == 1
 
 
 @pytest.mark.parametrize("columns", ["", "0", "80"])

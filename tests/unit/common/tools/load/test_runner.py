@@ -185,6 +185,27 @@ def test_a_connection_that_is_never_made_is_a_timeout(monkeypatch: pytest.Monkey
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
+def test_connecting_is_latency_and_no_lateness_of_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Target._connect  # pyright: ignore[reportPrivateUsage]
+
+    async def slowly(target: Target) -> Any:
+        await asyncio.sleep(0.2)
+        return await connect(target)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        await read_request(reader)
+        writer.write(whole_answer())
+
+    async def scene(url: str) -> None:
+        monkeypatch.setattr(Target, "_connect", slowly)
+        [outcome] = await run_plan(url, rate=1000.0, requests=1)
+        assert outcome.ttft_s is not None
+        assert outcome.ttft_s >= 0.2 > outcome.late_s
+        assert outcome.e2e_s >= 0.2
+
+    play(serve, scene)
+
+
 def test_absent_server_is_an_error_and_no_crash() -> None:
     async def main() -> None:
         outcomes = await run_plan("http://127.0.0.1:1", rate=200.0, requests=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.tools.admin.client import AdminUnreachable
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.sweep import SweepPlan, sweep
@@ -61,3 +62,25 @@ def test_requests_that_failed_are_not_inside_the_objectives(share: float) -> Non
         return [Outcome(n, 0.0, error="timeout" if n < 20 * share else "", ended_s=1.0, ttft_s=0.1) for n in range(20)]
 
     assert sweep(SweepPlan(BASE, (1.0, None), 0.6, (1.0,)), measure)["best_rate"] == 0.0
+
+
+@pytest.mark.parametrize("rates", [(), (1.0, 4.0, 2.0)])
+def test_a_server_that_is_gone_ends_the_sweep_but_keeps_the_points(rates: tuple[float, ...]) -> None:
+    def measure(plan: LoadPlan) -> list[Outcome]:
+        return [Outcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
+
+    def ask() -> None:
+        raise AdminUnreachable("refused")
+
+    result = sweep(SweepPlan(BASE, (1.0, None), 0.9, rates), measure, ask)
+    assert result["failure"] == "the server was lost at 4 requests/s: refused"
+    assert [point["rate"] for point in result["points"]] == ([1.0, 4.0] if rates else [1.0, 2.0, 4.0])
+
+
+def test_connections_that_an_overloaded_server_breaks_are_missed_objectives() -> None:
+    def measure(plan: LoadPlan) -> list[Outcome]:
+        return [Outcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
+
+    result = sweep(SweepPlan(BASE, (1.0, None), 0.9), measure)
+    assert 3 / 1.1 <= result["best_rate"] <= 3
+    assert result["failure"] == ""

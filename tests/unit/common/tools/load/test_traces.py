@@ -37,6 +37,7 @@ def test_malformed_trace_is_refused_with_its_line_number(tmp_path: Path) -> None
         ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "do not hold 513"),
         ('{"timestamp": NaN, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n', "line 1"),
         ('{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}\n', "line 1"),
+        ('{"timestamp": 0, "input_length": 9, "output_length": -1, "hash_ids": [1]}\n', "line 1: .* negative"),
         ("[1]\n", "line 1"),
         ("nonsense\n", "line 1"),
     ):
