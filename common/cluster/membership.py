@@ -252,21 +252,6 @@ class Registrar:
         self._reachable = reachable
 
 
-async def read_loaded_adapters(
-    redis_url: str, cluster: str, node_id: str, tls_dir: str | None
-) -> LoadedAdapters | None:
-    """Those of the last process of this node id; None, with a line in the log, if they cannot be read now."""
-    client = connect(redis_url)
-    try:
-        raw = await client.get(Keys(cluster).adapters(node_id))
-    except UNREACHABLE as error:
-        log.warning("cannot read which LoRA adapters had been loaded into this node: %s", short(error))
-        return None
-    finally:
-        await client.aclose()
-    return Records(cluster, tls_dir).decode_loaded(raw, node_id)
-
-
 class Directory:
     """The current view of the cluster's nodes.
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.address import advertised
-from common.cluster.membership import read_loaded_adapters
+from common.cluster.loaded_adapters import read_loaded_adapters
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
