@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from common.base.errors import KvRelayError
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey, ModelInfo
@@ -16,6 +17,7 @@ from common.control.pooling import PoolRequest
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
 from common.model.pooling.open import load_pooling_model, read_pooling_config
+from kvrelay.engine import CLOSED
 from kvrelay.prompts import Prompt, as_list, prompt_value
 from router.http.openai.build_request import Caller
 from router.http.openai.parse_body import validated
@@ -44,6 +46,7 @@ class PoolingEngine:
         )
         served = load_pooling(info, options)
         self.model = replace(served, task=of_model.task, base=info.name, hidden_size=of_model.hidden_size)
+        self._is_closed = False
         prepare_compute(config.threads, config.nice)
         from common.model.pooling.pooler import Pooler
 
@@ -72,10 +75,13 @@ class PoolingEngine:
     def _pool(self, work: PoolWork) -> Iterator[bytes]:
         request = PoolRequest(AttemptKey("offline", 1), [], work.normalize, work.dimensions, work.per_token)
         for part in split(work, 1):
+            if self._is_closed:
+                raise KvRelayError(CLOSED)
             yield from self._pooler.compute([(request, work.inputs[place]) for place in part])
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """End the call that runs on another thread after its current part."""
+        self._is_closed = True
 
 
 def _body(fields: Mapping[str, Any], kind: type[_BodyT]) -> _BodyT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,18 @@ def test_a_crash_of_the_engine_is_an_error_of_every_later_call(monkeypatch: pyte
         for _ in range(2):
             with pytest.raises(KvRelayError, match="the engine crashed: bug"):
                 llm.generate("Hello")
+
+
+def test_closing_ends_a_call_on_another_thread() -> None:
+    llm = LLM(kv_memory_gb=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, ["a"] * 200, SamplingParams(max_tokens=500, ignore_eos=True))
+        end_s = time.monotonic() + 30
+        while not attempts(llm):
+            assert time.monotonic() < end_s
+        llm.close()
+        with pytest.raises(KvRelayError, match="closed during this call"):
+            call.result(30)
 
 
 def test_nothing_listens_or_connects(llm: LLM) -> None:

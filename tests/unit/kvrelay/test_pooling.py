@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from kvrelay import LLM, BadRequest, ConfigError
+from kvrelay import LLM, BadRequest, ConfigError, KvRelayError
 from support.tiny_encoders import make_encoder
 from tokenizers import Tokenizer
 
@@ -77,6 +80,27 @@ def test_what_does_not_fit_is_refused_before_anything_runs(folder: Path) -> None
         llm.embed("a")
     with pytest.raises(ConfigError, match="max_model_len 65 is more than the 64"):
         LLM(str(folder), max_model_len=65)
+
+
+def test_closing_ends_a_call_on_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder))
+    pooler: Any = llm._engine._pooler  # type: ignore[attr-defined]
+    compute = pooler.compute
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(batch: Any) -> list[bytes]:
+        started.set()
+        assert go_on.wait(10)
+        return compute(batch)
+
+    monkeypatch.setattr(pooler, "compute", wait)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.embed, ["a"] * 1000)
+        assert started.wait(10)
+        llm.close()
+        go_on.set()
+        with pytest.raises(KvRelayError, match="closed during this call"):
+            call.result(10)
 
 
 def test_a_generating_model_is_refused() -> None:
