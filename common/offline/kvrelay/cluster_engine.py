@@ -19,6 +19,7 @@ from common.tools.local_cluster import LocalCluster
 from kvrelay.engine import CLOSED, load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
+from kvrelay.run_async import run_async
 from router import served_model
 from router.http.openai.logprobs import LOWEST
 
@@ -47,7 +48,7 @@ class ClusterEngine:
         served = served_model.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
         try:
-            card = asyncio.run(self._model_card())
+            card = run_async(self._model_card())
             limits = {"max_model_len": int(card["max_model_len"]), "vocab_size": int(card["vocab_size"])}
             self.model = replace(served, name=str(card["id"]), **limits)
         except BaseException:

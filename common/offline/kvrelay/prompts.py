@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import BadRequest
+from kvrelay.run_async import run_async
 from kvrelay.sampling_params import SamplingParams, to_request
 from router.http.openai.build_request import Caller, chat_generation, chat_prompt, completion_generation
 from router.http.openai.chat_request import ChatRequest
@@ -97,7 +97,7 @@ def _each(
         try:
             jobs.append(make(index, each))
             if jobs[-1].request.engine.sampling.grammar is not None:
-                asyncio.run(_check_grammar(model, jobs[-1].request))
+                run_async(_check_grammar(model, jobs[-1].request))
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs

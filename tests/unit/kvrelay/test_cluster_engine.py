@@ -93,6 +93,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ClusterEngine:
     return ClusterEngine(UpConfig(), [])
 
 
+def test_a_cluster_starts_within_an_asyncio_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_engine, "LocalCluster", FakeCluster)
+    monkeypatch.setattr(cluster_engine, "ApiClient", SilentClient)
+
+    async def start() -> ClusterEngine:
+        return ClusterEngine(UpConfig(), [])
+
+    assert asyncio.run(start()).model.max_model_len == 64
+
+
 def error_of_call(engine: ClusterEngine, end: Callable[[], None]) -> BaseException | None:
     """What a call raises during which `end` runs."""
     with ThreadPoolExecutor(1) as pool:

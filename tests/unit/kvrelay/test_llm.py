@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterator
@@ -232,3 +233,16 @@ def test_structured_outputs_give_the_answer_its_form(llm: LLM) -> None:
     [output] = llm.generate("The capital of France is", params)
     assert output.outputs[0].text in ("Paris", "Rome")
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_grammars_are_checked_within_an_asyncio_loop(llm: LLM) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "additionalProperties": False}}
+
+    async def ask() -> None:
+        [output] = llm.generate("a", SamplingParams(structured_outputs={"choice": ["Paris", "Rome"]}, max_tokens=20))
+        assert output.outputs[0].text in ("Paris", "Rome")
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[{"type": "function", "function": function}])
+        with pytest.raises(BadRequest, match="prompt 0"):
+            llm.generate("a", SamplingParams(structured_outputs={"regex": "("}))
+
+    asyncio.run(ask())
