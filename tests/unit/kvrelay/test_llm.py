@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import kvrelay.llm
 import pytest
 from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
+
+from common.kernels.native.library import find_native
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 connections: list[str] = []
@@ -190,6 +193,25 @@ def test_closing_ends_a_call_on_another_thread() -> None:
 def test_nothing_listens_or_connects(llm: LLM) -> None:
     llm.generate("Hello", GREEDY)
     assert not connections
+
+
+def open_packed_weights() -> list[str]:
+    """Files of packed weights that this process keeps open."""
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).endswith("/in-use")]
+
+
+def test_a_closed_or_failed_llm_leaves_its_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_PACKED_CACHE_GB", "1")
+    monkeypatch.setattr("common.model.packed_weights.weights_folder", lambda: tmp_path)
+    llm = LLM(kv_memory_gb=0.01)
+    during = len(open_packed_weights())
+    llm.close()
+    with pytest.raises(ConfigError, match="max_model_len 2000 needs more"):
+        LLM(kv_blocks=4, max_model_len=2000)
+    with pytest.raises(ConfigError, match="KV blocks of"):
+        LLM(kv_memory_gb=1e-6)
+    assert (during, len(open_packed_weights())) == (0 if find_native() is None else 1, 0)
 
 
 def test_a_closed_llm_says_so() -> None:
