@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kvrelay.llm
 import pytest
+import torch
 from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
 
+from common.config.service_configs import UpConfig
 from common.kernels.native.library import find_native
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -237,6 +240,21 @@ def test_a_closed_llm_says_so() -> None:
 def test_wrong_options_are_refused_in_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
+
+
+def test_options_may_be_python_lists_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(kv_memory_gb=0.01, dtype=torch.float32, served_model_name=["a", "b"]) as llm:
+        assert llm._engine.model.name == "a"  # pyright: ignore[reportPrivateUsage]
+    started: list[str] = []
+
+    def start(config: UpConfig, arguments: list[str]) -> SimpleNamespace:
+        started.extend(arguments)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("kvrelay.cluster_engine.ClusterEngine", start)
+    with LLM(decode=1, served_model_name=["a", "b"], lora=("c=/x",)):
+        options = dict(zip(started[::2], started[1::2], strict=True))
+    assert (options["--served-model-name"], options["--lora"]) == ('["a", "b"]', '["c=/x"]')
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
