@@ -59,7 +59,7 @@ def weights_key(fingerprint: str, path: Path, load_format: str) -> str:
 
 
 class PackedWeights:
-    """The packed weights of one model, in use by this process until it ends."""
+    """The packed weights of one model, in use by this process until `close`."""
 
     def __init__(self, folder: Path, weights: str, limit_gb: float | None) -> None:
         """`folder`: of all models. `weights`: of `weights_key`. `limit_gb`: of all models; None: by the free disk space.

@@ -56,9 +56,11 @@ class Worker:
         *,
         meter: MemoryMeter | None = None,
         graph_capture: GraphCapture | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
         """`meter`: measures GPU memory, from which the number of KV blocks follows. `graph_capture`: for decode steps;
-        None: they are not captured. All ranks of the node do this at the same time."""
+        None: they are not captured. `packed`: closed with the worker. All ranks of the node do this at the same time."""
+        self._packed = packed
         self._graph_capture = graph_capture
         self.page_supply = PageSupply(0, [], 1, 0)
         self._spare_blocks = 0 if graph_capture is None else 1  # padding rows of captured steps write there
@@ -174,6 +176,12 @@ class Worker:
         pages = self.page_supply if self.device.type == "cpu" else None
         return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps, pages=pages)
 
+    def close(self) -> None:
+        """Release the packed weights: other processes may remove their files. A second call does nothing."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            packed.close()
+
     def describe(self, peak_bytes: int) -> str:
         """For the log: peak memory and KV blocks of this rank."""
         return (
@@ -195,6 +203,7 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
     """
     device = own_device(plan, config, mesh.place)
     use_device(device)
+    packed = _packed_weights(plan, config, device)
     try:
         model = load_model(
             plan.path,
@@ -207,14 +216,18 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
             pp_layers=plan.layout.pp_layers,
             device=device,
             quantization=config.quantization,
-            packed=_packed_weights(plan, config, device),
+            packed=packed,
         )
         if device.type == "cpu":
-            return Worker(plan, config, mesh, model)
+            return Worker(plan, config, mesh, model, packed=packed)
         capture = EagerCapture() if config.enforce_eager else CudaGraphCapture(device)
         capture = capture if small_batches else None
         return Worker(plan, config, mesh, model, meter=CudaMeter(device), graph_capture=capture)
-    except torch.OutOfMemoryError as error:
+    except BaseException as error:
+        if packed is not None:
+            packed.close()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
 
 

@@ -234,7 +234,7 @@ class Leader:
         ]
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks and release the packed weights."""
         if self._outputs is not None:
             self._outputs.close()
         if self.links is not None:
@@ -243,5 +243,6 @@ class Leader:
                     "busy time of each rank: %s", ", ".join(f"{b.busy_s:.1f} of {b.up_s:.1f} s" for b in self.busy())
                 )
             self.links.close()
-            if hasattr(self, "worker"):
-                self.worker.mesh.close()
+        if hasattr(self, "worker"):
+            self.worker.mesh.close()
+            self.worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import queue
 import threading
@@ -10,20 +11,23 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.base.errors import from_code
+from common.base.errors import KvRelayError, from_code
 from common.config.service_configs import UpConfig
 from common.control.messages import PromptLogprobs, TokenLogprobs
 from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster
-from kvrelay.engine import load_options
+from kvrelay.engine import CLOSED, load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
+from kvrelay.run_async import run_async
 from router import served_model
 from router.http.openai.logprobs import LOWEST
 
 _MOST_IN_FLIGHT = 128
 """Below the router's default limit of waiting requests."""
 _ATTEMPTS = 20
+_POLL_S = 1.0
+"""How often a call that waits looks whether the cluster is alive."""
 
 _News = tuple[int, list[Answer]] | BaseException | None
 """The answers to a job with its index, an error, or the end."""
@@ -38,12 +42,13 @@ class ClusterEngine:
         Raises: ConfigError, ClusterFailed.
         """
         self._config = config
+        self._is_closed = False
         # Read before anything is started: what is wrong with the model's folder is said in one sentence.
         options = load_options(config)
         served = served_model.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
         try:
-            card = asyncio.run(self._model_card())
+            card = run_async(self._model_card())
             limits = {"max_model_len": int(card["max_model_len"]), "vocab_size": int(card["vocab_size"])}
             self.model = replace(served, name=str(card["id"]), **limits)
         except BaseException:
@@ -78,14 +83,28 @@ class ClusterEngine:
         thread = threading.Thread(target=run_loop, name="requests", daemon=True)
         thread.start()
         try:
-            while (item := news.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item if self._cluster.is_alive else self._cluster.failure()
+            while (item := self._next_of(news)) is not None:
                 yield item
         finally:
             if thread.is_alive():
                 loop.call_soon_threadsafe(work.cancel)
             thread.join()
+
+    def _next_of(self, news: queue.SimpleQueue[_News]) -> tuple[int, list[Answer]] | None:
+        """Wait for the next answers, None at the end. Raises: KvRelayError, also if the cluster ends or is closed."""
+        while True:
+            error: BaseException | None = None
+            with contextlib.suppress(queue.Empty):
+                item = news.get(timeout=_POLL_S)
+                if not isinstance(item, BaseException):
+                    return item
+                error = item
+            if self._is_closed:
+                raise KvRelayError(CLOSED)
+            if not self._cluster.is_alive:
+                raise self._cluster.failure()
+            if error is not None:
+                raise error
 
     async def _run_all(self, jobs: Sequence[Job], news: queue.SimpleQueue[_News]) -> None:
         async with self._client() as client:
@@ -99,6 +118,7 @@ class ClusterEngine:
             await run_workers(enumerate(jobs), send, max(1, min(len(jobs), _MOST_IN_FLIGHT // samples)))
 
     def close(self) -> None:
+        self._is_closed = True
         self._cluster.close()
 
 

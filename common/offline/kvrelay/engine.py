@@ -10,6 +10,8 @@ from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router.served_model import LoadOptions, ServedModel
 
+CLOSED = "the LLM was closed during this call"
+
 
 class Engine(Protocol):
     """Runs jobs of one model. One thread at a time."""
@@ -27,7 +29,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything. Called once."""
+        """End everything; a call that runs on another thread raises KvRelayError. Called once."""
         ...
 
 

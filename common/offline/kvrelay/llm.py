@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import os
 import threading
 import weakref
@@ -230,7 +231,17 @@ def _names(cls: type[ServiceConfig]) -> set[str]:
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:
     """The options as flags of the command line."""
-    return {name: "none" if value is None else str(value) for name, value in options.items()}
+    return {name: _text(value) for name, value in options.items()}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, (list, tuple, dict)):
+        return json.dumps(value, default=str)
+    if type(value).__module__ == "torch":  # a dtype; torch may not be imported here
+        return str(value).removeprefix("torch.")
+    return str(value)
 
 
 def _check_known(options: Mapping[str, Any], known: set[str], where: str) -> None:

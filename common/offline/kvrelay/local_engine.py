@@ -8,7 +8,7 @@ import queue
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from common.base.errors import EngineError, from_code
+from common.base.errors import EngineError, KvRelayError, from_code
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
 from common.control.ids import pack_ids
@@ -17,6 +17,7 @@ from common.kernels.native.build import build_library
 from common.node.before_torch import COMPILE_S
 from common.node.events import OutgoingMessage
 from kvrelay.answer_text import AnswerInProgress
+from kvrelay.engine import CLOSED
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router import served_model
@@ -37,7 +38,8 @@ class LocalEngine:
         from kvrelay.local_node import MAX_ACCEPTED, LocalNode
 
         self._most_in_flight = MAX_ACCEPTED
-        self._news: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
+        """None: closed."""
         self._node = LocalNode(config, self._deliver, self._news.put)
         info = self._node.model
         self._model = replace(served, name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
@@ -82,6 +84,9 @@ class LocalEngine:
             case AttemptFailed(key, code, message) if key in running:
                 prompt, _ = running.pop(key)
                 raise from_code(code, f"prompt {prompt.index}: {message}")
+            case None:
+                self._news.put(None)  # for calls that wait
+                raise KvRelayError(CLOSED)
             case BaseException() as error:
                 self._news.put(error)  # for later calls
                 raise EngineError(f"the engine crashed: {error}") from error
@@ -105,6 +110,7 @@ class LocalEngine:
         return prompt if all(each.answer is not None for each in prompt.progress) else None
 
     def close(self) -> None:
+        self._news.put(None)
         self._node.close()
 
 

@@ -68,6 +68,20 @@ class LocalNode:
         plan = ROLE.plan(config)
         self._leader = leader = Leader(config, ROLE, plan)
         asyncio.run(leader.load())
+        try:
+            self._start_core(config, plan, deliver, on_crash)
+        except BaseException:
+            leader.close()
+            raise
+
+    def _start_core(
+        self,
+        config: DecodeConfig,
+        plan: NodePlan,
+        deliver: Callable[[list[OutgoingMessage]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        leader = self._leader
         plan = fit_memory(plan, config, leader.num_blocks)
         self.model: ModelInfo = plan.model
         send_buffer = SendBuffer(deliver)

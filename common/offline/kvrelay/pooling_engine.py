@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from common.base.errors import BadRequest, KvRelayError
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey, ModelInfo
@@ -16,12 +18,13 @@ from common.control.pooling import PoolRequest
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
 from common.model.pooling.open import load_pooling_model, read_pooling_config
+from kvrelay.engine import CLOSED
 from kvrelay.prompts import Prompt, as_list, prompt_value
 from router.http.openai.build_request import Caller
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
 from router.http.pooling.inputs import comparison_work, embedding_work
-from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, ScoreRequest
+from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, ScoreRequest, check_lengths
 from router.pooling.work import PoolWork, split
 from router.served_model import LoadOptions, load_pooling
 
@@ -44,6 +47,7 @@ class PoolingEngine:
         )
         served = load_pooling(info, options)
         self.model = replace(served, task=of_model.task, base=info.name, hidden_size=of_model.hidden_size)
+        self._is_closed = False
         prepare_compute(config.threads, config.nice)
         from common.model.pooling.pooler import Pooler
 
@@ -56,26 +60,76 @@ class PoolingEngine:
 
         `options`: further fields of `/v1/embeddings`. Raises: BadRequest.
         """
-        listed = [prompt_value(each) for each in as_list(prompts)]
-        parts = [listed[at : at + MAX_INPUTS] for at in range(0, len(listed), MAX_INPUTS)]
-        bodies = [_body({"input": part, **options}, EmbeddingRequest) for part in parts]
-        works = [embedding_work(body, self.model, Caller(), per_token=per_token) for body in bodies]
-        for work in works:
+        works = [
+            embedding_work(
+                _body({"input": part, **options}, EmbeddingRequest),
+                self.model,
+                Caller(),
+                per_token=per_token,
+                first=number,
+            )
+            for number, part in _parts(prompts)
+        ]
+        if works:
+            work = replace(works[0], inputs=[each for work in works for each in work.inputs])
             for each, vector in zip(work.inputs, self._pool(work), strict=True):
                 yield each.token_ids.tolist(), vector, work.width
 
     def scores(self, text_1: str | list[str], text_2: str | list[str], options: Mapping[str, Any]) -> list[float]:
         """The score of each pair. `options`: further fields of `/v1/score`. Raises: BadRequest."""
-        body = _body({"text_1": text_1, "text_2": text_2, **options}, ScoreRequest)
-        return scores(body, self.model, list(self._pool(comparison_work(body, self.model, Caller()))))
+        first, second = _texts(text_1, "text_1"), _texts(text_2, "text_2")
+        try:
+            check_lengths(len(first), len(second))
+        except ValueError as error:
+            raise BadRequest(str(error), param="text_1") from None
+        work: list[tuple[ScoreRequest, PoolWork]] = []
+        for at in range(0, max(1, len(second)), MAX_INPUTS):
+            part = slice(at, at + MAX_INPUTS)
+            number, texts = (0, first) if len(first) == 1 else (at, first[part])
+            body = _body({"text_1": texts, "text_2": second[part], **options}, ScoreRequest)
+            work.append((body, comparison_work(body, self.model, Caller(), first=(number, at))))
+        return [score for body, each in work for score in scores(body, self.model, list(self._pool(each)))]
 
     def _pool(self, work: PoolWork) -> Iterator[bytes]:
         request = PoolRequest(AttemptKey("offline", 1), [], work.normalize, work.dimensions, work.per_token)
         for part in split(work, 1):
+            if self._is_closed:
+                raise KvRelayError(CLOSED)
             yield from self._pooler.compute([(request, work.inputs[place]) for place in part])
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """End the call that runs on another thread after its current part."""
+        self._is_closed = True
+
+
+def _parts(prompts: Prompt | Sequence[Prompt]) -> Iterator[tuple[int, list[Any]]]:
+    """Consecutive inputs of one kind, texts or token ids, each part with the number of its first.
+
+    Raises: BadRequest that names the first wrong one.
+    """
+    values: list[Any] = []
+    for index, prompt in enumerate(as_list(prompts)):
+        try:
+            values.append(prompt_value(prompt))
+        except BadRequest as error:
+            raise BadRequest(f"input {index}: {error.message}", param="input") from None
+        if values[-1] == []:
+            raise BadRequest(f"input {index} is empty", param="input")
+    at = 0
+    for _, same_kind in groupby(values, type):
+        run = list(same_kind)
+        for begin in range(0, len(run), MAX_INPUTS):
+            yield at + begin, run[begin : begin + MAX_INPUTS]
+        at += len(run)
+
+
+def _texts(value: str | list[str], param: str) -> list[str]:
+    """Raises: BadRequest for what are no texts."""
+    texts: list[Any] = [value] if isinstance(value, str) else as_list(value)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise BadRequest(f"{param}.{index}: must be a text, not {type(text).__name__}", param=param)
+    return texts
 
 
 def _body(fields: Mapping[str, Any], kind: type[_BodyT]) -> _BodyT:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import BadRequest
+from kvrelay.run_async import run_async
 from kvrelay.sampling_params import SamplingParams, to_request
 from router.http.openai.build_request import Caller, chat_generation, chat_prompt, completion_generation
 from router.http.openai.chat_request import ChatRequest
@@ -37,8 +38,6 @@ def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params
     def job(index: int, each: SamplingParams) -> Job:
         prompt = prompt_value(listed[index])
         body = to_request({"prompt": prompt, **each.completion_fields()}, CompletionRequest)
-        if len(body.prompt) != 1:
-            raise BadRequest("must be one text or one list of token ids", param="prompt")
         return Job(
             prompt if isinstance(prompt, str) else None,
             completion_generation(body, model, body.prompt[0], _CALLER),
@@ -55,22 +54,22 @@ def chat_jobs(
     options: Mapping[str, Any],
 ) -> list[Job]:
     """One job for each conversation. `options`: further fields of a chat body. Raises: as `generate_jobs`."""
-    first = messages[0] if messages else None
-    listed = cast("list[Any]", [messages] if first is None or isinstance(first, Mapping) else list(messages))
+    given = _conversation(messages)
+    listed: list[Any] = [given] if not given or given[0] is None or isinstance(given[0], Mapping) else given
 
     def job(index: int, each: SamplingParams) -> Job:
-        body = to_request({"messages": list(listed[index]), **options, **each.chat_fields()}, ChatRequest)
+        body = to_request({"messages": _conversation(listed[index]), **options, **each.chat_fields()}, ChatRequest)
         return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each)
 
     return _each("conversation", model, job, len(listed), params)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """The prompts, also of a single one."""
+    """The prompts, also of a single one. Raises: BadRequest."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed = cast("list[Any]", list(prompts))
-    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+    listed = _items(prompts)
+    return [listed] if listed and all(map(_is_number, listed)) else listed
 
 
 def prompt_value(prompt: Any) -> Any:
@@ -80,27 +79,76 @@ def prompt_value(prompt: Any) -> Any:
         if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
             raise BadRequest(f"must have either 'prompt' or 'prompt_token_ids', not {sorted(map(str, given))}")
         prompt = next(iter(given.values()))
-    return prompt if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return [_token_id(item) for item in _items(prompt)]
+    except TypeError:
+        raise BadRequest("must be one text or one list of token ids", param="prompt") from None
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of a sequence, also of an array or a tensor. Raises: BadRequest."""
+    try:
+        if isinstance(value, (bytes, bytearray)):
+            raise TypeError
+        return list(value.tolist() if hasattr(value, "tolist") else value)
+    except TypeError:
+        raise BadRequest(
+            f"must be one text or one list of token ids, not {type(value).__name__}", param="prompt"
+        ) from None
+
+
+def _is_number(item: Any) -> bool:
+    """Whether this is no prompt but a token id: an array or a tensor without dimensions is a number."""
+    return isinstance(item, int) or getattr(item, "ndim", None) == 0
+
+
+def _token_id(item: Any) -> int:
+    """Raises: TypeError."""
+    if isinstance(item, bool):
+        raise TypeError
+    return operator.index(item)
+
+
+def _conversation(messages: Any) -> list[Any]:
+    """Raises: BadRequest."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise BadRequest(f"messages must be a list, not {type(messages).__name__}", param="messages")
+    return list(cast("Sequence[Any]", messages))
 
 
 def _each(
     what: str, model: ServedModel, make: Callable[[int, SamplingParams], Job], count: int, params: Params
 ) -> list[Job]:
-    if params is None or isinstance(params, SamplingParams):
-        all_params: Sequence[SamplingParams] = [params or SamplingParams()] * count
-    else:
-        all_params = params
-    if len(all_params) != count:
-        raise BadRequest(f"{len(all_params)} sampling_params for {count} prompts", param="sampling_params")
     jobs: list[Job] = []
-    for index, each in enumerate(all_params):
+    for index, each in enumerate(_params_of_each(params, count)):
         try:
+            _check_params(each)
             jobs.append(make(index, each))
             if jobs[-1].request.engine.sampling.grammar is not None:
-                asyncio.run(_check_grammar(model, jobs[-1].request))
+                run_async(_check_grammar(model, jobs[-1].request))
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs
+
+
+def _params_of_each(params: Params, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, (Mapping, str)) or not isinstance(params, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        _check_params(params)
+    if len(params) != count:
+        raise BadRequest(f"{len(params)} sampling_params for {count} prompts", param="sampling_params")
+    return params
+
+
+def _check_params(params: Any) -> None:
+    """Raises: BadRequest for what is no `SamplingParams`."""
+    if not isinstance(params, SamplingParams):
+        raise BadRequest(
+            f"sampling_params must be SamplingParams, not {type(params).__name__}", param="sampling_params"
+        )
 
 
 async def _check_grammar(model: ServedModel, request: GenerationRequest) -> None:

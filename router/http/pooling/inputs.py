@@ -20,9 +20,14 @@ _MAX_RESULT_BYTES = 256 * 2**20
 
 
 def embedding_work(
-    body: EmbeddingRequest | PoolingRequest, model: ServedModel, caller: Caller, *, per_token: bool = False
+    body: EmbeddingRequest | PoolingRequest,
+    model: ServedModel,
+    caller: Caller,
+    *,
+    per_token: bool = False,
+    first: int = 0,
 ) -> PoolWork:
-    """The vectors of a body's texts, token ids or conversation.
+    """The vectors of a body's texts, token ids or conversation. `first`: number of the first input, for errors.
 
     Raises: BadRequest.
     """
@@ -33,7 +38,7 @@ def embedding_work(
         )
     work = PoolWork(
         model.base,
-        _inputs(body, model),
+        _inputs(body, model, first),
         dimensions or model.hidden_size,
         body.normalize is not False,
         dimensions,
@@ -45,7 +50,7 @@ def embedding_work(
     if max(sizes) > MAX_PART_RESULT_BYTES:
         index = sizes.index(max(sizes))
         raise BadRequest(
-            f"the vectors of input {index} would take {sizes[index]} bytes, more than {MAX_PART_RESULT_BYTES}: "
+            f"the vectors of input {first + index} would take {sizes[index]} bytes, more than {MAX_PART_RESULT_BYTES}: "
             "send a shorter input, or fewer dimensions",
             param="input",
         )
@@ -57,7 +62,7 @@ def embedding_work(
     return work
 
 
-def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel) -> list[PoolInput]:
+def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel, first: int) -> list[PoolInput]:
     limit = _limit(body, model)
     if body.messages is not None:
         text = model.tokenizer.render_chat(
@@ -66,14 +71,19 @@ def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel) -> list
             kwargs=body.chat_template_kwargs,
         )
         found = [model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens))]
-        return _checked(found, body, model, "messages", cut=limit)
+        return _checked(found, body, model, "messages", first, cut=limit)
     texts = [each for each in body.input or [] if isinstance(each, str)]
     if not texts:
         return _checked(
-            [list(each) for each in body.input or [] if not isinstance(each, str)], body, model, "input", cut=limit
+            [list(each) for each in body.input or [] if not isinstance(each, str)],
+            body,
+            model,
+            "input",
+            first,
+            cut=limit,
         )
     if limit is None:
-        for index, text in enumerate(texts):  # refuse what cannot fit before it is encoded
+        for index, text in enumerate(texts, first):  # refuse what cannot fit before it is encoded
             if (at_least := model.tokenizer.min_tokens(text)) > model.max_model_len:
                 raise _too_long(model, index, f"at least {at_least}", "input")
     special = body.add_special_tokens is not False
@@ -84,7 +94,7 @@ def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel) -> list
             ids if len(ids) <= limit else model.tokenizer.cut(text, limit, keep_last=left)
             for ids, text in zip(found, texts, strict=True)
         ]
-    return _checked(found, body, model, "input", cut=limit)
+    return _checked(found, body, model, "input", first, cut=limit)
 
 
 def _limit(body: PoolingFields, model: ServedModel) -> int | None:
@@ -98,13 +108,14 @@ def _checked(
     body: EmbeddingRequest | PoolingRequest,
     model: ServedModel,
     param: str,
+    first: int,
     *,
     cut: int | None,
 ) -> list[PoolInput]:
     """The inputs, if each has from one to `max_model_len` tokens of the vocabulary; `cut`: length to cut them to before."""
     if cut is not None:
         found = [ids[-cut:] if body.truncation_side == "left" else ids[:cut] for ids in found]
-    for index, ids in enumerate(found):
+    for index, ids in enumerate(found, first):
         if not ids:
             raise BadRequest(f"input {index} is empty", param=param)
         if len(ids) > model.max_model_len:
@@ -140,15 +151,20 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> Pairs:
     return [(first, [second]) for first, second in zip(body.text_1, body.text_2, strict=True)]
 
 
-def comparison_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
-    """What the model computes so that a body's texts can be compared.
+def comparison_work(
+    body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller, *, first: tuple[int, int] = (0, 0)
+) -> PoolWork:
+    """What the model computes so that a body's texts can be compared. `first`: numbers of the first `text_1` and `text_2`,
+    for errors.
 
     Raises: BadRequest.
     """
-    return (_pair_work if model.task == "score" else _compared_work)(body, model, caller)
+    return (_pair_work if model.task == "score" else _compared_work)(body, model, caller, first)
 
 
-def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
+def _pair_work(
+    body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller, first_numbers: tuple[int, int]
+) -> PoolWork:
     """What a cross-encoder computes: one score for each pair."""
     limit = _limit(body, model)
     second_limit = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
@@ -157,23 +173,25 @@ def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: C
     for first, seconds in pairs_of(body):
         for ids, second_at in model.tokenizer.encode_pairs(first, seconds, limit=limit, second_limit=second_limit):
             if len(ids) > model.max_model_len:
-                raise _too_long(model, len(inputs), str(len(ids)), param)
+                raise _too_long(model, first_numbers[1] + len(inputs), str(len(ids)), param)
             if not ids:
-                raise BadRequest(f"pair {len(inputs)} is empty", param=param)
+                raise BadRequest(f"pair {first_numbers[1] + len(inputs)} is empty", param=param)
             inputs.append(PoolInput(pack_ids(ids), second_at))
     return PoolWork(model.base, inputs, 1, tenant=caller.tenant, priority=caller.priority)
 
 
-def _compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
+def _compared_work(
+    body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller, first_numbers: tuple[int, int]
+) -> PoolWork:
     """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others."""
     pairs = pairs_of(body)
     cut = body.truncate_prompt_tokens
     texts = [first for first, _ in pairs], [second for _, seconds in pairs for second in seconds]
     inputs: list[PoolInput] = []
-    for side, limit in zip(
-        texts, (None, body.max_tokens_per_doc if isinstance(body, RerankRequest) else None), strict=True
+    for side, limit, number in zip(
+        texts, (None, body.max_tokens_per_doc if isinstance(body, RerankRequest) else None), first_numbers, strict=True
     ):
         limits = [each for each in (cut, limit) if each is not None and each > 0]
         fields = {"input": side, "truncate_prompt_tokens": min(limits, default=cut)}
-        inputs += _inputs(EmbeddingRequest.model_validate(fields), model)
+        inputs += _inputs(EmbeddingRequest.model_validate(fields), model, number)
     return PoolWork(model.base, inputs, model.hidden_size, tenant=caller.tenant, priority=caller.priority)

@@ -135,9 +135,13 @@ class ScoreRequest(PoolingFields):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> ScoreRequest:
-        if len(self.text_1) not in (1, len(self.text_2)):
-            raise ValueError(
-                f"text_1 has {len(self.text_1)} texts and text_2 {len(self.text_2)}: "
-                "text_1 must be one text, or both must have equally many"
-            )
+        check_lengths(len(self.text_1), len(self.text_2))
         return self
+
+
+def check_lengths(text_1: int, text_2: int) -> None:
+    """Raises: ValueError if so many texts cannot be compared."""
+    if text_1 not in (1, text_2):
+        raise ValueError(
+            f"text_1 has {text_1} texts and text_2 {text_2}: text_1 must be one text, or both must have equally many"
+        )

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
-from kvrelay import BadRequest, SamplingParams
-from kvrelay.cluster_engine import request_body, to_answers
+from kvrelay import BadRequest, KvRelayError, SamplingParams, cluster_engine
+from kvrelay.cluster_engine import ClusterEngine, request_body, to_answers
 from kvrelay.prompts import Job, generate_jobs
 
 from common.base.errors import EngineError
-from common.tools.api_client import ApiAnswer
+from common.config.service_configs import UpConfig
+from common.tools.api_client import ApiAnswer, ApiClient
+from common.tools.local_cluster import ClusterFailed
 from router import served_model
 
 
@@ -45,3 +53,70 @@ def test_answers_are_read_from_the_response_in_their_order() -> None:
 def test_an_error_of_the_server_keeps_its_kind(code: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="prompt 3: no"):
         to_answers(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}))
+
+
+class FakeCluster:
+    """A cluster whose end a test decides."""
+
+    url = "http://cluster"
+    is_alive = True
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        pass
+
+    def failure(self) -> KvRelayError:
+        return ClusterFailed("the local cluster ended: killed")
+
+    def close(self) -> None:
+        self.is_alive = False
+
+
+class SilentClient(ApiClient):
+    """A client of a server that has a model, and answers nothing else."""
+
+    asked = threading.Event()
+
+    async def get(self, path: str) -> ApiAnswer:
+        return ApiAnswer(200, "", {"data": [{"id": "demo", "max_model_len": 64, "vocab_size": 1000}]})
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ClusterEngine:
+    monkeypatch.setattr(cluster_engine, "LocalCluster", FakeCluster)
+    monkeypatch.setattr(cluster_engine, "ApiClient", SilentClient)
+    monkeypatch.setattr(SilentClient, "asked", threading.Event())
+    return ClusterEngine(UpConfig(), [])
+
+
+def test_a_cluster_starts_within_an_asyncio_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_engine, "LocalCluster", FakeCluster)
+    monkeypatch.setattr(cluster_engine, "ApiClient", SilentClient)
+
+    async def start() -> ClusterEngine:
+        return ClusterEngine(UpConfig(), [])
+
+    assert asyncio.run(start()).model.max_model_len == 64
+
+
+def error_of_call(engine: ClusterEngine, end: Callable[[], None]) -> BaseException | None:
+    """What a call raises during which `end` runs."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: list(engine.run([job(SamplingParams())])))
+        assert SilentClient.asked.wait(10)
+        end()
+        return call.exception(10)
+
+
+def test_a_cluster_that_dies_ends_the_call(engine: ClusterEngine) -> None:
+    cluster: Any = engine._cluster  # pyright: ignore[reportPrivateUsage]
+    error = error_of_call(engine, cluster.close)
+    assert isinstance(error, ClusterFailed)
+
+
+def test_closing_the_engine_ends_the_call(engine: ClusterEngine) -> None:
+    assert "closed during this call" in str(error_of_call(engine, engine.close))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kvrelay.llm
 import pytest
+import torch
 from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
+
+from common.config.service_configs import UpConfig
+from common.kernels.native.library import find_native
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 connections: list[str] = []
@@ -173,9 +181,40 @@ def test_a_crash_of_the_engine_is_an_error_of_every_later_call(monkeypatch: pyte
                 llm.generate("Hello")
 
 
+def test_closing_ends_a_call_on_another_thread() -> None:
+    llm = LLM(kv_memory_gb=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, ["a"] * 200, SamplingParams(max_tokens=500, ignore_eos=True))
+        end_s = time.monotonic() + 30
+        while not attempts(llm):
+            assert time.monotonic() < end_s
+        llm.close()
+        with pytest.raises(KvRelayError, match="closed during this call"):
+            call.result(30)
+
+
 def test_nothing_listens_or_connects(llm: LLM) -> None:
     llm.generate("Hello", GREEDY)
     assert not connections
+
+
+def open_packed_weights() -> list[str]:
+    """Files of packed weights that this process keeps open."""
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).endswith("/in-use")]
+
+
+def test_a_closed_or_failed_llm_leaves_its_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_PACKED_CACHE_GB", "1")
+    monkeypatch.setattr("common.model.packed_weights.weights_folder", lambda: tmp_path)
+    llm = LLM(kv_memory_gb=0.01)
+    during = len(open_packed_weights())
+    llm.close()
+    with pytest.raises(ConfigError, match="max_model_len 2000 needs more"):
+        LLM(kv_blocks=4, max_model_len=2000)
+    with pytest.raises(ConfigError, match="KV blocks of"):
+        LLM(kv_memory_gb=1e-6)
+    assert (during, len(open_packed_weights())) == (0 if find_native() is None else 1, 0)
 
 
 def test_a_closed_llm_says_so() -> None:
@@ -203,6 +242,21 @@ def test_wrong_options_are_refused_in_one_sentence(options: dict[str, Any], mess
         LLM(**options)
 
 
+def test_options_may_be_python_lists_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(kv_memory_gb=0.01, dtype=torch.float32, served_model_name=["a", "b"]) as llm:
+        assert llm._engine.model.name == "a"  # pyright: ignore[reportPrivateUsage]
+    started: list[str] = []
+
+    def start(config: UpConfig, arguments: list[str]) -> SimpleNamespace:
+        started.extend(arguments)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("kvrelay.cluster_engine.ClusterEngine", start)
+    with LLM(decode=1, served_model_name=["a", "b"], lora=("c=/x",)):
+        options = dict(zip(started[::2], started[1::2], strict=True))
+    assert (options["--served-model-name"], options["--lora"]) == ('["a", "b"]', '["c=/x"]')
+
+
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(str(tmp_path))
@@ -219,3 +273,16 @@ def test_structured_outputs_give_the_answer_its_form(llm: LLM) -> None:
     [output] = llm.generate("The capital of France is", params)
     assert output.outputs[0].text in ("Paris", "Rome")
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_grammars_are_checked_within_an_asyncio_loop(llm: LLM) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "additionalProperties": False}}
+
+    async def ask() -> None:
+        [output] = llm.generate("a", SamplingParams(structured_outputs={"choice": ["Paris", "Rome"]}, max_tokens=20))
+        assert output.outputs[0].text in ("Paris", "Rome")
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[{"type": "function", "function": function}])
+        with pytest.raises(BadRequest, match="prompt 0"):
+            llm.generate("a", SamplingParams(structured_outputs={"regex": "("}))
+
+    asyncio.run(ask())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from kvrelay import LLM, BadRequest, ConfigError
+from kvrelay import LLM, BadRequest, ConfigError, KvRelayError
 from support.tiny_encoders import make_encoder
 from tokenizers import Tokenizer
 
@@ -77,6 +80,72 @@ def test_what_does_not_fit_is_refused_before_anything_runs(folder: Path) -> None
         llm.embed("a")
     with pytest.raises(ConfigError, match="max_model_len 65 is more than the 64"):
         LLM(str(folder), max_model_len=65)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a", None], "input 1: must be one text"),
+        (["a", {"prompt": None}], "input 1: must be one text"),
+        ([1, "a"], "input 0: must be one text"),
+        (["a", [1], "b", []], "input 3 is empty"),
+        ([[1]] * 2100 + [[10**6]], "input 2100 has token ids"),
+        (["a"] * 2100 + ["the " * 90], "However, input 2100 has"),
+        ([[1], "a", "the " * 90], "However, input 2 has"),
+    ],
+)
+def test_wrong_inputs_are_numbered_over_all(folder: Path, prompts: list[Any], message: str) -> None:
+    with LLM(str(folder)) as llm, pytest.raises(BadRequest, match=message):
+        llm.embed(prompts)
+
+
+def test_texts_and_token_ids_may_be_mixed(folder: Path) -> None:
+    ids = [token_ids(folder, text) for text in TEXTS]
+    prompts: list[Any] = [TEXTS[0], ids[1], np.array(ids[2]), TEXTS[3]]
+    with LLM(str(folder)) as llm:
+        mixed = llm.embed(prompts)
+        vectors = [each.outputs.embedding for each in llm.embed(TEXTS)]
+    assert [each.prompt_token_ids for each in mixed] == ids
+    np.testing.assert_allclose([each.outputs.embedding for each in mixed], vectors, atol=1e-5)
+
+
+def test_any_number_of_pairs_is_scored(folder: Path) -> None:
+    with LLM(str(folder)) as llm:
+        one, other = (llm.score("a", text)[0].outputs.score for text in TEXTS[:2])
+        found = [each.outputs.score for each in llm.score("a", [TEXTS[0]] * 2048 + [TEXTS[1]])]
+        np.testing.assert_allclose([found[0], *found[2047:]], [one, one, other], atol=1e-5)
+        pairs = llm.score(["a"] * 2049, [TEXTS[0]] * 2048 + [TEXTS[1]])
+        np.testing.assert_allclose([each.outputs.score for each in pairs], found, atol=1e-5)
+        with pytest.raises(BadRequest, match="However, input 2048 has"):
+            llm.score("a", ["a"] * 2048 + ["the " * 90])
+        with pytest.raises(BadRequest, match="text_1 has 2049 texts and text_2 3000"):
+            llm.score(["a"] * 2049, ["a"] * 3000)
+        wrong: Any = ["a"] * 2048 + [None]
+        with pytest.raises(BadRequest, match=r"text_2\.2048: must be a text"):
+            llm.score("a", wrong)
+        with pytest.raises(BadRequest, match="text_2"):
+            llm.score("a", [])
+
+
+def test_closing_ends_a_call_on_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder))
+    pooler: Any = llm._engine._pooler  # type: ignore[attr-defined]
+    compute = pooler.compute
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(batch: Any) -> list[bytes]:
+        started.set()
+        assert go_on.wait(10)
+        return compute(batch)
+
+    monkeypatch.setattr(pooler, "compute", wait)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.embed, ["a"] * 1000)
+        assert started.wait(10)
+        llm.close()
+        go_on.set()
+        with pytest.raises(KvRelayError, match="closed during this call"):
+            call.result(10)
 
 
 def test_a_generating_model_is_refused() -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kvrelay import BadRequest, SamplingParams
 from kvrelay.prompts import chat_jobs, generate_jobs
 
@@ -27,10 +29,55 @@ def test_every_form_of_a_prompt_is_taken(model: ServedModel) -> None:
     assert ids(model, []) == []
 
 
-@pytest.mark.parametrize("wrong", ["", [], {"promt": "a"}, {"prompt": "a", "x": 1}, ["a", "b"], [10**6], [[1], [2]]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        [],
+        {"promt": "a"},
+        {"prompt": "a", "x": 1},
+        ["a", "b"],
+        [10**6],
+        [[1], [2]],
+        None,
+        {"prompt": None},
+        5,
+        [1, "a"],
+        [True],
+        b"a",
+        np.array([1.5]),
+    ],
+)
 def test_a_wrong_prompt_is_named_by_its_index(model: ServedModel, wrong: Any) -> None:
     with pytest.raises(BadRequest, match="prompt 1: "):
         generate_jobs(model, ["fine", wrong], None)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"ab"])
+def test_what_is_no_list_of_prompts_is_refused(model: ServedModel, wrong: Any) -> None:
+    with pytest.raises(BadRequest, match="must be one text or one list of token ids"):
+        generate_jobs(model, wrong, None)
+
+
+def test_token_ids_may_come_from_numpy_and_torch(model: ServedModel) -> None:
+    for array in (np.array([5, 6]), torch.tensor([5, 6]), list(np.array([5, 6])), list(torch.tensor([5, 6]))):
+        assert ids(model, array) == ids(model, [array]) == ids(model, {"prompt_token_ids": array}) == [[5, 6]]
+    assert (
+        ids(model, np.array([[5, 6], [7, 8]])) == ids(model, list(torch.tensor([[5, 6], [7, 8]]))) == [[5, 6], [7, 8]]
+    )
+    assert ids(model, [torch.tensor([5]), torch.tensor([6])]) == [[5], [6]]
+
+
+@pytest.mark.parametrize("wrong", [[SamplingParams(), None], [SamplingParams(), {"n": 1}]])
+def test_wrong_parameters_are_named_by_their_index(model: ServedModel, wrong: Any) -> None:
+    with pytest.raises(BadRequest, match="prompt 1: sampling_params must be SamplingParams, not"):
+        generate_jobs(model, ["a", "b"], wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, "a", 5])
+def test_what_is_no_parameters_is_refused(model: ServedModel, wrong: Any) -> None:
+    with pytest.raises(BadRequest, match="sampling_params must be SamplingParams, not"):
+        generate_jobs(model, "a", wrong)
 
 
 def test_each_prompt_can_have_its_own_parameters(model: ServedModel) -> None:
@@ -49,6 +96,12 @@ def test_conversations_are_rendered_by_the_models_template(model: ServedModel) -
     assert one.prompt.startswith(first.prompt or "?")
     assert len(one.prompt) > len(first.prompt or "")
     assert one.request.engine.prompt_ids.tolist() == model.tokenizer.encode(one.prompt, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("wrong", [{"role": "user", "content": "x"}, "x", None, [[{"role": "user"}], 5], [5]])
+def test_what_is_no_conversation_is_refused(model: ServedModel, wrong: Any) -> None:
+    with pytest.raises(BadRequest):
+        chat_jobs(model, wrong, None, {})
 
 
 def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
