@@ -9,6 +9,7 @@ from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Pe
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.metrics import Finished
+from router.requests.story import Story
 from router.router import Router
 
 _LAYOUT = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
@@ -78,7 +79,8 @@ class SimulatedNodes:
         for _ in range(20):
             metrics.more_tokens(1, draw.lognormvariate(-4, 0.4))
         metrics.finished("length", Finished(500, 1.0))
-        story = router.dispatcher.stories.begin(f"chatcmpl-{self._requests:06}")
+        story = Story(f"chatcmpl-{self._requests:06}")
+        router.dispatcher.stories.enter(story)
         story.add("arrived")
         story.add(
             "decision",
