@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 async def read_loaded_adapters(
     redis_url: str, cluster: str, node_id: str, tls_dir: str | None
 ) -> LoadedAdapters | None:
-    """Those of the last process of this node id; None, with a line in the log, if they cannot be read now."""
+    """The adapters that had been loaded into the last process with this node id. None, with a line in the log, if the list cannot
+    be read now."""
     client = connect(redis_url)
     try:
         raw = await client.get(Keys(cluster).adapters(node_id))

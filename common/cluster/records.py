@@ -19,6 +19,7 @@ from common.control.messages import Adapter, NodeRecord
 log = logging.getLogger(__name__)
 
 _CHECK_AGAIN_S = 3.0
+"""Pause before a record that was refused is checked again."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class CheckedRecords:
         """Node id -> its record, why it was refused, and when."""
 
     def read(self, raw_records: Mapping[str, bytes]) -> dict[str, NodeRecord]:
-        """Those of the records that are valid. The log has one line for each reason why a node's was refused."""
+        """The valid records. The log has one line for each node that is refused, and another one if the reason changes."""
         self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}
         self._refused = {node_id: known for node_id, known in self._refused.items() if node_id in raw_records}
         read = {node_id: self._read(node_id, raw) for node_id, raw in raw_records.items()}

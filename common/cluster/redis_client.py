@@ -49,15 +49,15 @@ def connect(redis_url: str) -> RedisClient:
 
     Raises: ConfigError for a malformed URL.
     """
-    scheme, addresses = redis_url.partition("://")[0], addresses_of(redis_url)
+    parts = _parts(redis_url)
     options: dict[str, Any] = {"socket_timeout": _SOCKET_TIMEOUT_S, "socket_connect_timeout": _SOCKET_TIMEOUT_S}
     try:
-        if scheme in ("redis+cluster", "rediss+cluster"):
+        if parts.scheme in ("redis+cluster", "rediss+cluster"):
             plain = redis_url.replace("+cluster", "", 1)
             return RedisCluster.from_url(plain, retry=Retry(NoBackoff(), 1), **options)
         options["retry"] = Retry(NoBackoff(), 0)
-        if scheme in ("redis+sentinel", "rediss+sentinel"):
-            return _by_sentinel(redis_url, addresses, options)
+        if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _by_sentinel(parts, options)
         client: Any = redis.asyncio.Redis.from_url(redis_url, **options)  # pyright: ignore[reportUnknownMemberType]
         return client
     except (ValueError, TypeError, RedisError) as error:
@@ -65,31 +65,39 @@ def connect(redis_url: str) -> RedisClient:
 
 
 class _Parts(NamedTuple):
+    """A URL, taken apart but not decoded."""
+
     scheme: str
     login: str
-    addresses: str
+    servers: list[tuple[str, int | None]]
     path: str
     options: str
 
 
 def _parts(redis_url: str) -> _Parts:
-    """Raises: ConfigError where a lenient parser would find another server or database in the URL."""
+    """Raises: ConfigError for a malformed URL, also where a lenient parser would find another server or database in it."""
     scheme, separator, rest = redis_url.partition("://")
     if not separator:
         raise _malformed(redis_url, "it lacks :// after its scheme, as in redis://host:6379/0")
     place, *options = _OPTIONS.split(rest, maxsplit=1)
     login, _, place = place.rpartition("@")
     addresses, _, path = place.partition("/")
-    parts = _Parts(scheme, login, addresses, path, "".join(options))
     if scheme == "unix":
-        return parts
+        return _Parts(scheme, login, [], path, "".join(options))
     if _RESERVED.search(login):
         raise _malformed(redis_url, _ENCODE)
     if scheme.endswith("+sentinel") and not re.fullmatch(r"[^/?#]+(/\d*)?/?", path):
         raise _malformed(redis_url, "its path is not the name of a service, as in redis+sentinel://host:26379/mymaster")
     if scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster") and not re.fullmatch(r"\d*/?", path):
         raise _malformed(redis_url, "its path is not the number of a database, as in redis://host:6379/0")
-    return parts
+    try:
+        split = [urlsplit("//" + address) for address in addresses.split(",")]
+        if len(split) > 1 and not all(each.hostname for each in split):
+            raise ValueError("one of its hosts is empty")
+        servers = [(each.hostname or "", each.port) for each in split]
+    except ValueError as error:
+        raise _malformed(redis_url, _complaint(redis_url, error)) from None
+    return _Parts(scheme, login, servers, path, "".join(options))
 
 
 def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
@@ -97,23 +105,13 @@ def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
 
     Raises: ConfigError for a malformed URL.
     """
-    parts = _parts(redis_url)
-    if parts.scheme == "unix":
-        return []
-    try:
-        found = [urlsplit("//" + address) for address in parts.addresses.split(",")]
-        if len(found) > 1 and not all(each.hostname for each in found):
-            raise ValueError("one of its hosts is empty")
-        return [(each.hostname or "", each.port) for each in found]
-    except ValueError as error:
-        raise _malformed(redis_url, _complaint(redis_url, error)) from None
+    return _parts(redis_url).servers
 
 
-def _by_sentinel(redis_url: str, addresses: list[tuple[str, int | None]], options: dict[str, Any]) -> RedisClient:
-    parts = _parts(redis_url)
+def _by_sentinel(parts: _Parts, options: dict[str, Any]) -> RedisClient:
     user, _, password = parts.login.partition(":")
     service, _, db = parts.path.rstrip("/").partition("/")
-    sentinels = [(host, port or _SENTINEL_PORT) for host, port in addresses]
+    sentinels = [(host, port or _SENTINEL_PORT) for host, port in parts.servers]
     given = (option.partition("=") for option in parts.options.split("&") if option)
     more: dict[str, Any] = {name: unquote(value) for name, _, value in given}
     tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}

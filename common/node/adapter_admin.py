@@ -53,13 +53,15 @@ def configured_sources(options: LoraOptions, config: ModelConfig) -> list[Adapte
 
 async def loaded_sources(
     loaded: LoadedAdapters | None, configured: Sequence[AdapterSource], options: LoraOptions, config: ModelConfig
-) -> tuple[list[AdapterSource], list[AdapterSource]]:
+) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
     """The adapters that an operator had loaded into the last process of this node: those that can be used, without names that
-    are `configured` now, and those that cannot, which are logged."""
+    are `configured` now, and those that cannot, which are logged. None for these: it is unknown what was `loaded`."""
+    if loaded is None:
+        return [], None
     taken = {source.adapter.name for source in configured}
     usable: list[AdapterSource] = []
     missing: list[AdapterSource] = []
-    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True) if loaded else ():
+    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
         try:
             if adapter.name in taken:
                 raise ConfigError("another one has its name")
@@ -102,7 +104,7 @@ class AdapterAdmin:
         config: ModelConfig,
         node: AdministeredNode,
     ) -> None:
-        """configured: those of `--lora`. missing: as `loaded_sources`; None: what was loaded before is unknown."""
+        """configured: those of `--lora`. missing: of `loaded_sources`."""
         self._table = table
         self._configured = configured
         self._missing = None if missing is None else {source.adapter.name: source for source in missing}

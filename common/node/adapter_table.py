@@ -139,7 +139,7 @@ class AdapterTable:
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """Of `sources`. Any thread."""
+        """The adapters that requests can name. For any thread."""
         return tuple(source.adapter for source in self.sources)
 
     # ------------------------------------------------------------ requests

@@ -45,7 +45,8 @@ def node_id_for(role: Role, config: NodeConfig) -> str:
     """The configured node id, or one that no other node has. Raises: ConfigError if it is not a name."""
     if config.node_id and not _NODE_ID.fullmatch(config.node_id):
         raise ConfigError(
-            f"--node-id {config.node_id[:200]!r} is not a letter or digit and up to 127 more, or . _ : - among them"
+            f"--node-id {config.node_id[:200]!r} must begin with a letter or digit and may have 128 characters: letters, digits "
+            "and . _ : -"
         )
     return config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}"
 

@@ -73,9 +73,7 @@ async def _serve(
         incarnation = server.me.incarnation
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
         adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
-        lora = AdapterAdmin(
-            adapters, configured, None if before is None else missing, config, plan.model_config, server
-        )
+        lora = AdapterAdmin(adapters, configured, missing, config, plan.model_config, server)
         transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
         try:
             await leader.start_ranks(incarnation, advertised(transfers.address, config))

@@ -13,6 +13,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from common.base.errors import DeadlineExceeded, KvRelayError
+from common.tools.served_models import base_url
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class ApiClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL."""
-        self.url = _checked(url).rstrip("/").removesuffix("/v1")
+        self.url = base_url(_checked(url))
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(

@@ -21,6 +21,11 @@ def default_url() -> str:
     return clusters[0].url if len(clusters) == 1 else "http://127.0.0.1:8000"
 
 
+def base_url(url: str) -> str:
+    """The URL of a server, which users may give with the /v1 of OpenAI's clients."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
     """The models that the server lists, by id; at least one.
 

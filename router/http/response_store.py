@@ -38,7 +38,7 @@ class StoredResponse(NamedTuple):
     response: Json
     messages: list[Json]
     size_bytes: int = 0
-    """Its size in Redis; 0 for one that is not there yet."""
+    """Bytes that it takes in Redis; 0 while it is not stored."""
 
 
 class ResponseStore:

@@ -199,9 +199,8 @@ class KvEventSubscriber:
             stream.last = number
             self.entries += 1
             at: bytes = fields.get(b"at", b"")
-            if (
-                at.isdigit() and len(at) <= _MOST_DIGITS
-            ):  # one writer's malformed entry must not stop the reading of all streams
+            is_time = at.isdigit() and len(at) <= _MOST_DIGITS
+            if is_time:  # one writer's malformed entry must not stop the reading of all streams
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:

@@ -89,7 +89,7 @@ class PoolCall:
         return None if cancelled else vectors
 
     def cancel(self, why: str = CLIENT_LEFT) -> None:
-        """End all parts that still run. `why`: for their stories."""
+        """End all parts that still run. `why`: the reason that their stories give."""
         for part in self.parts:
             part.cancel(why)
 

@@ -106,7 +106,7 @@ class PoolPart:
         self._handle_all(event)
 
     def cancel(self, why: str = CLIENT_LEFT) -> None:
-        """Nobody needs the part any more. Nothing happens if it has ended. `why`: for its story."""
+        """End the part, because nobody needs it any more; if it has ended, do nothing. `why`: the reason that its story gives."""
         if self.outcome is None:
             self._why_cancelled = why
             self.feed(f.ClientGone())

@@ -16,7 +16,7 @@ class RequestTable(Generic[_Request]):
         self._waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Of all models, as the other registries."""
+        """The number of the router's requests for all models: the other registries count these, too."""
         return len(self._requests)
 
     def __contains__(self, request_id: object) -> bool:

@@ -107,5 +107,5 @@ def _read_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
         raise ConfigError(f"{file.path}: {prefix}{unknown[0]} is not supported")
     scaling = {_SCALING_KEYS[key]: value for key, value in given.items() if key in _SCALING_KEYS}
     if kind == "yarn" and "attn_factor" in given:  # a factor of YaRN's own, which depends on the factor of the context
-        scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given["factor"])) + 1.0)
+        scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given.get("factor", 1.0))) + 1.0)
     return {"rope_type": kind, **scaling}

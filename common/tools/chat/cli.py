@@ -73,9 +73,9 @@ def _chat(
     from common.tools.admin.client import AdminUsage
     from common.tools.chat.session import ChatSession
     from common.tools.chat.stream import ChatClient, ChatFailed
-    from common.tools.served_models import default_url, list_models
+    from common.tools.served_models import base_url, default_url, list_models
 
-    url = (url or default_url()).rstrip("/").removesuffix("/v1")
+    url = base_url(url or default_url())
     models = list_models(url, api_key)
     if model is not None and model not in models:
         raise AdminUsage(f"{url} has no model {model!r}, it has {', '.join(models)}")

@@ -10,6 +10,7 @@ import httpx
 from pydantic_core import from_json
 
 from common.base.errors import KvRelayError
+from common.tools.served_models import base_url
 
 _CONNECT_S = 10.0
 
@@ -32,7 +33,7 @@ class ChatClient:
         self, url: str, api_key: str, *, timeout_s: float, transport: httpx.BaseTransport | None = None
     ) -> None:
         """`timeout_s`: of the wait for the next token."""
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = base_url(url)
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),

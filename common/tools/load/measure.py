@@ -10,7 +10,7 @@ from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadRun, run_load
 from common.tools.progress import LiveProgress
-from common.tools.served_models import list_models
+from common.tools.served_models import base_url, list_models
 
 _FALLBACK_VOCAB = 32_000
 
@@ -20,7 +20,7 @@ def ask_server(plan: LoadPlan) -> LoadPlan:
 
     Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
     """
-    url = plan.url.rstrip("/").removesuffix("/v1")
+    url = base_url(plan.url)
     models = list_models(url, plan.api_key)
     if plan.model and plan.model not in models:
         raise ConfigError(f"{url} has no model {plan.model!r}, it has {', '.join(models)}")

@@ -50,20 +50,20 @@ class ToolResultBlock(_Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] = ""
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] = ""
 
 
 _Block = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Discriminator("type")
 ]
-_Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
 class InputMessage(_Body):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+    content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS)]
 
 
 class ToolParam(_Body):
@@ -117,7 +117,7 @@ class CountTokensRequest(_Body):
     """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | _Texts | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None

@@ -109,7 +109,7 @@ class OllamaMessage(_Body):
 class OllamaChatRequest(_Call):
     """Body of `POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[dict[str, Any]] | None = None
 
     def chat_request(self) -> Json:

@@ -32,7 +32,7 @@ from router.text.continue_message import before_mark, with_mark
 _MAX_KEY_CHARS = 256
 """Maximum length of a session's or user's name; the rest is cut off."""
 _MAX_TRACEPARENT_CHARS, _MAX_TRACESTATE_CHARS = 55, 512
-"""Of W3C's Trace Context. Longer headers are ignored: the story of a request keeps them."""
+"""Longest headers that W3C's Trace Context asks for. Longer ones are ignored, because a request's story keeps them in memory."""
 
 
 class Caller(NamedTuple):

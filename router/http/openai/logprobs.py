@@ -69,7 +69,6 @@ class TextLogprobs:
     def render_prompt(self, token_ids: Sequence[int], logprobs: Sequence[PromptLogprobs], text: str) -> Iterator[Json]:
         """The `logprobs` objects of an echoed prompt, in portions; the answer's offsets continue after its `text`."""
         found = [None, *logprobs]
-        self.begin_text()
         for start in range(0, len(token_ids), PROMPT_PORTION):
             yield self.render(token_ids[start : start + PROMPT_PORTION], found[start : start + PROMPT_PORTION])
         self.begin_text(token_ids, len(text))

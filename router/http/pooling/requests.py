@@ -39,7 +39,7 @@ class _Inputs(PoolingFields):
     """Texts, token ids, or a conversation."""
 
     input: list[str] | list[list[int]] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     """A conversation, which the chat template turns into one input."""
     add_special_tokens: bool | None = None
     """Default: true for texts, false for a conversation."""

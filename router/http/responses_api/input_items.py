@@ -30,9 +30,7 @@ class Refusal(_Part):
     refusal: str
 
 
-_Parts = Annotated[
-    list[Annotated[InputText | Refusal, Discriminator("type")]], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)
-]
+_Parts = Annotated[list[Annotated[InputText | Refusal, Discriminator("type")]], Field(max_length=MAX_CONTENT_PARTS)]
 
 
 class InputMessage(_Part):

@@ -93,7 +93,7 @@ class ResponsesRequest(BodyModel):
     """Fields of OpenAI's call that have no effect here, beside those of all calls."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=64)] | None = None
     store: bool | None = True

@@ -93,7 +93,7 @@ def test_what_is_not_the_nodes_fault_does_not_count_and_what_may_be_does() -> No
             bench.now_s += 1.0
             bench.breakers.failed("a", error)
     assert bench.breakers.view("a").failures == 0
-    # Of one node, one request after the other: broken memory may be the cause, and it would fail faster than any other works.
+    # A node with broken memory fails every request so, and faster than any other node answers: it would get most of them.
     for error in (PeerLost("gone"), TransferTimedOut("the transfer's own"), NoFiniteLogits("of many sequences")):
         bench = Bench()
         for _ in range(3):
