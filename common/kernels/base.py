@@ -27,8 +27,12 @@ class Rotary(Protocol):
 class Kernels(Protocol):
     """Norms, activation and rotary embedding on one device. Methods ending in `_` overwrite their arguments."""
 
-    def norm_weight(self, weight: Tensor, offset: float = 0.0) -> Tensor:
-        """`weight` + `offset` in the form that the norms below take. Called once, while loading."""
+    def with_norm_offset(self, offset: float) -> Kernels:
+        """The same kernels, with norms that add `offset` to the weights given to `norm_weight`."""
+        ...
+
+    def norm_weight(self, weight: Tensor) -> Tensor:
+        """`weight` in the form that the norms below take. Called once, while loading."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,8 +17,14 @@ from common.kernels.base import Kernels, Rotary
 class TorchKernels(Kernels):
     """`Kernels` for any device."""
 
-    def norm_weight(self, weight: Tensor, offset: float = 0.0) -> Tensor:
-        return weight.float() + offset if offset else weight.float()
+    def __init__(self, norm_offset: float = 0.0) -> None:
+        self._norm_offset = norm_offset
+
+    def with_norm_offset(self, offset: float) -> Kernels:
+        return TorchKernels(offset)
+
+    def norm_weight(self, weight: Tensor) -> Tensor:
+        return weight.float() + self._norm_offset
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -1,41 +1,22 @@
 """Python interface of `pages.cu`: GPU memory that other processes can map, and copies of KV blocks.
 
-Callable from any thread. nvcc compiles the library when it is first needed (seconds, once per user and machine), or
-ahead of time into a folder to be put on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
-
-    python -m common.kv.cuda_pages FOLDER
+Callable from any thread.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
-import sys
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from common.kernels.cuda_source import PAGES, load_library
 
-_SOURCE = Path(__file__).with_name("pages.cu")
-_ARCHITECTURES = (
-    "compute_75,code=sm_75",
-    "compute_80,code=sm_80",
-    "compute_90,code=sm_90",
-    "compute_90,code=compute_90",
-)
-"""Starts with the oldest GPUs that CUDA 13 supports; each also runs on later GPUs of its generation. The last entry is
-PTX for newer GPUs, whose driver compiles it."""
-_COMPILE_S = 300.0
-_FOLDER = "kvrelay_kernels"
+log = logging.getLogger(__name__)
 
 
 class GpuMemory:
@@ -73,10 +54,10 @@ class GpuMemory:
 
 
 class CudaLibrary:
-    """The compiled `pages.cu`. Raises: OSError if it cannot be loaded."""
+    """The compiled `pages.cu`. Raises: as `load_library`."""
 
-    def __init__(self, path: Path) -> None:
-        self._calls: Any = ctypes.CDLL(str(path))
+    def __init__(self) -> None:
+        self._calls = load_library(PAGES)
         self._calls.kv_error.restype = c_char_p
         place = [POINTER(c_void_p), POINTER(c_size_t)]
         self._calls.kv_allocate.argtypes = [c_int, c_size_t, *place, POINTER(c_int)]
@@ -128,8 +109,7 @@ class CudaLibrary:
 def cuda_library() -> CudaLibrary | None:
     """The library, compiled if necessary; None if that is impossible, which is logged once."""
     try:
-        return CudaLibrary(_compiled())
-    # RuntimeError: the user has no home directory.
+        return CudaLibrary()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("KV is copied by PyTorch and cannot be shared between the processes of a GPU: %s", error)
         return None
@@ -149,53 +129,3 @@ def allocate_shareable(device: torch.device, size_bytes: int) -> GpuMemory | Non
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _compiled() -> Path:
-    """Raises: OSError or SubprocessError."""
-    built_ahead = (Path(entry) / _FOLDER / _name() for entry in sys.path)
-    target = next((path for path in built_ahead if path.exists()), Path.home() / ".cache" / _FOLDER / _name())
-    if not target.exists():
-        compile_pages(target)
-    return target
-
-
-def _name() -> str:
-    digest = hashlib.sha256(_SOURCE.read_bytes() + "".join(_ARCHITECTURES).encode()).hexdigest()
-    return f"pages-{digest[:16]}.so"
-
-
-def compile_pages(target: Path) -> None:
-    """Compile `pages.cu` into the shared library `target`. Raises: OSError without nvcc, SubprocessError."""
-    home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
-    if nvcc is None:
-        raise FileNotFoundError("pages.cu is not compiled yet, and there is no nvcc; set CUDA_HOME")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be compiling too: the last one replaces an identical file.
-    unfinished = target.with_suffix(f".{os.getpid()}")
-    architectures = [word for arch in _ARCHITECTURES for word in ("-gencode", f"arch={arch}")]
-    command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(unfinished)]
-    try:
-        done = subprocess.run([*command, str(_SOURCE)], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-        if done.returncode:
-            raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def main() -> None:
-    """Compile into the folder given on the command line."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m common.kv.cuda_pages FOLDER")
-    target = Path(sys.argv[1]) / _FOLDER / _name()
-    try:
-        compile_pages(target)
-    except (OSError, subprocess.SubprocessError) as error:
-        sys.exit(str(error))
-    print(target)
-
-
-if __name__ == "__main__":
-    main()

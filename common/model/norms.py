@@ -30,9 +30,9 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str, norm: NormDescription) -> None:
         weight = build.read(f"{name}.weight", build.config.hidden_size)
-        self.weight = build.kernels.norm_weight(weight, norm.weight_offset)
+        self._kernels = build.kernels.with_norm_offset(norm.weight_offset)
+        self.weight = self._kernels.norm_weight(weight)
         self.eps = norm.eps
-        self._kernels = build.kernels
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """As `Norm.forward`."""
@@ -117,8 +117,8 @@ def make_qk_norm(build: Build, prefix: str, attention: AttentionDescription) -> 
     q_name, k_name = (f"{prefix}{name}.weight" for name in (build.names.q_norm, build.names.k_norm))
     heads, dim = build.heads(attention), attention.head_dim
     if attention.head_norm is not None:
-        norm, kernels = attention.head_norm, build.kernels
-        q, k = (kernels.norm_weight(build.read(name, dim), norm.weight_offset) for name in (q_name, k_name))
+        norm, kernels = attention.head_norm, build.kernels.with_norm_offset(attention.head_norm.weight_offset)
+        q, k = (kernels.norm_weight(build.read(name, dim)) for name in (q_name, k_name))
         return HeadNorm(q, k, heads, norm.eps, kernels)
     if attention.joint_norm is not None:
         q = build.read(q_name, attention.num_q_heads * dim, part=Part(0, heads.q_lo * dim, heads.q_hi * dim))

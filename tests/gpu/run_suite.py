@@ -47,9 +47,21 @@ _ATTENTION, _RUNNER = "tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_exa
 _GRAPHS = "tests/gpu/test_gpu_decode_graphs.py"
 # Attention in float16 is made of kernels that scripts/gpu-build does not build unless asked, and that then compile here.
 _OTHERS, _FLOAT16 = ("-k", "bfloat16 or not float16"), ("-k", "float16 and not bfloat16")
+# Ranks would need a GPU each. Of the classes of transformers: one that computes as ours, experts, latent attention, windows.
+_FEATURES = (
+    *(
+        "tests/integration/test_lora.py",
+        "tests/integration/test_quantization.py",
+        "tests/integration/test_two_models.py",
+    ),
+    *("tests/integration/test_sliding_windows.py", "tests/integration/test_sampling_is_keyed.py"),
+    *("tests/fault/test_structured_streams.py", "tests/integration/test_generic_models.py"),
+    *("-k", "not generic_models and not tp2 or glm4 or granitemoe or deepseek or exaone4"),
+)
 
 GROUPS = (
     Group("kernels", 120, ("tests/gpu/test_gpu_device.py", "tests/gpu/test_gpu_kernels.py", _ATTENTION, *_OTHERS)),
+    Group("quantized", 60, ("tests/gpu/test_gpu_quantized.py",)),
     Group("runner", 120, (_RUNNER, *_OTHERS)),
     Group("graphs", 90, (_GRAPHS, *_OTHERS)),
     Group("relay", 100, ("tests/gpu/test_relay_on_gpu.py", "--deselect", _SANITIZER)),
@@ -57,6 +69,7 @@ GROUPS = (
     Group("sampler", 40, ("tests/gpu/test_gpu_sampler.py",)),
     Group("kills", 120, ("tests/fault/test_kills.py",)),
     Group("families", 220, ("tests/integration/test_exactness.py",)),
+    Group("features", 330, ("-m", "not browser", *_FEATURES)),
     Group("sanitizer", 160, ("tests/gpu/test_gpu_sanitizer.py", _SANITIZER)),
     Group("fp8 kv", 80, ("tests/integration/test_fp8_kv.py",)),
     Group("float16", 240, (_ATTENTION, _RUNNER, _GRAPHS, *_FLOAT16)),

@@ -115,6 +115,14 @@ def test_a_trained_model_over_fp8_kv_stays_near_float32() -> None:
     assert share >= PROMISED
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_trained_model_with_quantized_weights_stays_near_float32(bits: str) -> None:
+    sequences, prompts = drive_demo(DEMO_MODEL_PATH, 3, dtype="bfloat16", quantization=bits)
+    share = near(sequences, prompts, 3, FP8_TOLERANCE)
+    print(f"{bits} weights: {share:.0%} of the prompts continued alike")
+    assert share >= PROMISED
+
+
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel", "blocks of 128"])
 def test_a_trained_model_with_fp8_weights_stays_near_float32(style: str, tmp_path: Path) -> None:
     """On a GPU the weights stay e4m3 and activations become it, so this is not the widened weights' product."""

@@ -44,6 +44,23 @@ def test_norms(dtype: torch.dtype, hidden: int, rows: int) -> None:
     close(residual, total, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 77])
+def test_norms_add_one_in_float32(dtype: torch.dtype, rows: int) -> None:
+    """Weights near 0, as in Gemma's checkpoints: 16 bits of 1 + weight would lose most of them."""
+    adding, exact = kernels().with_norm_offset(1.0), TORCH.with_norm_offset(1.0)
+    x, residual = random(rows, 2304, dtype=dtype), random(rows + 1, 2304, dtype=dtype)[1:].clone()
+    weight = random(2304, dtype=dtype) * 0.003
+    ours, own = adding.norm_weight(weight), exact.norm_weight(weight)
+    close(adding.rms_norm(x, ours, EPS), exact.rms_norm(x.float(), own, EPS), dtype)
+    summed = exact.add_rms_norm_(x.float(), residual.float(), own, EPS)
+    close(adding.add_rms_norm_(x, residual, ours, EPS), summed, dtype)
+    qkv, head = random(rows, 8 + 4 + 4, 256, dtype=dtype), random(256, dtype=dtype) * 0.003
+    before, own = qkv.clone(), exact.norm_weight(head)
+    normed = exact.norm_heads(qkv[:, :12].float(), exact.head_weights(own, own, 8, 4), 8, EPS)
+    close(adding.norm_heads(qkv[:, :12], adding.head_weights(head, head, 8, 4), 8, EPS), normed, dtype)
+    assert torch.equal(qkv[:, 12:], before[:, 12:])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_are_normed_and_rotated_where_they_lie(dtype: torch.dtype, head_dim: int) -> None:
     q_weight, k_weight = random(head_dim, dtype=dtype), random(head_dim, dtype=dtype) + 1

@@ -51,6 +51,14 @@ def test_the_suite_of_a_gpu_can_be_imported() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_release_of_flashinfer_is_compared_with_the_calls(tmp_path: Path) -> None:
+    """An empty one takes none of them."""
+    (tmp_path / "flashinfer").mkdir()
+    done = run(sys.executable, "scripts/gpu-api-check", str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "0 of 16 as we call them" in done.stdout
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("file", ["test_gpu_exactness.py", "test_gpu_system.py"])
 def test_tests_of_the_gpu_suite_that_run_on_a_cpu_pass_there(file: str) -> None:

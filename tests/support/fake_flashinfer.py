@@ -41,6 +41,25 @@ def fused_add_rmsnorm(
     input.copy_(total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float())
 
 
+def gemma_rmsnorm(
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
+) -> Tensor:
+    _same_dtype(input, weight)
+    assert input.dim() == 2
+    out = torch.empty_like(input) if out is None else out
+    return out.copy_(rmsnorm(input.float(), weight.float() + 1, eps))
+
+
+def gemma_fused_add_rmsnorm(
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
+) -> None:
+    _same_dtype(input, residual, weight)
+    total = input.float() + residual.float()
+    fused_add_rmsnorm(total, torch.zeros_like(total), weight.float() + 1, eps)
+    residual.add_(input)
+    input.copy_(total)
+
+
 def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
     inner = input.size(-1) // 2
     if inner * input.element_size() % 16:

@@ -19,8 +19,12 @@ _TABLE_STEP = 1024
 class NativeKernels(TorchKernels):
     """For float32 and bfloat16."""
 
-    def __init__(self, native: NativeLibrary) -> None:
+    def __init__(self, native: NativeLibrary, norm_offset: float = 0.0) -> None:
+        super().__init__(norm_offset)
         self.native = native
+
+    def with_norm_offset(self, offset: float) -> NativeKernels:
+        return NativeKernels(self.native, offset)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x.contiguous(), None, weight, eps)

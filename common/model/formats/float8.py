@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.base.errors import ConfigError
+from common.kernels.cuda_quantized import CudaQuantized, find_quantized
 from common.kernels.float8 import E4M3, E4M3_MAX, widen
 from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.formats.quantization import Fp8Quantization
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 _BLOCK = 128
 """Side of a weight block, and number of consecutive activations of a row, that share a scale in matrix units."""
+_BLOCK_ROWS = 4
+"""Activations in blocks have a number of rows that is a multiple of this."""
+_FEW_ROWS = 256
+"""Up to so many rows, products without scales of rows are faster on an H200, by up to 1.9 times."""
 _ALIGNED = 16
 """Matrix units take only sides that are multiples of this."""
 
@@ -81,7 +86,7 @@ class Fp8Format:
                 return None
             found.append(weight)
         joined = join(found)
-        return None if joined is None else Fp8Linear(joined, bias)
+        return None if joined is None else make_fp8_linear(joined, bias)
 
     def read_packed(self, stored: StoredTensor) -> Fp8Weight | None:
         """The matrix as it is stored; None if its blocks are not those of matrix units, or are cut by the part."""
@@ -157,6 +162,12 @@ def join(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
     return Fp8Weight(values, torch.cat([part.scale for part in parts]), parts[0].is_blocked)
 
 
+def make_fp8_linear(weight: Fp8Weight, bias: Tensor | None) -> Fp8Linear:
+    """The fastest implementation of `Fp8Linear` here. bias: [out], of the dtype of activations."""
+    cuda = find_quantized(weight.values.device)
+    return Fp8Linear(weight, bias) if cuda is None else CudaFp8Linear(weight, bias, cuda)
+
+
 class Fp8Linear:
     """y = x W^T + b on weights in e4m3. Each row of x, or every 128 values of it, is scaled to e4m3 by its own maximum.
 
@@ -172,34 +183,68 @@ class Fp8Linear:
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
-        product = _times_blocks if self._is_blocked else _times_rows
-        out = product(x, self._values, self._scale).to(dtype or x.dtype)
+        out = (self._times_blocks(x) if self._is_blocked else self._times_rows(x)).to(dtype or x.dtype)
         return out if self._bias is None else out.add_(self._bias)
 
+    def _times_rows(self, x: Tensor) -> Tensor:
+        """Returns [T, out] bfloat16."""
+        rows, scale = self._quantized(x)
+        values = self._values
+        return torch.ops.aten._scaled_mm(
+            rows, values, scale, self._scale, out_dtype=torch.bfloat16, use_fast_accum=x.is_cuda
+        )
 
-def _times_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """x: [T, in]; values: [in, out], column after column; scale: [1, out]. Returns [T, out] bfloat16."""
-    largest = x.abs().amax(1, keepdim=True).float()
-    rows, row_scale = _to_e4m3(x, largest)
-    return torch.ops.aten._scaled_mm(rows, values, row_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=x.is_cuda)
+    def _times_blocks(self, x: Tensor) -> Tensor:
+        """Returns [T, out] bfloat16."""
+        rows, scale = self._quantized_blocks(x, x.size(0) + -x.size(0) % _BLOCK_ROWS)
+        return F.scaled_mm(
+            rows,
+            self._values,
+            scale,
+            F.ScalingType.BlockWise1x128,
+            self._scale,
+            F.ScalingType.BlockWise128x128,
+            output_dtype=torch.bfloat16,
+        )[: x.size(0)]
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, in] e4m3, and the rows' scales, [T, 1] float32."""
+        return _to_e4m3(x, x.abs().amax(1, keepdim=True).float())
+
+    def _quantized_blocks(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """[num_rows, in] e4m3, and the scales of the rows' blocks, [num_rows, in / 128] float32, column after column."""
+        padded = F.pad(x, (0, 0, 0, num_rows - x.size(0)))
+        pieces = padded.view(num_rows, -1, _BLOCK)
+        rows, scale = _to_e4m3(pieces, pieces.abs().amax(2, keepdim=True).float())
+        return rows.view(padded.shape), scale[..., 0].t().contiguous().t()
 
 
-def _times_blocks(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """As `_times_rows`, with the scales of `_block_scales`."""
-    num_rows = x.size(0)
-    # The scales must be column-major, for a number of rows that is a multiple of 4.
-    padded = F.pad(x, (0, 0, 0, -num_rows % 4))
-    pieces = padded.view(padded.size(0), -1, _BLOCK)
-    rows, row_scale = _to_e4m3(pieces, pieces.abs().amax(2, keepdim=True).float())
-    return F.scaled_mm(
-        rows.view(padded.shape),
-        values,
-        row_scale[..., 0].t().contiguous().t(),
-        F.ScalingType.BlockWise1x128,
-        scale,
-        F.ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )[:num_rows]
+class CudaFp8Linear(Fp8Linear):
+    """The same on a GPU: one kernel quantizes activations, and few rows take matrix units' faster products, those without
+    scales of rows, which one kernel applies to the sums."""
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, kernels: CudaQuantized) -> None:
+        """bias: [out], of the dtype of activations."""
+        super().__init__(weight, bias)
+        self._kernels = kernels
+        self._one = torch.ones((), device=weight.values.device)
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Fp8Linear.forward`."""
+        if self._is_blocked or x.size(0) > _FEW_ROWS:
+            return super().forward(x, dtype)
+        rows, scale = self._quantized(x)
+        one, exact = self._one, torch.float32
+        sums = torch.ops.aten._scaled_mm(rows, self._values, one, one, out_dtype=exact, use_fast_accum=True)
+        bias = None if self._bias is None else self._bias.to(dtype or x.dtype)
+        return self._kernels.scale(sums, scale, self._scale, bias, dtype or x.dtype)
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, scale = self._kernels.quantize_e4m3(x.contiguous())
+        return rows, scale[:, None]
+
+    def _quantized_blocks(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        return self._kernels.quantize_e4m3_blocks(x.contiguous(), num_rows)
 
 
 def _to_e4m3(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +272,7 @@ def _multiplies(device: torch.device, blocked: bool) -> bool:
     weight = Fp8Weight(values, scale, blocked)
     expected = x.float() @ weight.widened().t()
     try:
-        error = (Fp8Linear(weight, None).forward(x).float() - expected).abs().max() / expected.abs().max()
+        error = (make_fp8_linear(weight, None).forward(x).float() - expected).abs().max() / expected.abs().max()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as reason:
         log.warning("this device does not multiply FP8 weights, they are widened while loading: %s", reason)
         return False

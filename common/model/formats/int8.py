@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.kernels.cuda_quantized import CudaQuantized, find_quantized
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int8
 from common.model.formats.base import Linear, LinearTarget
@@ -59,7 +60,8 @@ def make_int8_linear(weight: Int8Weight, bias: Tensor | None, target: LinearTarg
     kernels = target.kernels
     if isinstance(kernels, NativeKernels):
         return NativeLinear(kernels.native, pack_int8(weight.codes, weight.scale, is_paired=target.is_paired), bias)
-    return Int8Linear(weight, bias)
+    cuda = find_quantized(weight.codes.device)
+    return Int8Linear(weight, bias) if cuda is None else CudaInt8Linear(weight, bias, cuda)
 
 
 class Int8Linear:
@@ -93,3 +95,23 @@ class Int8Linear:
         num_rows, num_in = rows.shape
         padded = F.pad(rows, (0, -num_in % 8, 0, max(0, _CUDA_MIN_ROWS - num_rows)))
         return torch.ops.aten._int_mm(padded, self._columns)[:num_rows, : self.weight.codes.size(0)].float()
+
+
+class CudaInt8Linear(Int8Linear):
+    """The same on a GPU, one kernel before the product and one after it."""
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, kernels: CudaQuantized) -> None:
+        """bias: [out]."""
+        super().__init__(weight, bias)
+        self._kernels = kernels
+        self._scale = weight.scale.contiguous()
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
+        dtype = dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        codes, scale = self._kernels.quantize_int8(
+            x.contiguous(), max(_CUDA_MIN_ROWS, x.size(0)), self._columns.size(0)
+        )
+        sums = torch.ops.aten._int_mm(codes, self._columns)
+        return self._kernels.scale(sums, scale, self._scale, bias, dtype)

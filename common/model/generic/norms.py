@@ -37,6 +37,7 @@ class OwnNorm(nn.Module):
 
 def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
     """Replace the RMS norms in a module whose weights are loaded. dtype: of activations."""
+    adding = [kernels.with_norm_offset(offset) for offset in _OFFSETS]
     for name, module in list(root.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         parameters = dict(module.named_parameters())
@@ -45,7 +46,7 @@ def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
         weight = parameters["weight"].detach()
         if weight.is_meta or weight.dim() != 1:
             continue
-        ours = [OwnNorm(kernels, kernels.norm_weight(weight, offset), eps) for offset in _OFFSETS]
+        ours = [OwnNorm(of_offset, of_offset.norm_weight(weight), eps) for of_offset in adding]
         same = next((each for each in ours if _is_same(module, each, weight, dtype)), None)
         if same is not None:
             parent, _, own = name.rpartition(".")

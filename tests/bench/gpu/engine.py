@@ -11,6 +11,7 @@ import torch
 
 from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
+from common.config.option_groups import Quantization
 from common.config.service_configs import DecodeConfig
 from common.control.messages import SamplingParams
 from common.engine.runner import LaunchedStep
@@ -27,7 +28,13 @@ class Engine:
     """One loaded model. Sequences lie in blocks 0, 1, 2, ... of its KV storage, none of them kept between calls."""
 
     def __init__(
-        self, folder: str, device: str, kv_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        folder: str,
+        device: str,
+        kv_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        quantization: Quantization = "auto",
     ) -> None:
         config = DecodeConfig(
             model=folder,
@@ -38,6 +45,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             async_scheduling=True,
+            quantization=quantization,
         )
         configure_torch(None)
         plan = plan_node(config)

@@ -79,6 +79,24 @@ def _outside_kernels(session: GpuSession, result: Result, engine: Worker) -> Non
     )
 
 
+def quantized(session: GpuSession, result: Result) -> None:
+    """Decode steps and a prompt of the big shape on quantized weights, against its own bfloat16."""
+    sizes, shape = session.sizes, session.shape("big")
+    batches, baseline = (1, min(sizes.batches)), dict[str, float]()
+    for quantization in ("auto", "int8", "int4"):
+        with session.engine("big", max(batches), max(sizes.prefill, sizes.context + 256), quantization) as engine:
+            rates = {
+                f"decode, batch {batch}": batch / _step_s(session, engine, batch, 64 if batch == 1 else sizes.context)
+                for batch in batches
+            }
+            whole = engine.call("prefill", tokens=sizes.prefill, chunk=sizes.prefill_chunk, times=sizes.repeats)
+        rates[f"prefill of {sizes.prefill} tokens"] = sizes.prefill / median(whole)
+        baseline = baseline or rates
+        for what, rate in rates.items() if quantization != "auto" else ():
+            name = f"{shape.name} {quantization}, {what}"
+            result.add(name, rate, "tok/s", limit=baseline[what], limit_name="bfloat16")
+
+
 def prefill(session: GpuSession, result: Result) -> None:
     """A long prompt of the big shape against the matrix rate."""
     sizes, shape = session.sizes, session.shape("big")

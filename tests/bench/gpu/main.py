@@ -27,6 +27,7 @@ LINES = {
     "decode": (40, 130),
     "decode_small": (20, 60),
     "prefill": (25, 80),
+    "quantized": (60, 120),
     "relay": (20, 80),
     "ttft": (40, 110),
     "hidden": (10, 110),

@@ -155,11 +155,11 @@ class GpuSession:
             worker.close()
 
     @contextlib.contextmanager
-    def engine(self, which: str, sequences: int, tokens: int) -> Iterator[Worker]:
+    def engine(self, which: str, sequences: int, tokens: int, quantization: str = "auto") -> Iterator[Worker]:
         """The bare engine of that shape, with room for `sequences` of `tokens` each."""
         blocks = sequences * (tokens // 16 + 1)
         rows = max(self.sizes.prefill_chunk, sequences)
-        options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows}
+        options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows, "quantization": quantization}
         folder = str(self.folder(which))
         with self.worker("bench.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
             yield engine

@@ -62,6 +62,31 @@ def test_head_norms_agree_where_q_and_k_are_part_of_a_larger_row() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0, 0.5])
+def test_an_offset_is_added_to_the_weights_of_every_norm(offset: float) -> None:
+    x, qk, weight = random(5, 64), random(3, 6, 64), random(64)
+    for kernels in (TORCH, FLASHINFER):
+        adding = kernels.with_norm_offset(offset)
+        own, summed = adding.norm_weight(weight), weight + offset
+        torch.testing.assert_close(adding.rms_norm(x, own, EPS), kernels.rms_norm(x, summed, EPS))
+        sums = [residual.add_rms_norm_(x.clone(), x.clone(), each, EPS) for residual, each in ((adding, own), (kernels, summed))]
+        torch.testing.assert_close(*sums)
+        heads = [
+            each.norm_heads(qk.clone()[:, :5], each.head_weights(of, of, 3, 2), 3, EPS)
+            for each, of in ((adding, own), (kernels, summed))
+        ]
+        torch.testing.assert_close(*heads)
+
+
+def test_an_offset_of_one_is_not_rounded_to_the_weights_dtype() -> None:
+    """As in the classes of Gemma: 1 + 0.001 is 1 in bfloat16."""
+    x, weight = random(5, 64).bfloat16(), torch.full((64,), 0.001).bfloat16()
+    kernels = FLASHINFER.with_norm_offset(1.0)
+    assert torch.equal(kernels.norm_weight(weight), weight)
+    exact = TORCH.rms_norm(x.float(), 1 + weight.float(), EPS)
+    torch.testing.assert_close(kernels.rms_norm(x, kernels.norm_weight(weight), EPS), exact.bfloat16(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("inner", [64, 12, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_agree_whatever_the_width(inner: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,142 @@
+"""Linear layers on quantized weights on a GPU, by kernels of our own, against the layers made of PyTorch's operations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.kernels.cuda_quantized import CudaQuantized, find_quantized
+from common.kernels.float8 import E4M3
+from common.model.formats.float8 import CudaFp8Linear, Fp8Linear, Fp8Weight
+from common.model.formats.groupwise import CudaGroupLinear, GroupLinear, GroupWeight
+from common.model.formats.int8 import CudaInt8Linear, Int8Linear, quantize_int8
+
+GPU = torch.device("cuda", 0)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 300)
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CudaQuantized:
+    found = find_quantized(GPU)
+    assert found is not None
+    return found
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(GPU, dtype)
+
+
+def random_groups(num_out: int, num_in: int, group: int, bits: int) -> GroupWeight:
+    generator = torch.Generator(GPU).manual_seed(num_out)
+    codes = torch.randint(0, 2**bits, (num_out, num_in), generator=generator, device=GPU, dtype=torch.uint8)
+    scale = torch.rand(num_out, num_in // group, generator=generator, device=GPU).add_(0.1).mul_(2 ** (1 - bits))
+    zero = torch.rand(num_out, num_in // group, generator=generator, device=GPU).mul_(2**bits - 1)
+    return GroupWeight(codes, scale, zero, bits)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Each result's rounding, and that of sums of many products."""
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    step = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=step, atol=step * float(expected.float().std()))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "group"),
+    [(16, 128, 32), (896, 896, 64), (40, 2048, 128), (7, 4864, 128), (4096, 4096, 4096), (24, 96, 8), (64, 320, 64)],
+)
+def test_groups_are_multiplied(
+    kernels: CudaQuantized, num_out: int, num_in: int, group: int, dtype: torch.dtype, bits: int
+) -> None:
+    """The last two shapes have no kernel that multiplies, one has more than enough inputs for every warp."""
+    weight = random_groups(num_out, num_in, group, bits)
+    bias = random(num_out, dtype=torch.float32)
+    for own_bias in (None, bias):
+        ours, reference = CudaGroupLinear(weight, own_bias, kernels), GroupLinear(weight, own_bias)
+        for num_rows in ROWS:
+            x = random(num_rows, num_in, dtype=dtype)
+            exact = x.double() @ reference.weight.widened(dtype).double().t()
+            exact = exact if own_bias is None else exact + own_bias.to(dtype).double()
+            close(ours.forward(x), exact, dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_widened(kernels: CudaQuantized, bits: int) -> None:
+    weight = random_groups(33, 160, 8, bits)
+    linear = GroupLinear(weight, None)
+    wide = kernels.widen(linear._codes, bits, weight.scale, weight.zero, torch.float32)
+    torch.testing.assert_close(wide, weight.widened(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_no_numbers_leave_the_others_alone(kernels: CudaQuantized) -> None:
+    for linear in (
+        CudaGroupLinear(random_groups(64, 256, 64, 4), None, kernels),
+        CudaInt8Linear(quantize_int8(random(64, 256)), None, kernels),
+        CudaFp8Linear(Fp8Weight(random(64, 256).to(E4M3), random(64, 1).abs(), is_blocked=False), None, kernels),
+    ):
+        x = random(12, 256, dtype=torch.bfloat16)
+        before = linear.forward(x)
+        x[5, 100] = math.nan
+        found = linear.forward(x)
+        assert found[5].isnan().all()
+        others = [row for row in range(12) if row != 5]
+        assert torch.equal(found[others], before[others])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 256), (4096, 896), (13, 100)])
+def test_int8_layers_compute_what_their_reference_does(
+    kernels: CudaQuantized, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
+    weight, bias = quantize_int8(random(num_out, num_in)), random(num_out)
+    for own_bias in (None, bias):
+        ours, reference = CudaInt8Linear(weight, own_bias, kernels), Int8Linear(weight, own_bias)
+        for num_rows in ROWS:
+            x = random(num_rows, num_in, dtype=dtype)
+            close(ours.forward(x), reference.forward(x), dtype)
+            close(ours.forward(x, torch.float32), reference.forward(x, torch.float32), torch.float32)
+    assert torch.equal(ours.forward(torch.zeros(2, num_in, device=GPU, dtype=dtype))[0], bias.to(dtype))
+
+
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(256, 384), (4096, 1024)])
+def test_fp8_layers_compute_what_their_reference_does(
+    kernels: CudaQuantized, num_out: int, num_in: int, is_blocked: bool
+) -> None:
+    scale = random(num_out // 128, num_in // 128) if is_blocked else random(num_out, 1)
+    weight = Fp8Weight(random(num_out, num_in).to(E4M3), scale.abs() + 0.1, is_blocked)
+    bias = random(num_out, dtype=torch.bfloat16)
+    for own_bias in (None, bias):
+        ours, reference = CudaFp8Linear(weight, own_bias, kernels), Fp8Linear(weight, own_bias)
+        for num_rows in (*ROWS, 256, 257):
+            x = random(num_rows, num_in, dtype=torch.bfloat16)
+            x[0] = 0
+            expected = reference.forward(x).float()
+            # Matrix units add e4m3 products with fewer bits than float32 has.
+            torch.testing.assert_close(
+                ours.forward(x).float(), expected, rtol=2**-6, atol=2**-6 * float(expected.std())
+            )
+
+
+def test_products_can_be_captured(kernels: CudaQuantized) -> None:
+    linears = (
+        CudaGroupLinear(random_groups(64, 256, 64, 4), None, kernels),
+        CudaInt8Linear(quantize_int8(random(64, 256)), None, kernels),
+        CudaFp8Linear(Fp8Weight(random(64, 256).to(E4M3), random(64, 1).abs(), is_blocked=False), None, kernels),
+    )
+    x = random(3, 256, dtype=torch.bfloat16)
+    expected = [linear.forward(x) for linear in linears]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = [linear.forward(x) for linear in linears]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
