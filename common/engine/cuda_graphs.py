@@ -38,6 +38,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
+class CannotCapture(RuntimeError):
+    """The model's steps read values of tensors on the CPU, which a CUDA graph cannot."""
+
+
 class GraphCapture(Protocol):
     """Captures one function for replay."""
 
@@ -77,12 +81,25 @@ class CudaGraphCapture:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
+            _run_without_waiting(run)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": the threads of transfers and of NCCL may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
+
+
+def _run_without_waiting(run: Callable[[], None]) -> None:
+    """Raises: CannotCapture. A capture that fails leaves PyTorch's allocator unusable, so this is found out before."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        raise CannotCapture(f"the model waits for the GPU while it computes: {error}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass(frozen=True)

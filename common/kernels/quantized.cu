@@ -17,9 +17,11 @@ using Brain = __nv_bfloat16;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kOutputs = 16;  // of one thread block of `multiply`: rows of a matrix unit's tile
+constexpr int kTileOutputs = 16;  // outputs of a matrix unit's tile
 constexpr int kChunk = 128;   // inputs that a warp takes at a time, 32 for each of four lanes
 constexpr int kTileRows = 8;  // rows of activations of a matrix unit's tile
+constexpr int kVector = 8;    // activations that a thread of `quantize_rows` loads at a time
+constexpr int kScaled = 4;    // sums that a thread of `scale_sums` takes at a time
 
 thread_local char message[256];
 
@@ -59,17 +61,19 @@ __device__ uint32_t pair<Brain>(float low, float high) {
     return *reinterpret_cast<const uint32_t*>(&both);
 }
 
-// kOne + code as a float, made of bits: the code is the mantissa's upper part.
+// kOne + code as a float, made of bits: the code is the upper part of the mantissa.
 template <int BITS>
 struct Codes {
     static constexpr uint32_t kOneBits = BITS == 4 ? 0x43000000u : 0x43800000u;
     static constexpr float kOne = BITS == 4 ? 128.0f : 256.0f;
     static constexpr int kShift = BITS == 4 ? 16 : 15;
-    // Code `index` of 32 that lie in `words`, the first in the lowest bits.
+    // Code `index` of those in `words`, the first in the lowest bits. `index` is known when this is compiled.
     static __device__ float raised(const uint32_t* words, int index) {
         constexpr int kPerWord = 32 / BITS;
-        const uint32_t code = (words[index / kPerWord] >> (index % kPerWord * BITS)) & ((1u << BITS) - 1);
-        return __uint_as_float(kOneBits | (code << kShift));
+        const uint32_t word = words[index / kPerWord];
+        const int from = index % kPerWord * BITS;
+        const uint32_t moved = from < kShift ? word << (kShift - from) : word >> (from - kShift);
+        return __uint_as_float(kOneBits | (moved & (((1u << BITS) - 1) << kShift)));
     }
 };
 
@@ -94,88 +98,103 @@ template <>
 __device__ void multiply_tile<Half>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {}
 #endif
 
+// What a lane needs of a chunk for one of its outputs: weight = (kOne + code) * scale + shift.
 template <int BITS>
-__device__ void load_codes(uint32_t (&words)[BITS], const uint8_t* from) {
-#pragma unroll
-    for (int i = 0; i < BITS / 4; ++i) {
-        const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from) + i);
-        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
-    }
-}
+struct Part {
+    uint32_t words[BITS];
+    float scale, shift;
 
-// y = x W^T + bias for up to kTileRows * TILES rows of x. A thread block makes kOutputs outputs, its warps take chunks of
-// the inputs in turn. In a chunk the four lanes of a group of outputs have 32 consecutive inputs each: the order in which
+    __device__ void load(const uint8_t* codes, const float* scales, const float* zeros, int column, int group) {
+#pragma unroll
+        for (int i = 0; i < BITS / 4; ++i) {
+            const uint4 four = __ldcs(reinterpret_cast<const uint4*>(codes + column * BITS / 8) + i);
+            words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+        }
+        scale = scales[column / group];
+        shift = zeros[column / group];
+    }
+    __device__ void finish() { shift = -(Codes<BITS>::kOne + shift) * scale; }
+    __device__ float weight(int index) const { return fmaf(Codes<BITS>::raised(words, index), scale, shift); }
+};
+
+// y = x W^T + bias for up to kTileRows * TILES rows of x. A thread block makes 16 * WIDE outputs, its warps take chunks of
+// the inputs in turn. In a chunk the four lanes that share an output have 32 consecutive inputs each: the order in which
 // a matrix unit sums its inputs is free, as long as weights and activations have the same one.
-template <typename T, int BITS, int TILES>
+template <typename T, int BITS, int TILES, int WIDE>
 __global__ void __launch_bounds__(kThreads)
 multiply(const T* x, const uint8_t* codes, const float* scales, const float* zeros, const T* bias, T* y, int rows,
          int num_in, int num_out, int group) {
-    using Code = Codes<BITS>;
-    __shared__ float partial[kWarps][TILES * 4 * 32];
+    constexpr int kOutputs = kTileOutputs * WIDE, kSums = 4 * 32 * WIDE;  // sums of a warp, for one tile of rows
+    __shared__ float partial[kWarps][kSums];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane / 4, part = lane % 4;
     const int chunks = num_in / kChunk, groups = num_in / group;
-    int output[2];
-    const uint8_t* from[2];
+    Part<BITS> now[WIDE][2], next[WIDE][2];
+    const auto load_next = [&](int chunk) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        output[i] = min(blockIdx.x * kOutputs + place + 8 * i, num_out - 1);
-        from[i] = codes + int64_t(output[i]) * num_in * BITS / 8;
-    }
-    float sums[TILES][4] = {};
-    uint32_t next[2][BITS];
-    if (warp < chunks)
+        for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load_codes<BITS>(next[i], from[i] + (warp * kChunk + 32 * part) * BITS / 8);
+            for (int i = 0; i < 2; ++i) {
+                const int64_t own = min(int(blockIdx.x) * kOutputs + wide * kTileOutputs + place + 8 * i, num_out - 1);
+                next[wide][i].load(codes + own * num_in * BITS / 8, scales + own * groups, zeros + own * groups,
+                                   chunk * kChunk + 32 * part, group);
+            }
+    };
+    float sums[TILES][WIDE][4] = {};
+    if (warp < chunks) load_next(warp);
     for (int chunk = warp; chunk < chunks; chunk += kWarps) {
-        const int column = chunk * kChunk + 32 * part;
-        uint32_t words[2][BITS];
-        float scale[2], zero[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
-            for (int word = 0; word < BITS; ++word) words[i][word] = next[i][word];
-            const int64_t own = int64_t(output[i]) * groups + column / group;
-            scale[i] = scales[own], zero[i] = zeros[own] + Code::kOne;
-        }
-        if (chunk + kWarps < chunks)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) load_codes<BITS>(next[i], from[i] + (column + kWarps * kChunk) * BITS / 8);
+            for (int i = 0; i < 2; ++i) {
+                now[wide][i] = next[wide][i];
+                now[wide][i].finish();
+            }
+        if (chunk + kWarps < chunks) load_next(chunk + kWarps);
+        const T* inputs = x + chunk * kChunk + 32 * part;
 #pragma unroll
         for (int eight = 0; eight < 4; ++eight) {
-            uint32_t weights[2][4];  // of two steps of four inputs
+            uint32_t weights[WIDE][2][4];  // of two steps of four inputs
 #pragma unroll
-            for (int step = 0; step < 2; ++step)
+            for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float wide[4];
+                for (int step = 0; step < 2; ++step)
 #pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        wide[k] = (Code::raised(words[i], 8 * eight + 4 * step + k) - zero[i]) * scale[i];
-                    weights[step][i] = pair<T>(wide[0], wide[1]);
-                    weights[step][2 + i] = pair<T>(wide[2], wide[3]);
-                }
+                    for (int i = 0; i < 2; ++i) {
+                        const Part<BITS>& own = now[wide][i];
+                        const int first = 8 * eight + 4 * step;
+                        weights[wide][step][i] = pair<T>(own.weight(first), own.weight(first + 1));
+                        weights[wide][step][2 + i] = pair<T>(own.weight(first + 2), own.weight(first + 3));
+                    }
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const int row = min(tile * kTileRows + place, rows - 1);
-                const uint4 some = *reinterpret_cast<const uint4*>(x + int64_t(row) * num_in + column + 8 * eight);
-                multiply_tile<T>(sums[tile], weights[0], some.x, some.y);
-                multiply_tile<T>(sums[tile], weights[1], some.z, some.w);
+                const int64_t row = min(tile * kTileRows + place, rows - 1);
+                const uint4 some = *reinterpret_cast<const uint4*>(inputs + row * num_in + 8 * eight);
+#pragma unroll
+                for (int wide = 0; wide < WIDE; ++wide) {
+                    multiply_tile<T>(sums[tile][wide], weights[wide][0], some.x, some.y);
+                    multiply_tile<T>(sums[tile][wide], weights[wide][1], some.z, some.w);
+                }
             }
         }
     }
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
+    for (int tile = 0; tile < TILES; ++tile) {
+        __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) partial[warp][(tile * 4 + i) * 32 + lane] = sums[tile][i];
-    __syncthreads();
-    for (int index = threadIdx.x; index < TILES * 4 * 32; index += kThreads) {
-        const int tile = index / 128, i = index / 32 % 4;
-        const int row = tile * kTileRows + 2 * part + i % 2, own = blockIdx.x * kOutputs + place + 8 * (i / 2);
-        if (row >= rows || own >= num_out) continue;
-        float sum = bias ? widened(bias[own]) : 0.0f;
+        for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
-        for (int other = 0; other < kWarps; ++other) sum += partial[other][index];
-        y[int64_t(row) * num_out + own] = narrowed<T>(sum);
+            for (int i = 0; i < 4; ++i) partial[warp][(wide * 4 + i) * 32 + lane] = sums[tile][wide][i];
+        __syncthreads();
+        for (int index = threadIdx.x; index < kSums; index += kThreads) {
+            const int wide = index / 128, i = index / 32 % 4;
+            const int row = tile * kTileRows + 2 * part + i % 2;
+            const int own = blockIdx.x * kOutputs + wide * kTileOutputs + place + 8 * (i / 2);
+            if (row >= rows || own >= num_out) continue;
+            float sum = bias ? widened(bias[own]) : 0.0f;
+#pragma unroll
+            for (int other = 0; other < kWarps; ++other) sum += partial[other][index];
+            y[int64_t(row) * num_out + own] = narrowed<T>(sum);
+        }
     }
 }
 
@@ -189,10 +208,10 @@ widen(const uint8_t* codes, const float* scales, const float* zeros, T* wide, in
 #pragma unroll
     for (int i = 0; i < BITS / 4; ++i) words[i] = reinterpret_cast<const uint32_t*>(codes)[index * (BITS / 4) + i];
     const int64_t row = index * 8 / num_in, own = row * (num_in / group) + (index * 8 - row * num_in) / group;
-    const float scale = scales[own], zero = zeros[own] + Codes<BITS>::kOne;
+    const float scale = scales[own], shift = -(Codes<BITS>::kOne + zeros[own]) * scale;
     alignas(16) T values[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) values[k] = narrowed<T>((Codes<BITS>::raised(words, k) - zero) * scale);
+    for (int k = 0; k < 8; ++k) values[k] = narrowed<T>(fmaf(Codes<BITS>::raised(words, k), scale, shift));
 #pragma unroll
     for (int i = 0; i < int(sizeof values / 16); ++i)
         reinterpret_cast<uint4*>(wide + 8 * index)[i] = reinterpret_cast<const uint4*>(values)[i];
@@ -223,29 +242,39 @@ __device__ float scale_for(float largest) {
     return scale < To::kLeastScale ? To::kLeastScale : scale;
 }
 
-// A thread block quantizes a row; rows from `rows` on, and columns from `num_in` on, become zeros.
-template <typename T, typename To>
+// A thread block quantizes a row, VECTOR values at a time; rows from `rows` on, and columns from `num_in` on, become zeros.
+template <typename T, typename To, int VECTOR>
 __global__ void __launch_bounds__(kThreads)
 quantize_rows(const T* x, typename To::Code* codes, float* scales, int rows, int num_in, int width) {
+    struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Values { T each[VECTOR]; };
+    struct alignas(VECTOR) Quantized { typename To::Code each[VECTOR]; };
     const int64_t row = blockIdx.x;
-    codes += row * width;
-    if (row >= rows) {
-        for (int column = threadIdx.x; column < width; column += kThreads) codes[column] = 0;
-        return;
-    }
-    x += row * num_in;
+    const bool is_there = row < rows;
+    auto to = reinterpret_cast<Quantized*>(codes + row * width);
+    const auto from = reinterpret_cast<const Values*>(x + row * num_in);
+    const int vectors = is_there ? num_in / VECTOR : 0;
     float largest = 0.0f;
-    for (int column = threadIdx.x; column < num_in; column += kThreads)
-        largest = larger(largest, widened(x[column]));
+    for (int index = threadIdx.x; index < vectors; index += kThreads) {
+        const Values values = from[index];
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) largest = larger(largest, widened(values.each[k]));
+    }
     __shared__ float of_warps[kWarps];
     largest = largest_of_warp(largest);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
     __syncthreads();
     for (int warp = 0; warp < kWarps; ++warp) largest = larger(largest, of_warps[warp]);
     const float scale = scale_for<To>(largest);
-    if (threadIdx.x == 0) scales[row] = scale;
-    for (int column = threadIdx.x; column < width; column += kThreads)
-        codes[column] = column < num_in ? To::code(widened(x[column]) / scale) : typename To::Code(0);
+    if (threadIdx.x == 0 && is_there) scales[row] = scale;
+    for (int index = threadIdx.x; index < width / VECTOR; index += kThreads) {
+        Quantized made = {};
+        if (index < vectors) {
+            const Values values = from[index];
+#pragma unroll
+            for (int k = 0; k < VECTOR; ++k) made.each[k] = To::code(widened(values.each[k]) / scale);
+        }
+        to[index] = made;
+    }
 }
 
 // A warp quantizes a block of 128 values; scales: [num_in / 128, padded_rows].
@@ -268,32 +297,41 @@ quantize_blocks(const T* x, uint8_t* codes, float* scales, int rows, int padded_
     *reinterpret_cast<uint32_t*>(codes + first) = word;
 }
 
-// y = sums * row_scale * column_scale + bias; sums: [>= rows, width].
-template <typename Sum, typename T>
+// y = sums * row_scale * column_scale + bias; sums: [>= rows, width]. A thread takes VECTOR columns of a row.
+template <typename Sum, typename T, int VECTOR>
 __global__ void __launch_bounds__(kThreads)
-scale_sums(const Sum* sums, const float* row_scales, const float* column_scales, const T* bias, T* y, int64_t count,
-           int width, int num_out) {
-    for (int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x; index < count;
-         index += int64_t(gridDim.x) * kThreads) {
-        const int64_t row = index / num_out, column = index - row * num_out;
-        float value = float(sums[row * width + column]) * row_scales[row] * column_scales[column];
-        if (bias) value += widened(bias[column]);
-        y[index] = narrowed<T>(value);
+scale_sums(const Sum* sums, const float* row_scales, const float* column_scales, const T* bias, T* y, int width,
+           int num_out) {
+    struct alignas(sizeof(Sum) * VECTOR) Sums { Sum each[VECTOR]; };
+    struct alignas(sizeof(T) * VECTOR) Results { T each[VECTOR]; };
+    const int64_t row = blockIdx.x;
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * VECTOR;
+    if (column >= num_out) return;
+    const Sums some = *reinterpret_cast<const Sums*>(sums + row * width + column);
+    const float row_scale = row_scales[row];
+    Results results;
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+        float value = float(some.each[k]) * row_scale * column_scales[column + k];
+        if (bias) value += widened(bias[column + k]);
+        results.each[k] = narrowed<T>(value);
     }
+    *reinterpret_cast<Results*>(y + row * num_out + column) = results;
 }
 
 template <typename T, int BITS>
 int multiply_rows(cudaStream_t stream, const void* x, const uint8_t* codes, const float* scales, const float* zeros,
                   const void* bias, void* y, int rows, int num_in, int num_out, int group) {
-    const unsigned grid = (num_out + kOutputs - 1) / kOutputs;
-#define LAUNCH(TILES)                                                                                              \
-    multiply<T, BITS, TILES><<<grid, kThreads, 0, stream>>>(static_cast<const T*>(x), codes, scales, zeros,        \
-                                                            static_cast<const T*>(bias), static_cast<T*>(y), rows, \
-                                                            num_in, num_out, group)
-    if (rows <= kTileRows) LAUNCH(1);
-    else if (rows <= 2 * kTileRows) LAUNCH(2);
-    else if (rows <= 4 * kTileRows) LAUNCH(4);
-    else LAUNCH(8);
+    // Many rows: more outputs of a thread block, so that fewer of them read the activations.
+#define LAUNCH(TILES, WIDE)                                                                                     \
+    multiply<T, BITS, TILES, WIDE>                                                                              \
+        <<<(num_out + kTileOutputs * WIDE - 1) / (kTileOutputs * WIDE), kThreads, 0, stream>>>(                 \
+            static_cast<const T*>(x), codes, scales, zeros, static_cast<const T*>(bias), static_cast<T*>(y), rows, \
+            num_in, num_out, group)
+    if (rows <= kTileRows) LAUNCH(1, 1);
+    else if (rows <= 2 * kTileRows) LAUNCH(2, 1);
+    else if (rows <= 4 * kTileRows) LAUNCH(4, 2);
+    else LAUNCH(8, 2);
 #undef LAUNCH
     return launched();
 }
@@ -317,29 +355,33 @@ int quantize(cudaStream_t stream, const void* x, void* codes, bool to_int8, floa
         const int64_t warps = int64_t(padded_rows) * (num_in / kChunk);
         quantize_blocks<T><<<unsigned((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
             from, static_cast<uint8_t*>(codes), scales, rows, padded_rows, num_in);
-    } else if (to_int8) {
-        quantize_rows<T, ToInt8><<<padded_rows, kThreads, 0, stream>>>(from, static_cast<int8_t*>(codes), scales, rows,
-                                                                       num_in, width);
     } else {
-        quantize_rows<T, ToE4m3><<<padded_rows, kThreads, 0, stream>>>(from, static_cast<uint8_t*>(codes), scales, rows,
-                                                                       num_in, width);
+        const bool aligned = num_in % kVector == 0 && width % kVector == 0;
+#define QUANTIZE_ROWS(To, VECTOR)                                                                               \
+    quantize_rows<T, To, VECTOR><<<padded_rows, kThreads, 0, stream>>>(from, static_cast<To::Code*>(codes), scales, \
+                                                                       rows, num_in, width)
+        if (to_int8 && aligned) QUANTIZE_ROWS(ToInt8, kVector);
+        else if (to_int8) QUANTIZE_ROWS(ToInt8, 1);
+        else if (aligned) QUANTIZE_ROWS(ToE4m3, kVector);
+        else QUANTIZE_ROWS(ToE4m3, 1);
+#undef QUANTIZE_ROWS
     }
     return launched();
 }
 
-template <typename T>
-int scale(cudaStream_t stream, const void* sums, bool are_int32, const float* row_scales, const float* column_scales,
-          const void* bias, void* y, int rows, int width, int num_out) {
-    const int64_t count = int64_t(rows) * num_out, blocks = (count + kThreads - 1) / kThreads;
-    const unsigned grid = unsigned(blocks < 65536 ? blocks : 65536);
-    const T* added = static_cast<const T*>(bias);
-    T* to = static_cast<T*>(y);
-    if (are_int32)
-        scale_sums<int32_t, T><<<grid, kThreads, 0, stream>>>(static_cast<const int32_t*>(sums), row_scales,
-                                                              column_scales, added, to, count, width, num_out);
-    else
-        scale_sums<float, T><<<grid, kThreads, 0, stream>>>(static_cast<const float*>(sums), row_scales, column_scales,
-                                                            added, to, count, width, num_out);
+template <typename Sum, typename T>
+int scale(cudaStream_t stream, const void* sums, const float* row_scales, const float* column_scales, const void* bias,
+          void* y, int rows, int width, int num_out) {
+    const auto from = static_cast<const Sum*>(sums);
+    const auto added = static_cast<const T*>(bias);
+    const auto to = static_cast<T*>(y);
+    if (width % kScaled == 0 && num_out % kScaled == 0) {
+        const dim3 grid(rows, (num_out + kThreads * kScaled - 1) / (kThreads * kScaled));
+        scale_sums<Sum, T, kScaled><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, added, to, width, num_out);
+    } else {
+        const dim3 grid(rows, (num_out + kThreads - 1) / kThreads);
+        scale_sums<Sum, T, 1><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, added, to, width, num_out);
+    }
     return launched();
 }
 
@@ -399,7 +441,9 @@ int kvq_scale(int device, void* stream, int type, const void* sums, int are_int3
               const float* column_scales, const void* bias, void* y, int rows, int width, int num_out) {
     if (cudaSetDevice(device) != cudaSuccess) return launched();
     const auto queue = static_cast<cudaStream_t>(stream);
-#define SCALE(T) scale<T>(queue, sums, are_int32, row_scales, column_scales, bias, y, rows, width, num_out)
+#define SCALE(T)                                                                                             \
+    (are_int32 ? scale<int32_t, T>(queue, sums, row_scales, column_scales, bias, y, rows, width, num_out) \
+               : scale<float, T>(queue, sums, row_scales, column_scales, bias, y, rows, width, num_out))
     return type == kBrain ? SCALE(Brain) : type == kHalf ? SCALE(Half) : SCALE(float);
 #undef SCALE
 }

@@ -18,7 +18,14 @@ from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
 from common.config.fields import listed
 from common.config.service_configs import NodeConfig
-from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
+from common.engine.cuda_graphs import (
+    CannotCapture,
+    CudaGraphCapture,
+    DecodeGraphs,
+    EagerCapture,
+    GraphCapture,
+    graph_sizes,
+)
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
@@ -124,7 +131,8 @@ class Worker:
         """Capture decode steps as CUDA graphs, if this rank has a `GraphCapture`. All ranks of the node do this at the
         same time.
 
-        Raises: ConfigError if that fails.
+        Steps of a model that cannot be captured stay as they are, with a warning in the log.
+        Raises: ConfigError if capturing fails otherwise.
         """
         if self._graph_capture is None:
             return
@@ -146,6 +154,11 @@ class Worker:
                 num_tables=layout.spec.num_tables,
             )
             graphs.capture(self._graph_capture)
+        except CannotCapture as error:
+            log.warning(
+                "decode steps are not captured as CUDA graphs, which makes small ones slower: %s", _sentence(error)
+            )
+            return
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot capture decode steps as CUDA graphs ({error}): --enforce-eager runs without them"

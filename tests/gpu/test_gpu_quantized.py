@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from common.kernels.cuda_quantized import CudaQuantized, find_quantized
-from common.kernels.float8 import E4M3
-from common.model.formats.float8 import CudaFp8Linear, Fp8Linear, Fp8Weight
+from common.kernels.float8 import E4M3, E4M3_MAX
+from common.model.formats.float8 import CudaFp8Linear, Fp8Weight
 from common.model.formats.groupwise import CudaGroupLinear, GroupLinear, GroupWeight
-from common.model.formats.int8 import CudaInt8Linear, Int8Linear, quantize_int8
+from common.model.formats.int8 import CudaInt8Linear, Int8Linear, Int8Weight, quantize_int8
 
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 300)
@@ -38,12 +38,12 @@ def random_groups(num_out: int, num_in: int, group: int, bits: int) -> GroupWeig
     return GroupWeight(codes, scale, zero, bits)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Each result's rounding, and that of sums of many products."""
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 4) -> None:
+    """`steps`: of the dtype's rounding, of each result and of results of usual size."""
     assert found.dtype == dtype
     assert found.shape == expected.shape
-    step = 2 * ROUNDING[dtype]
-    torch.testing.assert_close(found.float(), expected.float(), rtol=step, atol=step * float(expected.float().std()))
+    step = steps * ROUNDING[dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=step, atol=step * float(expected.double().std()))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -91,38 +91,72 @@ def test_rows_that_are_no_numbers_leave_the_others_alone(kernels: CudaQuantized)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 256), (4096, 896), (13, 100)])
+@pytest.mark.parametrize(("num_rows", "num_in"), [(1, 256), (9, 896), (5, 100), (3, 14336)])
+def test_rows_are_quantized_as_on_a_cpu(kernels: CudaQuantized, num_rows: int, num_in: int, dtype: torch.dtype) -> None:
+    x = random(num_rows + 1, num_in, dtype=dtype)
+    x[num_rows] = 0
+    wide = x.cpu().float()
+    largest = wide.abs().amax(1, keepdim=True)
+    scale = torch.maximum(largest / torch.full_like(largest, 127), torch.full_like(largest, 1e-20))
+    codes, found = kernels.quantize_int8(x, num_rows + 4, num_in + 8)
+    assert torch.equal(found.cpu(), scale.flatten())
+    assert torch.equal(codes.cpu()[: num_rows + 1, :num_in], (wide / scale).round().to(torch.int8))
+    assert not codes[num_rows + 1 :].any()
+    assert not codes[:, num_in:].any()
+    scale = torch.maximum(largest / torch.full_like(largest, E4M3_MAX), torch.full_like(largest, 1e-12))
+    codes, found = kernels.quantize_e4m3(x)
+    assert torch.equal(found.cpu(), scale.flatten())
+    assert torch.equal(codes.cpu().float(), (wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float())
+    if num_in % 128 == 0:
+        codes, found = kernels.quantize_e4m3_blocks(x, num_rows + 3)
+        assert not codes[num_rows + 1 :].float().any()
+        pieces = wide.view(num_rows + 1, -1, 128)
+        largest = pieces.abs().amax(2, keepdim=True)
+        scale = torch.maximum(largest / torch.full_like(largest, E4M3_MAX), torch.full_like(largest, 1e-12))
+        assert torch.equal(found.cpu()[: num_rows + 1], scale[..., 0])
+        expected = (pieces / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float().view(wide.shape)
+        assert torch.equal(codes.cpu()[: num_rows + 1].float(), expected)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 256), (1152, 896), (13, 100)])
 def test_int8_layers_compute_what_their_reference_does(
     kernels: CudaQuantized, num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:
     weight, bias = quantize_int8(random(num_out, num_in)), random(num_out)
+    on_cpu = Int8Weight(weight.codes.cpu(), weight.scale.cpu())
     for own_bias in (None, bias):
-        ours, reference = CudaInt8Linear(weight, own_bias, kernels), Int8Linear(weight, own_bias)
+        ours = CudaInt8Linear(weight, own_bias, kernels)
+        reference = Int8Linear(on_cpu, None if own_bias is None else own_bias.cpu())
         for num_rows in ROWS:
             x = random(num_rows, num_in, dtype=dtype)
-            close(ours.forward(x), reference.forward(x), dtype)
-            close(ours.forward(x, torch.float32), reference.forward(x, torch.float32), torch.float32)
-    assert torch.equal(ours.forward(torch.zeros(2, num_in, device=GPU, dtype=dtype))[0], bias.to(dtype))
+            close(ours.forward(x).cpu(), reference.forward(x.cpu()), dtype)
+            close(ours.forward(x, torch.float32).cpu(), reference.forward(x.cpu(), torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(256, 384), (4096, 1024)])
-def test_fp8_layers_compute_what_their_reference_does(
+def test_fp8_layers_compute_what_they_should(
     kernels: CudaQuantized, num_out: int, num_in: int, is_blocked: bool
 ) -> None:
+    """Matrix units add e4m3 products with 14 bits or so; the weights' own rounding is no error here."""
     scale = random(num_out // 128, num_in // 128) if is_blocked else random(num_out, 1)
     weight = Fp8Weight(random(num_out, num_in).to(E4M3), scale.abs() + 0.1, is_blocked)
     bias = random(num_out, dtype=torch.bfloat16)
     for own_bias in (None, bias):
-        ours, reference = CudaFp8Linear(weight, own_bias, kernels), Fp8Linear(weight, own_bias)
+        ours = CudaFp8Linear(weight, own_bias, kernels)
         for num_rows in (*ROWS, 256, 257):
             x = random(num_rows, num_in, dtype=torch.bfloat16)
             x[0] = 0
-            expected = reference.forward(x).float()
-            # Matrix units add e4m3 products with fewer bits than float32 has.
-            torch.testing.assert_close(
-                ours.forward(x).float(), expected, rtol=2**-6, atol=2**-6 * float(expected.std())
-            )
+            if is_blocked:
+                codes, scales = kernels.quantize_e4m3_blocks(x, num_rows)
+                rounded = codes.double() * scales.double().repeat_interleave(128, 1)
+            else:
+                codes, scales = kernels.quantize_e4m3(x)
+                rounded = codes.double() * scales.double()[:, None]
+            exact = rounded @ weight.widened().double().t()
+            exact = exact if own_bias is None else exact + own_bias.double()
+            close(ours.forward(x), exact, torch.bfloat16)
 
 
 def test_products_can_be_captured(kernels: CudaQuantized) -> None:

@@ -159,7 +159,12 @@ class GpuSession:
         """The bare engine of that shape, with room for `sequences` of `tokens` each."""
         blocks = sequences * (tokens // 16 + 1)
         rows = max(self.sizes.prefill_chunk, sequences)
-        options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows, "quantization": quantization}
+        options = {
+            "kv_blocks": blocks,
+            "max_num_seqs": sequences,
+            "max_num_batched_tokens": rows,
+            "quantization": quantization,
+        }
         folder = str(self.folder(which))
         with self.worker("bench.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
             yield engine

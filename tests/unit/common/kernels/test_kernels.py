@@ -69,7 +69,10 @@ def test_an_offset_is_added_to_the_weights_of_every_norm(offset: float) -> None:
         adding = kernels.with_norm_offset(offset)
         own, summed = adding.norm_weight(weight), weight + offset
         torch.testing.assert_close(adding.rms_norm(x, own, EPS), kernels.rms_norm(x, summed, EPS))
-        sums = [residual.add_rms_norm_(x.clone(), x.clone(), each, EPS) for residual, each in ((adding, own), (kernels, summed))]
+        sums = [
+            residual.add_rms_norm_(x.clone(), x.clone(), each, EPS)
+            for residual, each in ((adding, own), (kernels, summed))
+        ]
         torch.testing.assert_close(*sums)
         heads = [
             each.norm_heads(qk.clone()[:, :5], each.head_weights(of, of, 3, 2), 3, EPS)

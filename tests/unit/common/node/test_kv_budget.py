@@ -15,7 +15,7 @@ from support.sampling_cases import adjusted_on_device
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
-from common.engine.cuda_graphs import EagerCapture, graph_sizes
+from common.engine.cuda_graphs import CannotCapture, EagerCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.step import StepInput, StepOutput
@@ -271,6 +271,22 @@ def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> Non
     assert (capturing.max_blocks, capturing.storage.num_blocks) == (20, 21)
     assert (plain.max_blocks, plain.storage.num_blocks) == (20, 20)
     assert outputs[0].sampled == outputs[1].sampled
+
+
+def test_a_model_that_reads_values_on_the_cpu_runs_without_captured_steps(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unable:
+        keeps_memory = False
+
+        def capture(self, run: Any) -> Any:
+            raise CannotCapture("the model waits for the GPU")
+
+    worker = load(DecodeConfig(model=model, kv_blocks=20), graph_capture=Unable())
+    worker.allocate_kv(20)
+    worker.capture_graphs()
+    assert "not captured as CUDA graphs, which makes small ones slower: the model waits for the GPU" in caplog.text
+    assert worker.runner.execute(WARM_UP).sampled
 
 
 def test_a_step_that_cannot_be_captured_says_what_helps(model: str) -> None:
