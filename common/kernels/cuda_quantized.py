@@ -10,6 +10,7 @@ import functools
 import logging
 import subprocess
 from ctypes import c_char_p, c_int, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +25,55 @@ _MIN_CAPABILITY = (8, 0)
 BLOCK = 128
 """Values of a row that share a scale where rows are quantized in blocks."""
 _MOST_ROWS = 64
-_CHUNK, _GROUP = 128, 32
+_TILE = 128
+"""Inputs of a tile of codes."""
+_GROUPS_OF_TILES = (32, 64)
+_MIDDLE = 8
+_IN_WORD = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Inputs of a word of eight codes, from its lowest bits on."""
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A matrix of 4 bit codes in the order of the kernels: weight = (code - 8) * scale + shift."""
+
+    words: Tensor
+    """[out, in / 8] int32, eight codes each; where a kernel multiplies few rows, its lanes' words follow one another."""
+    factors: Tensor
+    """[out, in / group, 2], scale and shift, of the dtype of activations."""
+    is_tiled: bool
+
+    @staticmethod
+    def pack(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Int4Weight:
+        """Of weight = scale * (code - zero). codes: [out, in] uint8, in and the group multiples of 8; scale, zero:
+        [out, in / group] float32; dtype: of activations."""
+        num_out, num_in = codes.shape
+        group = num_in // scale.size(1)
+        is_tiled = num_in % _TILE == 0 and (group % _TILE == 0 or group in _GROUPS_OF_TILES)
+        eights = codes.view(num_out, -1, 4, 4, 8).transpose(2, 3) if is_tiled else codes
+        eights = eights.reshape(num_out, num_in // 8, 8)
+        words = torch.zeros(eights.shape[:2], dtype=torch.int32, device=codes.device)
+        for place, index in enumerate(_IN_WORD):
+            words |= eights[..., index].int() << 4 * place
+        factors = torch.stack((scale, (_MIDDLE - zero) * scale), 2).to(dtype).contiguous()
+        return Int4Weight(words, factors, is_tiled)
+
+    @property
+    def num_out(self) -> int:
+        return self.words.size(0)
+
+    @property
+    def num_in(self) -> int:
+        return 8 * self.words.size(1)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.num_in // self.factors.size(1)
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether a kernel multiplies so many rows without widening the weights."""
+        return self.is_tiled and num_rows <= _MOST_ROWS and self.factors.dtype != torch.float32
 
 
 class CudaQuantized:
@@ -35,44 +84,26 @@ class CudaQuantized:
         self._calls = load_library(QUANTIZED)
         self._calls.kvq_error.restype = c_char_p
         pointer, number = c_void_p, c_int
-        self._calls.kvq_multiply.argtypes = [
-            number,
-            pointer,
-            number,
-            pointer,
-            pointer,
-            number,
-            *[pointer] * 4,
-            *[number] * 4,
-        ]
-        self._calls.kvq_widen.argtypes = [number, pointer, number, pointer, number, *[pointer] * 3, *[number] * 3]
+        self._calls.kvq_multiply.argtypes = [number, pointer, number, *[pointer] * 5, *[number] * 4]
+        self._calls.kvq_widen.argtypes = [number, pointer, number, *[pointer] * 3, *[number] * 4]
         self._calls.kvq_quantize.argtypes = [number, pointer, number, pointer, pointer, number, pointer, *[number] * 5]
         self._calls.kvq_scale.argtypes = [number, pointer, number, pointer, number, *[pointer] * 4, *[number] * 3]
 
-    def multiplies(self, dtype: torch.dtype, num_rows: int, num_in: int, group: int) -> bool:
-        """Whether `multiply` takes such a product."""
-        return dtype != torch.float32 and num_rows <= _MOST_ROWS and not num_in % _CHUNK and not group % _GROUP
-
-    def multiply(self, x: Tensor, codes: Tensor, bits: int, scale: Tensor, zero: Tensor, bias: Tensor | None) -> Tensor:
-        """y = x W^T + bias, with W = scale * (code - zero) rounded to x's dtype.
-
-        x: [T, in]; codes: [out, in / 2] uint8, the even inputs' in the lower halves, or [out, in] for 8 bits; scale, zero:
-        [out, in / group] float32; bias: [out] of x's dtype. Returns [T, out] of x's dtype. Only if `multiplies`.
-        """
-        (num_rows, num_in), num_out = x.shape, codes.size(0)
-        y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
-        weight = codes.data_ptr(), bits, scale.data_ptr(), zero.data_ptr()
-        sizes = num_rows, num_in, num_out, num_in // scale.size(1)
-        self._check(self._calls.kvq_multiply(*_place(x), x.data_ptr(), *weight, _address(bias), y.data_ptr(), *sizes))
+    def multiply(self, x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+        """y = x W^T + bias, if `weight` takes so many rows. x: [T, in] and bias: [out], of the dtype of its factors."""
+        y = torch.empty(x.size(0), weight.num_out, dtype=x.dtype, device=x.device)
+        given = x.data_ptr(), weight.words.data_ptr(), weight.factors.data_ptr(), _address(bias), y.data_ptr()
+        sizes = x.size(0), weight.num_in, weight.num_out, weight.group
+        self._check(self._calls.kvq_multiply(*_place(x), *given, *sizes))
         return y
 
-    def widen(self, codes: Tensor, bits: int, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of `multiply`, [out, in]; `in` and the group are multiples of 8."""
-        num_out, num_in = codes.size(0), codes.size(1) * 8 // bits
-        wide = torch.empty(num_out, num_in, dtype=dtype, device=codes.device)
-        weight = codes.data_ptr(), bits, scale.data_ptr(), zero.data_ptr()
-        sizes = num_out, num_in, num_in // scale.size(1)
-        self._check(self._calls.kvq_widen(*_place(wide), *weight, wide.data_ptr(), *sizes))
+    def widen(self, weight: Int4Weight) -> Tensor:
+        """[out, in], of the dtype of its factors."""
+        factors = weight.factors
+        wide = torch.empty(weight.num_out, weight.num_in, dtype=factors.dtype, device=factors.device)
+        given = weight.words.data_ptr(), factors.data_ptr(), wide.data_ptr()
+        sizes = weight.num_out, weight.num_in, weight.group, weight.is_tiled
+        self._check(self._calls.kvq_widen(*_place(wide), *given, *sizes))
         return wide
 
     def quantize_int8(self, x: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

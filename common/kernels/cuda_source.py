@@ -14,25 +14,44 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+
+@dataclass(frozen=True)
+class CudaSource:
+    """A file to compile."""
+
+    path: Path
+    oldest: int
+    """Compute capability of the oldest GPUs that it is for, times ten."""
+
+    @property
+    def architectures(self) -> list[str]:
+        """As nvcc names them. Each also runs on later GPUs of its generation; the last entry is PTX for newer GPUs, whose
+        driver compiles it."""
+        numbers = [number for number in _ARCHITECTURES if number >= self.oldest]
+        real = [f"compute_{number},code=sm_{number}" for number in numbers]
+        return [*real, f"compute_{numbers[-1]},code=compute_{numbers[-1]}"]
+
+    @property
+    def library(self) -> str:
+        """The file name of what is compiled from it."""
+        digest = hashlib.sha256(self.path.read_bytes() + "".join(self.architectures).encode()).hexdigest()
+        return f"{self.path.stem}-{digest[:16]}.so"
+
+
+_ARCHITECTURES = (75, 80, 90)
+"""Starts with the oldest GPUs that CUDA 13 supports."""
 _ROOT = Path(__file__).parent.parent
-PAGES = _ROOT / "kv" / "pages.cu"
-QUANTIZED = _ROOT / "kernels" / "quantized.cu"
-_ARCHITECTURES = (
-    "compute_75,code=sm_75",
-    "compute_80,code=sm_80",
-    "compute_90,code=sm_90",
-    "compute_90,code=compute_90",
-)
-"""Starts with the oldest GPUs that CUDA 13 supports; each also runs on later GPUs of its generation. The last entry is
-PTX for newer GPUs, whose driver compiles it."""
+PAGES = CudaSource(_ROOT / "kv" / "pages.cu", oldest=75)
+QUANTIZED = CudaSource(_ROOT / "kernels" / "quantized.cu", oldest=80)
 _COMPILE_S = 300.0
 _FOLDER = "kvrelay_kernels"
 
 
-def load_library(source: Path) -> Any:
+def load_library(source: CudaSource) -> Any:
     """The functions of a source, compiled if necessary.
 
     Raises: OSError if it cannot be compiled or loaded, RuntimeError if the user has no home directory, SubprocessError.
@@ -40,9 +59,9 @@ def load_library(source: Path) -> Any:
     return ctypes.CDLL(str(compiled(source)))
 
 
-def compiled(source: Path) -> Path:
+def compiled(source: CudaSource) -> Path:
     """The shared library of a source. Raises: as `load_library`."""
-    name = _name(source)
+    name = source.library
     built_ahead = (Path(entry) / _FOLDER / name for entry in sys.path)
     target = next((path for path in built_ahead if path.exists()), Path.home() / ".cache" / _FOLDER / name)
     if not target.exists():
@@ -50,24 +69,21 @@ def compiled(source: Path) -> Path:
     return target
 
 
-def _name(source: Path) -> str:
-    digest = hashlib.sha256(source.read_bytes() + "".join(_ARCHITECTURES).encode()).hexdigest()
-    return f"{source.stem}-{digest[:16]}.so"
-
-
-def compile_source(source: Path, target: Path) -> None:
+def compile_source(source: CudaSource, target: Path) -> None:
     """Compile into the shared library `target`. Raises: OSError without nvcc, SubprocessError."""
     home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
     if nvcc is None:
-        raise FileNotFoundError(f"{source.name} is not compiled yet, and there is no nvcc; set CUDA_HOME")
+        raise FileNotFoundError(f"{source.path.name} is not compiled yet, and there is no nvcc; set CUDA_HOME")
     target.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be compiling too: the last one replaces an identical file.
     unfinished = target.with_suffix(f".{os.getpid()}")
-    architectures = [word for arch in _ARCHITECTURES for word in ("-gencode", f"arch={arch}")]
+    architectures = [word for arch in source.architectures for word in ("-gencode", f"arch={arch}")]
     command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(unfinished)]
     try:
-        done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+        done = subprocess.run(
+            [*command, str(source.path)], capture_output=True, text=True, timeout=_COMPILE_S, check=False
+        )
         if done.returncode:
             raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
         unfinished.replace(target)
@@ -80,7 +96,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m common.kernels.cuda_source FOLDER")
     for source in (PAGES, QUANTIZED):
-        target = Path(sys.argv[1]) / _FOLDER / _name(source)
+        target = Path(sys.argv[1]) / _FOLDER / source.library
         try:
             compile_source(source, target)
         except (OSError, subprocess.SubprocessError) as error:

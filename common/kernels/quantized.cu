@@ -1,4 +1,4 @@
-// Linear layers on quantized weights, on a CUDA device: products of few rows with weights in groups of inputs, widening
+// Linear layers on quantized weights, on a CUDA device: products of few rows with 4 bit weights in groups of inputs, widening
 // such weights, quantizing rows of activations, and applying scales to the sums of a product.
 // Plain C functions for `common/kernels/cuda_quantized.py`, callable from any thread. Each returns 0, or -1 with a
 // message in `kvq_error`. Every pointer is to contiguous memory of that device, aligned to 16 bytes.
@@ -48,32 +48,43 @@ __device__ Half narrowed<Half>(float x) { return __float2half_rn(x); }
 template <>
 __device__ Brain narrowed<Brain>(float x) { return __float2bfloat16_rn(x); }
 
+// Two numbers in a register. kRaised | code is kOne + code: the code is the lower part of the mantissa.
 template <typename T>
-__device__ uint32_t pair(float low, float high);
+struct Two;
 template <>
-__device__ uint32_t pair<Half>(float low, float high) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&both);
-}
+struct Two<Brain> {
+    using Type = __nv_bfloat162;
+    static constexpr uint32_t kRaised = 0x43004300;
+    static constexpr float kOne = 128.0f;
+    static __device__ Type both(float x) { return __float2bfloat162_rn(x); }
+};
 template <>
-__device__ uint32_t pair<Brain>(float low, float high) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&both);
-}
+struct Two<Half> {
+    using Type = __half2;
+    static constexpr uint32_t kRaised = 0x64006400;
+    static constexpr float kOne = 1024.0f;
+    static __device__ Type both(float x) { return __float2half2_rn(x); }
+};
 
-// kOne + code as a float, made of bits: the code is the upper part of the mantissa.
-template <int BITS>
-struct Codes {
-    static constexpr uint32_t kOneBits = BITS == 4 ? 0x43000000u : 0x43800000u;
-    static constexpr float kOne = BITS == 4 ? 128.0f : 256.0f;
-    static constexpr int kShift = BITS == 4 ? 16 : 15;
-    // Code `index` of those in `words`, the first in the lowest bits. `index` is known when this is compiled.
-    static __device__ float raised(const uint32_t* words, int index) {
-        constexpr int kPerWord = 32 / BITS;
-        const uint32_t word = words[index / kPerWord];
-        const int from = index % kPerWord * BITS;
-        const uint32_t moved = from < kShift ? word << (kShift - from) : word >> (from - kShift);
-        return __uint_as_float(kOneBits | (moved & (((1u << BITS) - 1) << kShift)));
+constexpr float kMiddle = 8.0f;  // a weight of 4 bits is (code - kMiddle) * scale + shift
+
+// A group's scale and shift, twice each, from the register that holds both.
+template <typename T>
+struct Factors {
+    typename Two<T>::Type scale, shift;
+
+    explicit __device__ Factors(uint32_t both) {
+        const uint32_t low = __byte_perm(both, 0, 0x1010), high = __byte_perm(both, 0, 0x3232);
+        scale = *reinterpret_cast<const typename Two<T>::Type*>(&low);
+        shift = *reinterpret_cast<const typename Two<T>::Type*>(&high);
+    }
+    // Weights 2 * index and 2 * index + 1 of a word of eight: the even ones' codes are in its lower half.
+    __device__ uint32_t weights(uint32_t word, int index) const {
+        const uint32_t raised = ((word >> (4 * index)) & 0x000F000F) | Two<T>::kRaised;
+        const auto codes = __hadd2(*reinterpret_cast<const typename Two<T>::Type*>(&raised),
+                                   Two<T>::both(-Two<T>::kOne - kMiddle));
+        const auto two = __hfma2(codes, scale, shift);
+        return *reinterpret_cast<const uint32_t*>(&two);
     }
 };
 
@@ -88,87 +99,77 @@ __device__ void multiply_tile(float (&sums)[4], const uint32_t (&weights)[4], ui
                      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                           \
                      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(low), "r"(high)); \
     }
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 MULTIPLY_TILE(Brain, "bf16")
 MULTIPLY_TILE(Half, "f16")
-#else
-template <>
-__device__ void multiply_tile<Brain>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {}
-template <>
-__device__ void multiply_tile<Half>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {}
-#endif
-
-// What a lane needs of a chunk for one of its outputs: weight = (kOne + code) * scale + shift.
-template <int BITS>
-struct Part {
-    uint32_t words[BITS];
-    float scale, shift;
-
-    __device__ void load(const uint8_t* codes, const float* scales, const float* zeros, int column, int group) {
-#pragma unroll
-        for (int i = 0; i < BITS / 4; ++i) {
-            const uint4 four = __ldcs(reinterpret_cast<const uint4*>(codes + column * BITS / 8) + i);
-            words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
-        }
-        scale = scales[column / group];
-        shift = zeros[column / group];
-    }
-    __device__ void finish() { shift = -(Codes<BITS>::kOne + shift) * scale; }
-    __device__ float weight(int index) const { return fmaf(Codes<BITS>::raised(words, index), scale, shift); }
-};
+#undef MULTIPLY_TILE
 
 // y = x W^T + bias for up to kTileRows * TILES rows of x. A thread block makes 16 * WIDE outputs, its warps take chunks of
-// the inputs in turn. In a chunk the four lanes that share an output have 32 consecutive inputs each: the order in which
-// a matrix unit sums its inputs is free, as long as weights and activations have the same one.
-template <typename T, int BITS, int TILES, int WIDE>
+// the inputs in turn. The four lanes that share an output multiply 32 inputs at a time, eight each: the order in which a
+// matrix unit sums its inputs is free, as long as weights and activations have the same one. Words of codes lie in the
+// order in which lanes take them: [num_out][chunk][lane][32 inputs]. GROUPS: of a chunk, if groups are not larger.
+template <typename T, int GROUPS, int TILES, int WIDE>
 __global__ void __launch_bounds__(kThreads)
-multiply(const T* x, const uint8_t* codes, const float* scales, const float* zeros, const T* bias, T* y, int rows,
-         int num_in, int num_out, int group) {
+multiply(const T* x, const uint4* codes, const uint32_t* factors, const T* bias, T* y, int rows, int num_in, int num_out,
+         int group) {
     constexpr int kOutputs = kTileOutputs * WIDE, kSums = 4 * 32 * WIDE;  // sums of a warp, for one tile of rows
+    struct alignas(4 * GROUPS) OfGroups { uint32_t each[GROUPS]; };
     __shared__ float partial[kWarps][kSums];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane / 4, part = lane % 4;
-    const int chunks = num_in / kChunk, groups = num_in / group;
-    Part<BITS> now[WIDE][2], next[WIDE][2];
+    const int chunks = num_in / kChunk, per_group = GROUPS == 1 ? group / kChunk : 1;
+    int64_t first_chunk[WIDE][2], first_group[WIDE][2];  // of this lane's outputs
+    uint4 next[WIDE][2];
+    OfGroups next_factors[WIDE][2];
+#pragma unroll
+    for (int wide = 0; wide < WIDE; ++wide)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int64_t own = min(int(blockIdx.x) * kOutputs + wide * kTileOutputs + place + 8 * i, num_out - 1);
+            first_chunk[wide][i] = own * chunks;
+            first_group[wide][i] = own * (chunks / per_group);
+        }
     const auto load_next = [&](int chunk) {
+        const int of_group = per_group == 1 ? chunk : chunk / per_group;
 #pragma unroll
         for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int64_t own = min(int(blockIdx.x) * kOutputs + wide * kTileOutputs + place + 8 * i, num_out - 1);
-                next[wide][i].load(codes + own * num_in * BITS / 8, scales + own * groups, zeros + own * groups,
-                                   chunk * kChunk + 32 * part, group);
+                next[wide][i] = __ldcs(codes + (first_chunk[wide][i] + chunk) * 4 + part);
+                next_factors[wide][i] = reinterpret_cast<const OfGroups*>(factors)[first_group[wide][i] + of_group];
             }
     };
     float sums[TILES][WIDE][4] = {};
     if (warp < chunks) load_next(warp);
     for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+        uint32_t words[WIDE][2][4];
+        OfGroups own_factors[WIDE][2];
 #pragma unroll
         for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                now[wide][i] = next[wide][i];
-                now[wide][i].finish();
+                const uint4 four = next[wide][i];
+                words[wide][i][0] = four.x, words[wide][i][1] = four.y;
+                words[wide][i][2] = four.z, words[wide][i][3] = four.w;
+                own_factors[wide][i] = next_factors[wide][i];
             }
         if (chunk + kWarps < chunks) load_next(chunk + kWarps);
-        const T* inputs = x + chunk * kChunk + 32 * part;
+        const T* inputs = x + chunk * kChunk + 8 * part;
 #pragma unroll
-        for (int eight = 0; eight < 4; ++eight) {
-            uint32_t weights[WIDE][2][4];  // of two steps of four inputs
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            uint32_t weights[WIDE][2][4];  // of two steps of a matrix unit
 #pragma unroll
             for (int wide = 0; wide < WIDE; ++wide)
 #pragma unroll
-                for (int step = 0; step < 2; ++step)
+                for (int i = 0; i < 2; ++i) {
+                    const Factors<T> of_group(own_factors[wide][i].each[quarter * GROUPS / 4]);
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const Part<BITS>& own = now[wide][i];
-                        const int first = 8 * eight + 4 * step;
-                        weights[wide][step][i] = pair<T>(own.weight(first), own.weight(first + 1));
-                        weights[wide][step][2 + i] = pair<T>(own.weight(first + 2), own.weight(first + 3));
-                    }
+                    for (int index = 0; index < 4; ++index)
+                        weights[wide][index / 2][index % 2 * 2 + i] =
+                            of_group.weights(words[wide][i][quarter], index);
+                }
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const int64_t row = min(tile * kTileRows + place, rows - 1);
-                const uint4 some = *reinterpret_cast<const uint4*>(inputs + row * num_in + 8 * eight);
+                const uint4 some = *reinterpret_cast<const uint4*>(inputs + row * num_in + 32 * quarter);
 #pragma unroll
                 for (int wide = 0; wide < WIDE; ++wide) {
                     multiply_tile<T>(sums[tile][wide], weights[wide][0], some.x, some.y);
@@ -198,20 +199,23 @@ multiply(const T* x, const uint8_t* codes, const float* scales, const float* zer
     }
 }
 
-// Each thread widens 8 codes.
-template <typename T, int BITS>
+// Each thread widens a word of eight codes of 4 bits. In tiles, words are in the order of `multiply`.
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
-widen(const uint8_t* codes, const float* scales, const float* zeros, T* wide, int64_t eights, int num_in, int group) {
+widen_int4(const uint32_t* words, const T* factors, T* wide, int64_t count, int num_in, int group, bool in_tiles) {
     const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (index >= eights) return;
-    uint32_t words[BITS / 4];
-#pragma unroll
-    for (int i = 0; i < BITS / 4; ++i) words[i] = reinterpret_cast<const uint32_t*>(codes)[index * (BITS / 4) + i];
+    if (index >= count) return;
+    // Of four words that follow in a row, the lanes' are four apart.
+    const int64_t stored = in_tiles ? index / 16 * 16 + index % 4 * 4 + index / 4 % 4 : index;
+    const uint32_t word = words[stored];
     const int64_t row = index * 8 / num_in, own = row * (num_in / group) + (index * 8 - row * num_in) / group;
-    const float scale = scales[own], shift = -(Codes<BITS>::kOne + zeros[own]) * scale;
+    const float scale = widened(factors[2 * own]), shift = widened(factors[2 * own + 1]);
     alignas(16) T values[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) values[k] = narrowed<T>(fmaf(Codes<BITS>::raised(words, k), scale, shift));
+    for (int k = 0; k < 8; ++k) {
+        const uint32_t code = word >> (k / 2 * 4 + k % 2 * 16) & 15;
+        values[k] = narrowed<T>(fmaf(float(code) - kMiddle, scale, shift));
+    }
 #pragma unroll
     for (int i = 0; i < int(sizeof values / 16); ++i)
         reinterpret_cast<uint4*>(wide + 8 * index)[i] = reinterpret_cast<const uint4*>(values)[i];
@@ -319,15 +323,15 @@ scale_sums(const Sum* sums, const float* row_scales, const float* column_scales,
     *reinterpret_cast<Results*>(y + row * num_out + column) = results;
 }
 
-template <typename T, int BITS>
-int multiply_rows(cudaStream_t stream, const void* x, const uint8_t* codes, const float* scales, const float* zeros,
-                  const void* bias, void* y, int rows, int num_in, int num_out, int group) {
+template <typename T, int GROUPS>
+int multiply_rows(cudaStream_t stream, const void* x, const void* codes, const void* factors, const void* bias, void* y,
+                  int rows, int num_in, int num_out, int group) {
     // Many rows: more outputs of a thread block, so that fewer of them read the activations.
 #define LAUNCH(TILES, WIDE)                                                                                     \
-    multiply<T, BITS, TILES, WIDE>                                                                              \
+    multiply<T, GROUPS, TILES, WIDE>                                                                            \
         <<<(num_out + kTileOutputs * WIDE - 1) / (kTileOutputs * WIDE), kThreads, 0, stream>>>(                 \
-            static_cast<const T*>(x), codes, scales, zeros, static_cast<const T*>(bias), static_cast<T*>(y), rows, \
-            num_in, num_out, group)
+            static_cast<const T*>(x), static_cast<const uint4*>(codes), static_cast<const uint32_t*>(factors),  \
+            static_cast<const T*>(bias), static_cast<T*>(y), rows, num_in, num_out, group)
     if (rows <= kTileRows) LAUNCH(1, 1);
     else if (rows <= 2 * kTileRows) LAUNCH(2, 1);
     else if (rows <= 4 * kTileRows) LAUNCH(4, 2);
@@ -337,13 +341,21 @@ int multiply_rows(cudaStream_t stream, const void* x, const uint8_t* codes, cons
 }
 
 template <typename T>
-int widen_all(cudaStream_t stream, const uint8_t* codes, int bits, const float* scales, const float* zeros, void* wide,
-              int num_out, int num_in, int group) {
-    const int64_t eights = int64_t(num_out) * num_in / 8;
-    const unsigned grid = unsigned((eights + kThreads - 1) / kThreads);
-    T* to = static_cast<T*>(wide);
-    if (bits == 4) widen<T, 4><<<grid, kThreads, 0, stream>>>(codes, scales, zeros, to, eights, num_in, group);
-    else widen<T, 8><<<grid, kThreads, 0, stream>>>(codes, scales, zeros, to, eights, num_in, group);
+int multiply_groups(cudaStream_t stream, const void* x, const void* codes, const void* factors, const void* bias, void* y,
+                    int rows, int num_in, int num_out, int group) {
+#define MULTIPLY(GROUPS) \
+    multiply_rows<T, GROUPS>(stream, x, codes, factors, bias, y, rows, num_in, num_out, group)
+    return group == kChunk / 4 ? MULTIPLY(4) : group == kChunk / 2 ? MULTIPLY(2) : MULTIPLY(1);
+#undef MULTIPLY
+}
+
+template <typename T>
+int widen_all(cudaStream_t stream, const void* codes, const void* factors, void* wide, int num_out, int num_in,
+              int group, bool in_tiles) {
+    const int64_t count = int64_t(num_out) * num_in / 8;
+    widen_int4<T><<<unsigned((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+        static_cast<const uint32_t*>(codes), static_cast<const T*>(factors), static_cast<T*>(wide), count, num_in,
+        group, in_tiles);
     return launched();
 }
 
@@ -395,31 +407,34 @@ extern "C" {
 // Why the last call of this thread failed.
 const char* kvq_error() { return message; }
 
-// y[rows, num_out] = x[rows, num_in] W^T + bias, with W = scale * (code - zero). bits: 4 (two codes in a byte, the first
-// in its lower half) or 8; scales, zeros: [num_out, num_in / group]. rows <= 64, num_in a multiple of 128, group of 32.
-int kvq_multiply(int device, void* stream, int type, const void* x, const uint8_t* codes, int bits, const float* scales,
-                 const float* zeros, const void* bias, void* y, int rows, int num_in, int num_out, int group) {
-    if (rows < 1 || rows > 8 * kTileRows || num_in % kChunk || group % 32 || num_in % group)
+// y[rows, num_out] = x[rows, num_in] W^T + bias, with W = (code - 8) * scale + shift. Codes are words of eight, those of
+// even inputs in the lower half, for each output in the order [num_in / 128][4][4] of the inputs [num_in / 128][4 (2)]
+// [4 (1)][8]: as `multiply` takes them; factors: [num_out, num_in / group, 2], scale and shift, of the type of x.
+// rows <= 64; num_in a multiple of 128, group 32, 64 or a multiple of 128.
+int kvq_multiply(int device, void* stream, int type, const void* x, const void* codes, const void* factors,
+                 const void* bias, void* y, int rows, int num_in, int num_out, int group) {
+    if (rows < 1 || rows > 8 * kTileRows || num_in % kChunk || num_in % group ||
+        (group % kChunk && group != kChunk / 2 && group != kChunk / 4))
         return failed("no kernel multiplies matrices of this shape");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
     const auto queue = static_cast<cudaStream_t>(stream);
-#define MULTIPLY(T, BITS) \
-    multiply_rows<T, BITS>(queue, x, codes, scales, zeros, bias, y, rows, num_in, num_out, group)
-    if (type == kBrain) return bits == 4 ? MULTIPLY(Brain, 4) : MULTIPLY(Brain, 8);
-    if (type == kHalf) return bits == 4 ? MULTIPLY(Half, 4) : MULTIPLY(Half, 8);
-#undef MULTIPLY
+    if (type == kBrain)
+        return multiply_groups<Brain>(queue, x, codes, factors, bias, y, rows, num_in, num_out, group);
+    if (type == kHalf) return multiply_groups<Half>(queue, x, codes, factors, bias, y, rows, num_in, num_out, group);
     return failed("products are of 16 bit activations");
 }
 
-// wide[num_out, num_in] = scale * (code - zero), as in kvq_multiply. num_in and group: multiples of 8.
-int kvq_widen(int device, void* stream, int type, const uint8_t* codes, int bits, const float* scales,
-              const float* zeros, void* wide, int num_out, int num_in, int group) {
-    if (num_in % 8 || group % 8 || num_in % group) return failed("weights are widened in groups of a multiple of 8");
+// wide[num_out, num_in] = (code - 8) * scale + shift, as in kvq_multiply, or, not in tiles, of words in the inputs' order.
+// num_in and group: multiples of 8.
+int kvq_widen(int device, void* stream, int type, const void* codes, const void* factors, void* wide, int num_out,
+              int num_in, int group, int in_tiles) {
+    if (num_in % 8 || group % 8 || num_in % group || (in_tiles && num_in % kChunk))
+        return failed("weights are widened in groups of a multiple of 8");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
     const auto queue = static_cast<cudaStream_t>(stream);
-    if (type == kBrain) return widen_all<Brain>(queue, codes, bits, scales, zeros, wide, num_out, num_in, group);
-    if (type == kHalf) return widen_all<Half>(queue, codes, bits, scales, zeros, wide, num_out, num_in, group);
-    return widen_all<float>(queue, codes, bits, scales, zeros, wide, num_out, num_in, group);
+#define WIDEN(T) widen_all<T>(queue, codes, factors, wide, num_out, num_in, group, in_tiles)
+    return type == kBrain ? WIDEN(Brain) : type == kHalf ? WIDEN(Half) : WIDEN(float);
+#undef WIDEN
 }
 
 // codes[padded_rows, width] of x[rows, num_in], int8 or e4m3, zeros elsewhere. A row's scale is its largest absolute value

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.base.errors import ConfigError
-from common.kernels.cuda_quantized import CudaQuantized, find_quantized
+from common.kernels.cuda_quantized import CudaQuantized, Int4Weight, find_quantized
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int4
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
@@ -118,9 +118,11 @@ def _quantize_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def make_group_linear(weight: GroupWeight, bias: Tensor | None, target: LinearTarget) -> Linear:
     """The fastest implementation of `GroupLinear` here. bias: [out]."""
-    if weight.codes.is_cuda:
+    if weight.codes.is_cuda and weight.bits == 4:
         cuda = find_quantized(weight.codes.device)
-        return GroupLinear(weight, bias) if cuda is None else CudaGroupLinear(weight, bias, cuda)
+        if cuda is None:
+            return GroupLinear(weight, bias)
+        return CudaInt4Linear(weight, bias, cuda, target.precision.wide)
     kernels = target.kernels
     if isinstance(kernels, NativeKernels) and weight.bits == 4:
         packed = pack_int4(weight.codes, weight.scale, weight.zero, is_paired=target.is_paired)
@@ -144,9 +146,8 @@ class GroupLinear:
 
     def __init__(self, weight: GroupWeight, bias: Tensor | None) -> None:
         """bias: [out]."""
-        self._scale, self._zero, self._bits = weight.scale.contiguous(), weight.zero.contiguous(), weight.bits
+        self._scale, self._zero, self._bits = weight.scale, weight.zero, weight.bits
         self._codes = weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4 if weight.bits == 4 else weight.codes
-        self._codes = self._codes.contiguous()
         self._bias = bias
 
     @property
@@ -160,23 +161,25 @@ class GroupLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         bias = None if self._bias is None else self._bias.to(x.dtype)
-        return self._multiply(x, bias).to(dtype or x.dtype)
-
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight.widened(x.dtype), bias)
+        return F.linear(x, self.weight.widened(x.dtype), bias).to(dtype or x.dtype)
 
 
-class CudaGroupLinear(GroupLinear):
-    """The same on a GPU: by kernels of its own, of which one multiplies few rows without widening weights."""
+class CudaInt4Linear:
+    """`GroupLinear` on a GPU, for 4 bits: one kernel multiplies few rows, another one widens the weights for more.
 
-    def __init__(self, weight: GroupWeight, bias: Tensor | None, kernels: CudaQuantized) -> None:
-        """bias: [out]."""
-        super().__init__(weight, bias)
+    Scales are rounded to the dtype of activations.
+    """
+
+    def __init__(self, weight: GroupWeight, bias: Tensor | None, kernels: CudaQuantized, dtype: torch.dtype) -> None:
+        """bias: [out]; dtype: of activations."""
+        self._weight = Int4Weight.pack(weight.codes, weight.scale, weight.zero, dtype)
+        self._bias = None if bias is None else bias.to(dtype)
         self._kernels = kernels
-        self._group = weight.group
 
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self._codes, self._bits, self._scale, self._zero
-        if self._kernels.multiplies(x.dtype, x.size(0), x.size(1), self._group):
-            return self._kernels.multiply(x.contiguous(), *weight, bias)
-        return F.linear(x, self._kernels.widen(*weight, x.dtype), bias)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
+        if self._weight.takes(x.size(0)):
+            y = self._kernels.multiply(x.contiguous(), self._weight, self._bias)
+        else:
+            y = F.linear(x, self._kernels.widen(self._weight), self._bias)
+        return y.to(dtype or x.dtype)

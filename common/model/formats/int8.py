@@ -73,20 +73,26 @@ class Int8Linear:
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         """bias: [out]."""
-        self.weight = weight
-        self.bias = None if bias is None else bias.float()
+        self._scale = weight.scale.contiguous()
+        self._bias = None if bias is None else bias.float()
         self._is_cuda = weight.codes.is_cuda
         codes = weight.codes
         if self._is_cuda:
             codes = F.pad(codes, (0, -codes.size(1) % 8, 0, -codes.size(0) % 8))
         self._columns = codes.t()
+        self._num_in = weight.codes.size(1)
+
+    @property
+    def weight(self) -> Int8Weight:
+        """Without what pads it for a GPU."""
+        return Int8Weight(self._columns.t()[: self._scale.numel(), : self._num_in], self._scale)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         wide = x.float()
         scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp_(min=_MIN_SCALE)
-        out = self._sums((wide / scale).round_().to(torch.int8)).mul_(scale).mul_(self.weight.scale)
-        return (out if self.bias is None else out.add_(self.bias)).to(dtype or x.dtype)
+        out = self._sums((wide / scale).round_().to(torch.int8)).mul_(scale).mul_(self._scale)
+        return (out if self._bias is None else out.add_(self._bias)).to(dtype or x.dtype)
 
     def _sums(self, rows: Tensor) -> Tensor:
         """The integer products of `rows`, [T, in] int8, and the codes: [T, out], in float32."""
@@ -94,7 +100,7 @@ class Int8Linear:
             return torch.ops.aten._int_mm(rows, self._columns).float()
         num_rows, num_in = rows.shape
         padded = F.pad(rows, (0, -num_in % 8, 0, max(0, _CUDA_MIN_ROWS - num_rows)))
-        return torch.ops.aten._int_mm(padded, self._columns)[:num_rows, : self.weight.codes.size(0)].float()
+        return torch.ops.aten._int_mm(padded, self._columns)[:num_rows, : self._scale.numel()].float()
 
 
 class CudaInt8Linear(Int8Linear):
@@ -104,12 +110,11 @@ class CudaInt8Linear(Int8Linear):
         """bias: [out]."""
         super().__init__(weight, bias)
         self._kernels = kernels
-        self._scale = weight.scale.contiguous()
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         dtype = dtype or x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = None if self._bias is None else self._bias.to(dtype)
         codes, scale = self._kernels.quantize_int8(
             x.contiguous(), max(_CUDA_MIN_ROWS, x.size(0)), self._columns.size(0)
         )

@@ -1,9 +1,8 @@
-"""Where the CUDA library comes from, and KV in memory that it allocates. tests/gpu tests what it does on a GPU."""
+"""Where the CUDA library is missing, and KV in memory that it allocates. tests/gpu tests what it does on a GPU."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +33,6 @@ def put_nvcc(home: Path, script: str) -> None:
     nvcc.chmod(0o755)
 
 
-COPY_ITSELF = 'while [ "$1" != -o ]; do shift; done; read -r line < "$0"; echo "$line" > "$2"'
-
-
 def test_without_a_compiler_the_reason_is_logged_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(3):
@@ -64,26 +60,6 @@ def test_a_user_without_a_home_directory_gets_no_library(
     monkeypatch.setattr(Path, "home", classmethod(nowhere))
     assert cuda_pages.cuda_library() is None
     assert "home directory" in caplog.text
-
-
-def test_library_is_compiled_once_and_nothing_is_left_beside_it(home: Path) -> None:
-    put_nvcc(home, COPY_ITSELF)
-    path = cuda_pages._compiled()
-    assert [p for p in home.rglob("*") if p.is_file()] == [path]
-    put_nvcc(home, "exit 1")
-    assert cuda_pages._compiled() == path
-
-
-def test_library_compiled_ahead_needs_no_compiler(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put_nvcc(home, COPY_ITSELF)
-    folder = home.parent / "kernels"
-    monkeypatch.setattr(sys, "argv", ["cuda_pages", str(folder)])
-    cuda_pages.main()
-    put_nvcc(home, "exit 1")
-    monkeypatch.syspath_prepend(str(folder))
-    assert str(cuda_pages._compiled()) == capsys.readouterr().out.strip()
 
 
 class StubGpuMemory:
