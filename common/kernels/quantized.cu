@@ -18,11 +18,10 @@ using Brain = __nv_bfloat16;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTileOutputs = 16;  // outputs of a matrix unit's tile
-constexpr int kChunk = 128;   // inputs that a warp takes at a time, 32 for each of four lanes
-constexpr int kTileRows = 8;  // rows of activations of a matrix unit's tile
-constexpr int kRowThreads = 1024;  // of one row in `quantize_rows`
-constexpr int kVector = 8;    // activations that a thread of `quantize_rows` loads at a time
-constexpr int kScaled = 4;    // sums that a thread of `scale_sums` takes at a time
+constexpr int kChunk = 128;       // inputs that a warp takes at a time, 32 for each of four lanes
+constexpr int kTileRows = 8;      // rows of activations of a matrix unit's tile
+constexpr int kVector = 8;        // activations that a thread of `quantize_rows` loads at a time
+constexpr int kScaled = 4;        // sums that a thread of `scale_sums` takes at a time
 
 thread_local char message[256];
 
@@ -249,7 +248,7 @@ __device__ float scale_for(float largest) {
 
 // A thread block quantizes a row, VECTOR values at a time; rows from `rows` on, and columns from `num_in` on, become zeros.
 template <typename T, typename To, int VECTOR>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kThreads)
 quantize_rows(const T* x, typename To::Code* codes, float* scales, int rows, int num_in, int width) {
     struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Values { T each[VECTOR]; };
     struct alignas(VECTOR) Quantized { typename To::Code each[VECTOR]; };
@@ -259,19 +258,19 @@ quantize_rows(const T* x, typename To::Code* codes, float* scales, int rows, int
     const auto from = reinterpret_cast<const Values*>(x + row * num_in);
     const int vectors = is_there ? num_in / VECTOR : 0;
     float largest = 0.0f;
-    for (int index = threadIdx.x; index < vectors; index += kRowThreads) {
+    for (int index = threadIdx.x; index < vectors; index += kThreads) {
         const Values values = from[index];
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) largest = larger(largest, widened(values.each[k]));
     }
-    __shared__ float of_warps[kRowThreads / 32];
+    __shared__ float of_warps[kWarps];
     largest = largest_of_warp(largest);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
     __syncthreads();
-    for (int warp = 0; warp < kRowThreads / 32; ++warp) largest = larger(largest, of_warps[warp]);
+    for (int warp = 0; warp < kWarps; ++warp) largest = larger(largest, of_warps[warp]);
     const float scale = scale_for<To>(largest);
     if (threadIdx.x == 0 && is_there) scales[row] = scale;
-    for (int index = threadIdx.x; index < width / VECTOR; index += kRowThreads) {
+    for (int index = threadIdx.x; index < width / VECTOR; index += kThreads) {
         Quantized made = {};
         if (index < vectors) {
             const Values values = from[index];
@@ -371,7 +370,7 @@ int quantize(cudaStream_t stream, const void* x, void* codes, bool to_int8, floa
     } else {
         const bool aligned = num_in % kVector == 0 && width % kVector == 0;
 #define QUANTIZE_ROWS(To, VECTOR)                                                                               \
-    quantize_rows<T, To, VECTOR><<<padded_rows, kRowThreads, 0, stream>>>(from, static_cast<To::Code*>(codes), scales, \
+    quantize_rows<T, To, VECTOR><<<padded_rows, kThreads, 0, stream>>>(from, static_cast<To::Code*>(codes), scales, \
                                                                        rows, num_in, width)
         if (to_int8 && aligned) QUANTIZE_ROWS(ToInt8, kVector);
         else if (to_int8) QUANTIZE_ROWS(ToInt8, 1);
