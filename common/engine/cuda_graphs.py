@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,14 +93,16 @@ class CudaGraphCapture:
 
 def _run_without_waiting(run: Callable[[], None]) -> None:
     """Raises: CannotCapture. A capture that fails leaves PyTorch's allocator unusable, so this is found out before."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    except RuntimeError as error:
-        raise CannotCapture(f"the model waits for the GPU while it computes: {error}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this mode is a prototype
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        except RuntimeError as error:
+            raise CannotCapture(f"the model waits for the GPU while it computes: {error}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass(frozen=True)
