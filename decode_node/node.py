@@ -39,8 +39,8 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
-from common.engine.plan import Progress
 from common.engine.priority import insert_by_priority
+from common.engine.scheduled_step import Progress
 from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import ClientLost, FromClient

@@ -33,7 +33,7 @@ from common.control.messages import (
 )
 from common.engine.kv_allocator import first_kept
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
-from common.engine.plan import Progress
+from common.engine.scheduled_step import Progress
 from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import FromClient, FromPeer, PeerGone

@@ -27,8 +27,8 @@ from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
 from common.engine.build_step import Rows, build_step
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
-from common.engine.plan import Plan, Progress
 from common.engine.priority import goes_first, insert_by_priority
+from common.engine.scheduled_step import Progress, ScheduledStep
 from common.engine.sequence import Sequence
 from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
@@ -164,17 +164,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ steps
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run now."""
         for offset in range(self.config.num_groups):
             group = (self._next_group + offset) % self.config.num_groups
-            plan = self._schedule_group(group) if self._in_flight[group] < self.config.depth else None
-            if plan is not None:
+            scheduled = self._schedule_group(group) if self._in_flight[group] < self.config.depth else None
+            if scheduled is not None:
                 self._next_group = group + 1
-                return plan
+                return scheduled
         return None
 
-    def _schedule_group(self, group: int) -> Plan | None:
+    def _schedule_group(self, group: int) -> ScheduledStep | None:
         self._yielding = None
         decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
@@ -202,7 +202,7 @@ class Scheduler:
             return None
         return self._start(decodes, prompts, admitted, group)
 
-    def _start(self, decodes: list[Rows], prompts: list[Rows], admitted: list[Sequence], group: int) -> Plan:
+    def _start(self, decodes: list[Rows], prompts: list[Rows], admitted: list[Sequence], group: int) -> ScheduledStep:
         if self._has_adapters:  # neighbours with the same adapter share its products
             decodes.sort(key=lambda row: row[0].adapter_id)
             prompts.sort(key=lambda row: row[0].adapter_id)
@@ -218,33 +218,33 @@ class Scheduler:
             seq = rows[spec.seq_index][0]
             seq.num_pending += 1
             seq.last_draw = (self._steps, index)
-        return Plan(step, [seq for seq, _ in rows], admitted, group)
+        return ScheduledStep(step, [seq for seq, _ in rows], admitted, group)
 
     def update(
-        self, plan: Plan, sampled: list[SampledToken], scored: Iterable[list[PromptLogprobs]] = ()
+        self, scheduled: ScheduledStep, sampled: list[SampledToken], scored: Iterable[list[PromptLogprobs]] = ()
     ) -> list[Progress]:
         """Record what a step computed and drew (`StepOutput`). A group's steps must come in the order of their start.
 
         A finished sequence is removed, and tokens drawn after its end are dropped.
         """
-        self._end(plan)
-        drawn: list[list[SampledToken]] = [[] for _ in plan.seqs]
-        for spec, token in zip(plan.step.samples, sampled, strict=True):
+        self._end(scheduled)
+        drawn: list[list[SampledToken]] = [[] for _ in scheduled.seqs]
+        for spec, token in zip(scheduled.step.samples, sampled, strict=True):
             drawn[spec.seq_index].append(token)
-        prompts = {rows.seq_index: found for rows, found in zip(plan.step.scored, scored, strict=True)}
+        prompts = {rows.seq_index: found for rows, found in zip(scheduled.step.scored, scored, strict=True)}
         progress: list[Progress] = []
-        for index, (seq, tokens) in enumerate(zip(plan.seqs, drawn, strict=True)):
+        for index, (seq, tokens) in enumerate(zip(scheduled.seqs, drawn, strict=True)):
             seq.in_flight -= 1
             if seq.over:
-                self.num_wasted_rows += plan.step.query_lens[index]
+                self.num_wasted_rows += scheduled.step.query_lens[index]
                 self._leave(seq)
             else:
-                progress.append(self._advance(seq, plan.step.context_lens[index], tokens, prompts.get(index, [])))
+                progress.append(self._advance(seq, scheduled.step.context_lens[index], tokens, prompts.get(index, [])))
         return progress
 
-    def _end(self, plan: Plan) -> None:
-        self._in_flight[plan.group] -= 1
-        self.pool.release([copy.source for copy in plan.step.copies])
+    def _end(self, scheduled: ScheduledStep) -> None:
+        self._in_flight[scheduled.group] -= 1
+        self.pool.release([copy.source for copy in scheduled.step.copies])
 
     def _advance(
         self, seq: Sequence, context_len: int, tokens: list[SampledToken], scored: list[PromptLogprobs]
@@ -274,10 +274,10 @@ class Scheduler:
             self._leave(seq)
         return Progress(seq, tokens, reason, None, scored)
 
-    def fail(self, plan: Plan) -> None:
+    def fail(self, scheduled: ScheduledStep) -> None:
         """Drop the sequences of a step that raised. The others are untouched."""
-        self._end(plan)
-        for seq in plan.seqs:
+        self._end(scheduled)
+        for seq in scheduled.seqs:
             seq.in_flight -= 1
             self.abort(seq)
 

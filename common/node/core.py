@@ -34,7 +34,7 @@ from common.control.messages import (
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
 from common.engine.grammar.compiler import GrammarCompiled, Grammars
-from common.engine.plan import Plan, Progress
+from common.engine.scheduled_step import Progress, ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
@@ -127,7 +127,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         """Attempts that wait for their adapter, some of them ended meanwhile."""
         self.rests_until_s = 0.0
         """As `EngineCore.rests_until_s`."""
-        self._plans: dict[int, Plan] = {}
+        self._scheduled: dict[int, ScheduledStep] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
         self._prompt_tokens = 0
@@ -190,7 +190,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             self._fail(self.attempts.get(key), Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
         if not self.adapters.is_settled:
             in_use = {attempt.seq.adapter_id for attempt in self.attempts.values()}
-            in_use |= {seq.adapter_id for plan in self._plans.values() for seq in plan.seqs}
+            in_use |= {seq.adapter_id for scheduled in self._scheduled.values() for seq in scheduled.seqs}
             self.adapters.settle(in_use, now_s)
         self.load = self._measure_load()
 
@@ -302,19 +302,19 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def step(self) -> bool:
         """Start a step if there is work. Returns whether there was."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
             return False
-        step_id = plan.step.step_id
-        for seq in plan.admitted:
+        step_id = scheduled.step.step_id
+        for seq in scheduled.admitted:
             if seq.first_step_s is None:
                 seq.first_step_s = self.clock()
             self._admitted(self.attempts[seq.key])
         self.send_buffer.flush()  # send offers and grants before the step: an answer may arrive before it is done
-        self._plans[step_id] = plan
+        self._scheduled[step_id] = scheduled
         self._timer.begin(step_id, self.clock())
         try:
-            output = self.executor.submit(plan.step)
+            output = self.executor.submit(scheduled.step)
         except Exception as error:  # one step's failure must not end the node
             self._step_failed(step_id, error)
             return True
@@ -323,17 +323,19 @@ class NodeCore(ABC, Generic[AttemptT]):
         return True
 
     def _step_done(self, output: StepOutput) -> None:
-        plan = self._plans.pop(output.step_id)
-        counts, num_decodes = plan.step.query_lens, plan.step.num_decodes
+        scheduled = self._scheduled.pop(output.step_id)
+        counts, num_decodes = scheduled.step.query_lens, scheduled.step.num_decodes
         self._timer.end(
             output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts), tokens=sum(counts)
         )
         self._prompt_tokens += sum(counts[num_decodes:])
-        self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
-        for seq in plan.seqs[num_decodes:]:
+        self._prompt_tokens += sum(
+            n for seq, n in zip(scheduled.seqs, counts[:num_decodes], strict=False) if seq.relays
+        )
+        for seq in scheduled.seqs[num_decodes:]:
             if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
                 attempt.mark("chunk", self.clock(), seq.num_scheduled)
-        for done in self.scheduler.update(plan, output.sampled, output.prompt_logprobs):
+        for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
             if done.prompt_logprobs:
                 self._send_prompt_logprobs(done)
             if done.error is not None:
@@ -355,9 +357,9 @@ class NodeCore(ABC, Generic[AttemptT]):
             raise error  # ends the engine loop and the node: ranks share fate
         log.error("step %d failed", step_id, exc_info=error)
         self._timer.drop(step_id)
-        plan = self._plans.pop(step_id)
-        self.scheduler.fail(plan)
-        for seq in plan.seqs:
+        scheduled = self._scheduled.pop(step_id)
+        self.scheduler.fail(scheduled)
+        for seq in scheduled.seqs:
             self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))
 
     def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:

@@ -12,7 +12,7 @@ from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
@@ -80,7 +80,7 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
         )
         for n, (at, prompt, params, abort_at) in enumerate(workload(seed))
     ]
-    flying: deque[Plan] = deque()
+    flying: deque[ScheduledStep] = deque()
     for round_ in range(5000):
         for at, abort_at, seq in requests:
             if at == round_:
@@ -89,11 +89,11 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
                 out.aborted.add(seq.key)
                 out.rows_of_aborted += seq.num_scheduled - seq.num_computed
                 scheduler.abort(seq)
-        plan = scheduler.schedule()
-        if plan is not None:
-            flying.append(plan)
-            out.placeholders += len(plan.step.placeholders)
-        if flying and (plan is None or len(flying) == depth * num_groups):
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            flying.append(scheduled)
+            out.placeholders += len(scheduled.step.placeholders)
+        if flying and (scheduled is None or len(flying) == depth * num_groups):
             # At the last moment, so that a block given away too early is overwritten by its former owner.
             landing = flying.popleft()
             output = runner.execute(landing.step)

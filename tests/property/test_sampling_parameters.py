@@ -25,10 +25,10 @@ from support.tiny_engine import NUM_BLOCKS, VOCAB, make_runner
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
-from common.engine.plan import Plan
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.gumbel import noise_key, strides_of, uniforms
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -77,12 +77,12 @@ def run(runner: ModelRunner, requests: list[tuple[list[int], dict[str, Any]]], d
     for key, (prompt, params) in zip(answers, requests, strict=True):
         request = EngineRequest(pack_ids(prompt), SamplingParams(**params))
         scheduler.add(Sequence(key, request, list(prompt), root_hash("f"), 0.0))
-    flying: deque[tuple[Plan, LaunchedStep]] = deque()
+    flying: deque[tuple[ScheduledStep, LaunchedStep]] = deque()
     while not scheduler.is_idle() or flying:
-        plan = scheduler.schedule()
-        if plan is not None:
-            flying.append((plan, runner.launch(plan.step)))
-        if plan is None or len(flying) == depth:
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            flying.append((scheduled, runner.launch(scheduled.step)))
+        if scheduled is None or len(flying) == depth:
             landing, launched = flying.popleft()
             output = launched.wait()
             for done in scheduler.update(landing, output.sampled, output.prompt_logprobs):

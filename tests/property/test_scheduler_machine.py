@@ -20,7 +20,7 @@ from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import first_seen
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held: list[Sequence] = []
         """Relayed or given up; a transfer may still read their blocks."""
         self.arriving: list[Sequence] = []
-        self.flying: deque[tuple[Plan, list[SampledToken] | None]] = deque()
+        self.flying: deque[tuple[ScheduledStep, list[SampledToken] | None]] = deque()
         self.count = 0
         self.stopped = 0
         self.aborted_rows = 0
@@ -162,16 +162,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def launch(self) -> None:
         """Start a step and leave it in flight, as a pipeline does."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
             return
-        step = plan.step
+        step = scheduled.step
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
         if self.scheduler.config.depth == 1:
-            assert not {seq.key for seq in plan.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
+            assert not {seq.key for seq in scheduled.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
             assert not step.placeholders
-        assert len(plan.seqs) == len({seq.key for seq in plan.seqs})
-        self.flying.append((plan, None if self.late else self.runner.execute(step).sampled))
+        assert len(scheduled.seqs) == len({seq.key for seq in scheduled.seqs})
+        self.flying.append((scheduled, None if self.late else self.runner.execute(step).sampled))
         assert len(self.flying) <= self.scheduler.config.num_groups * self.scheduler.config.depth
 
     @rule()
@@ -185,10 +185,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _land(self) -> bool:
         if not self.flying:
             return False
-        plan, sampled = self.flying.popleft()
+        scheduled, sampled = self.flying.popleft()
         if sampled is None:
-            sampled = self.runner.execute(plan.step).sampled
-        for done in self.scheduler.update(plan, sampled):
+            sampled = self.runner.execute(scheduled.step).sampled
+        for done in self.scheduler.update(scheduled, sampled):
             if done.finish_reason is None and not (done.tokens and done.seq.relays):
                 continue
             seq, expected = self.live.pop(done.seq.key)
@@ -207,14 +207,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_integrity()
         owners = [*self.scheduler.running.values(), *self.scheduler.reserved.values(), *self.held]
-        owners += [seq for plan, _ in self.flying for seq in plan.seqs]
+        owners += [seq for scheduled, _ in self.flying for seq in scheduled.seqs]
         tables = [(seq, table) for seq in owners for table in range(len(seq.block_tables))]
         held = {block for seq, table in tables for block in seq.block_tables[table][seq.first_blocks[table] :]}
-        held |= {copy.source for plan, _ in self.flying for copy in plan.step.copies}
+        held |= {copy.source for scheduled, _ in self.flying for copy in scheduled.step.copies}
         assert self.scheduler.pool.num_used == len(held), "nobody's block"
-        for plan, _ in self.flying:
-            for index, (query_len, end) in enumerate(zip(plan.step.query_lens, plan.step.context_lens, strict=True)):
-                for each, window in zip(plan.step.block_tables, self.windows, strict=True):
+        for scheduled, _ in self.flying:
+            for index, (query_len, end) in enumerate(
+                zip(scheduled.step.query_lens, scheduled.step.context_lens, strict=True)
+            ):
+                for each, window in zip(scheduled.step.block_tables, self.windows, strict=True):
                     seen = each[index][first_seen(end - query_len, window) :]
                     assert not any(map(self.scheduler.pool.is_idle, seen)), "a step uses a free block"
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs

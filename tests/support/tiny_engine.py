@@ -13,9 +13,9 @@ from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.plan import Plan
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.base import Sampler
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -81,14 +81,14 @@ def answers(
     got: dict[AttemptKey, list[SampledToken]] = {}
     for seq in sequences():
         scheduler.add(seq)
-    flying: deque[tuple[Plan, LaunchedStep]] = deque()
+    flying: deque[tuple[ScheduledStep, LaunchedStep]] = deque()
     while True:
-        plan = scheduler.schedule()
-        if plan is not None:
-            flying.append((plan, runner.launch(plan.step)))
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            flying.append((scheduled, runner.launch(scheduled.step)))
         elif not flying:
             break
-        if plan is None or len(flying) == depth:
+        if scheduled is None or len(flying) == depth:
             landing, launched = flying.popleft()
             for done in scheduler.update(landing, launched.wait().sampled):
                 got.setdefault(done.seq.key, []).extend(done.tokens)

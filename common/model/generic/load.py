@@ -21,7 +21,7 @@ from common.model.generic.modules import (
     SummedRows,
     VocabularyShare,
 )
-from common.model.generic.styles import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, Plan
+from common.model.generic.styles import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
 from common.model.sharding import even_range
 from common.model.tensor_files import Part
 
@@ -32,7 +32,7 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class ModuleLoader:
     """Loads modules, by their names in the whole model."""
 
-    def __init__(self, build: Build, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, build: Build, model: nn.Module, plan: TensorParallelPlan) -> None:
         """`model`: on the meta device; modules that are left out stay there."""
         self._build = build
         self._model = model

@@ -27,7 +27,7 @@ from common.model.generic.norms import replace_norms
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
-from common.model.generic.styles import SPLIT, Plan
+from common.model.generic.styles import SPLIT, TensorParallelPlan
 from common.model.lora.adapters import Adapters
 from common.model.rank_model import OnProgress, attention_shape
 from common.model.sharding import HeadRange
@@ -69,7 +69,7 @@ class GenericModel:
 
     def _attach(self, build: Build, names: PartNames) -> None:
         """Give this rank's attention modules the backend."""
-        config, plan = build.config, Plan(self.config.tp_plan)
+        config, plan = build.config, TensorParallelPlan(self.config.tp_plan)
         for index, number in enumerate(build.layer_numbers):
             described = config.layers[number].attention
             module = self._causal.get_submodule(names.attention[number])
@@ -179,7 +179,7 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     config, place = build.config, build.mesh.place
     assert isinstance(config, GenericConfig)
     tied = config.tie_word_embeddings
-    loader = ModuleLoader(build, causal, Plan(config.tp_plan))
+    loader = ModuleLoader(build, causal, TensorParallelPlan(config.tp_plan))
     parts = len(build.layer_numbers) + 2
     embedding, lm_head = causal.get_input_embeddings(), causal.get_output_embeddings()
     needed = place.is_first_stage or (place.is_last_stage and tied)

@@ -19,7 +19,7 @@ VOCABULARY = frozenset({"embedding_rowwise"})
 STYLES = COLUMNS | ROWS | WHOLE | VOCABULARY | {EXPERTS}
 
 
-class Plan:
+class TensorParallelPlan:
     """Styles by name."""
 
     def __init__(self, entries: Sequence[tuple[str, str]]) -> None:

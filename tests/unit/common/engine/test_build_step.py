@@ -15,10 +15,10 @@ from support.tiny_engine import answers
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.plan import Plan
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.seen_tokens import TokenCounter
 from common.engine.sequence import Sequence
@@ -33,10 +33,10 @@ def sequence(name: str = "a", **params: Any) -> Sequence:
     return Sequence(AttemptKey(name, 1), EngineRequest(pack_ids(PROMPT), sampling), list(PROMPT), root_hash("f"), 0.0)
 
 
-def start(scheduler: Scheduler) -> Plan:
-    plan = scheduler.schedule()
-    assert plan is not None
-    return plan
+def start(scheduler: Scheduler) -> ScheduledStep:
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    return scheduled
 
 
 def decoding(*seqs: Sequence, depth: int = 1, blocks: int = 64) -> Scheduler:
@@ -44,8 +44,8 @@ def decoding(*seqs: Sequence, depth: int = 1, blocks: int = 64) -> Scheduler:
     scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, depth=depth), BlockPool(blocks))
     for seq in seqs:
         scheduler.add(seq)
-    plan = start(scheduler)
-    scheduler.update(plan, [SampledToken(7) for _ in plan.step.samples])
+    scheduled = start(scheduler)
+    scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
     return scheduler
 
 
@@ -133,9 +133,9 @@ def test_known_tokens_as_drafts_give_the_tokens_of_plain_decoding(seed: int) -> 
         scheduler.add(seqs[-1])
     want = {seq.key: generate(seq.request.prompt_ids, seq.sampling.max_tokens) for seq in seqs}
     most_draws = 0
-    while (plan := scheduler.schedule()) is not None:
-        most_draws = max(most_draws, *Counter(spec.seq_index for spec in plan.step.samples).values(), 0)
-        scheduler.update(plan, runner.execute(plan.step).sampled)
+    while (scheduled := scheduler.schedule()) is not None:
+        most_draws = max(most_draws, *Counter(spec.seq_index for spec in scheduled.step.samples).values(), 0)
+        scheduler.update(scheduled, runner.execute(scheduled.step).sampled)
         scheduler.check_integrity()
         for seq in scheduler.running.values():
             seq.draft_ids = want[seq.key][seq.num_generated : -1][: draw.randrange(5)]

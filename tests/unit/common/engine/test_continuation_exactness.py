@@ -63,8 +63,8 @@ def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tupl
     seq = Sequence(key, EngineRequest(pack_ids(PROMPT), sampling), PROMPT + known, root_hash("f"), 0.0)
     scheduler.add(seq)
     logprobs: list[TokenLogprobs] = []
-    while (plan := scheduler.schedule()) is not None:
-        for done in scheduler.update(plan, runner.execute(plan.step).sampled):
+    while (scheduled := scheduler.schedule()) is not None:
+        for done in scheduler.update(scheduled, runner.execute(scheduled.step).sampled):
             logprobs += [token.logprobs for token in done.tokens if token.logprobs is not None]
             if done.finish_reason is not None:
                 return seq.token_ids[len(PROMPT) :], logprobs, done.finish_reason

@@ -8,7 +8,7 @@ from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import KVAllocator, first_kept, first_seen
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -85,10 +85,10 @@ def test_the_blocks_of_a_window_stay_as_many_through_an_answer_of_4000_tokens(wi
     scheduler.add(seq)
     most = [0] * len(windows)
     while not scheduler.is_idle():
-        plan = scheduler.schedule()
-        assert isinstance(plan, Plan)
+        scheduled = scheduler.schedule()
+        assert isinstance(scheduled, ScheduledStep)
         most = [max(known, used(scheduler.allocator, seq, t)) for t, known in enumerate(most)]
-        scheduler.update(plan, [SampledToken(7) for _ in plan.step.samples])
+        scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
     assert seq.num_generated == 4000
     for window, blocks in zip(windows, most, strict=True):
         assert blocks == (512 // BLOCK_SIZE + 2 if window else -(-(40 + 4000 - 1) // BLOCK_SIZE))

@@ -7,7 +7,7 @@ import pytest
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -29,14 +29,14 @@ def sequence(name: int, tokens: int, max_tokens: int = 1000) -> Sequence:
     )
 
 
-def start(scheduler: Scheduler) -> Plan:
-    plan = scheduler.schedule()
-    assert plan is not None
-    return plan
+def start(scheduler: Scheduler) -> ScheduledStep:
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    return scheduled
 
 
-def land(scheduler: Scheduler, plan: Plan) -> None:
-    scheduler.update(plan, [SampledToken(7, None) for _ in plan.step.samples])
+def land(scheduler: Scheduler, scheduled: ScheduledStep) -> None:
+    scheduler.update(scheduled, [SampledToken(7, None) for _ in scheduled.step.samples])
 
 
 @pytest.mark.parametrize(("groups", "count", "sizes"), [(1, 9, [9]), (2, 9, [5, 4]), (3, 16, [6, 5, 5]), (3, 1, [1])])
@@ -66,10 +66,10 @@ def test_one_that_comes_late_joins_the_lightest_group() -> None:
     scheduler = make()
     for name in range(3):
         scheduler.add(sequence(name, 20))
-    plans = [start(scheduler), start(scheduler)]
-    assert [len(plan.seqs) for plan in plans] == [2, 1]
-    for plan in plans:
-        land(scheduler, plan)
+    all_scheduled = [start(scheduler), start(scheduler)]
+    assert [len(scheduled.seqs) for scheduled in all_scheduled] == [2, 1]
+    for scheduled in all_scheduled:
+        land(scheduler, scheduled)
     scheduler.add(sequence(3, 20))
     assert [len(start(scheduler).seqs) for _ in range(2)] == [2, 2]
 

@@ -14,8 +14,8 @@ from support.runner_cases import make_runner, prompt
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.plan import Plan
 from common.engine.runner import ModelRunner
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
@@ -41,22 +41,22 @@ class Engine:
         self.runner = FakeRunner(pool.num_blocks, windows)
         self.answers: dict[str, list[int]] = {}
 
-    def start(self) -> Plan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        return plan
+    def start(self) -> ScheduledStep:
+        scheduled = self.scheduler.schedule()
+        assert scheduled is not None
+        return scheduled
 
-    def land(self, plan: Plan) -> None:
-        output = self.runner.execute(plan.step)
-        for done in self.scheduler.update(plan, output.sampled, output.prompt_logprobs):
+    def land(self, scheduled: ScheduledStep) -> None:
+        output = self.runner.execute(scheduled.step)
+        for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
             if done.finish_reason is not None:
                 self.answers[done.seq.key.request_id] = done.seq.token_ids[done.seq.prompt_len :]
         self.scheduler.check_integrity()
 
-    def step(self) -> Plan:
-        plan = self.start()
-        self.land(plan)
-        return plan
+    def step(self) -> ScheduledStep:
+        scheduled = self.start()
+        self.land(scheduled)
+        return scheduled
 
     def finish(self) -> None:
         while not self.scheduler.is_idle():
@@ -74,10 +74,10 @@ def test_each_further_sample_computes_one_row(windows: tuple[int | None, ...], l
         engine.step()
     for n in range(1, 8):
         engine.scheduler.add(sequence(str(n), tokens))
-    plan = engine.step()
-    assert plan.step.query_lens == [1] * 8
-    assert len(plan.step.copies) == (7 * len(windows) if (length - 1) % 16 else 0)
-    assert [seq.cached_tokens for seq in plan.seqs[1:]] == [length - 1] * 7
+    scheduled = engine.step()
+    assert scheduled.step.query_lens == [1] * 8
+    assert len(scheduled.step.copies) == (7 * len(windows) if (length - 1) % 16 else 0)
+    assert [seq.cached_tokens for seq in scheduled.seqs[1:]] == [length - 1] * 7
     engine.finish()
     assert engine.answers == {str(n): generate(tokens, 30) for n in range(8)}
 
@@ -104,12 +104,12 @@ def test_the_block_that_is_copied_is_not_given_away_before_the_copy() -> None:
     engine.scheduler.add(first)
     engine.step()
     engine.scheduler.add(sequence("1", PROMPT))
-    plan = engine.start()
-    [copy] = plan.step.copies
+    scheduled = engine.start()
+    [copy] = scheduled.step.copies
     engine.scheduler.abort(first)
     other = engine.start()
     assert not engine.scheduler.pool.is_idle(copy.source)
-    engine.land(plan)
+    engine.land(scheduled)
     engine.land(other)
     assert engine.scheduler.pool.is_idle(copy.source)
     engine.finish()
@@ -167,9 +167,9 @@ def answers(runner: ModelRunner, tokens: list[int], seeds: list[int]) -> tuple[l
         sequence(str(seed), tokens, SamplingParams(seed=seed, max_tokens=24, temperature=1.0), "f") for seed in seeds
     ]
     scheduler.add(waiting.pop(0))
-    while (plan := scheduler.schedule()) is not None:
-        copies += len(plan.step.copies)
-        for done in scheduler.update(plan, runner.execute(plan.step).sampled):
+    while (scheduled := scheduler.schedule()) is not None:
+        copies += len(scheduled.step.copies)
+        for done in scheduler.update(scheduled, runner.execute(scheduled.step).sampled):
             for seq in waiting if done.tokens else []:
                 scheduler.add(seq)
             waiting = [] if done.tokens else waiting

@@ -9,7 +9,7 @@ import pytest
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -36,14 +36,14 @@ def sequence(name: str, tokens: int, *, relays: bool = False, **params: Any) -> 
     )
 
 
-def start(scheduler: Scheduler) -> Plan:
-    plan = scheduler.schedule()
-    assert plan is not None
-    return plan
+def start(scheduler: Scheduler) -> ScheduledStep:
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    return scheduled
 
 
-def land(scheduler: Scheduler, plan: Plan, *tokens: int) -> list[str | None]:
-    done = scheduler.update(plan, [SampledToken(token) for token in tokens])
+def land(scheduler: Scheduler, scheduled: ScheduledStep, *tokens: int) -> list[str | None]:
+    done = scheduler.update(scheduled, [SampledToken(token) for token in tokens])
     return [progress.finish_reason for progress in done]
 
 
@@ -98,9 +98,9 @@ def test_a_sequence_that_stops_wastes_one_row_and_keeps_its_blocks_until_then() 
 def test_a_sequence_that_surely_ends_with_the_pending_token_wastes_nothing(max_tokens: int) -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20, max_tokens=max_tokens))
-    plans = [start(scheduler) for _ in range(max_tokens)]
+    all_scheduled = [start(scheduler) for _ in range(max_tokens)]
     assert scheduler.schedule() is None
-    assert [land(scheduler, plan, 5) for plan in plans][-1] == ["length"]
+    assert [land(scheduler, scheduled, 5) for scheduled in all_scheduled][-1] == ["length"]
     assert scheduler.num_wasted_rows == 0
     assert scheduler.is_idle()
 
@@ -108,9 +108,9 @@ def test_a_sequence_that_surely_ends_with_the_pending_token_wastes_nothing(max_t
 def test_a_relayed_sequence_ends_with_its_first_token() -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20, relays=True))
-    plan = start(scheduler)
+    scheduled = start(scheduler)
     assert scheduler.schedule() is None
-    land(scheduler, plan, 5)
+    land(scheduler, scheduled, 5)
     assert scheduler.is_idle()
 
 

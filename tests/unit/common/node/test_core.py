@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenChunk, TokenLogprobs
-from common.engine.plan import Progress
+from common.engine.scheduled_step import Progress
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.node.core import token_chunk

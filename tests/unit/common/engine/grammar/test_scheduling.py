@@ -14,7 +14,7 @@ from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
-from common.engine.plan import Plan
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
@@ -53,15 +53,15 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
         if params.grammar is not None:
             seq.set_grammar(compile_grammar(fake_tokenizer(), params.grammar.source), [EOS])
         scheduler.add(seq)
-    flying: deque[tuple[Plan, StepOutput]] = deque()
+    flying: deque[tuple[ScheduledStep, StepOutput]] = deque()
     while True:
-        plan = scheduler.schedule()
-        if plan is not None:
-            assert len(plan.step.token_ids) <= scheduler.config.max_num_batched_tokens + 1
-            flying.append((plan, runner.execute(plan.step)))
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            assert len(scheduled.step.token_ids) <= scheduler.config.max_num_batched_tokens + 1
+            flying.append((scheduled, runner.execute(scheduled.step)))
         elif not flying:
             break
-        if plan is None or len(flying) == depth * scheduler.config.num_groups:
+        if scheduled is None or len(flying) == depth * scheduler.config.num_groups:
             landing, output = flying.popleft()
             for done in scheduler.update(landing, output.sampled):
                 assert done.error is None, done.error

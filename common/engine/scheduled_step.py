@@ -25,7 +25,7 @@ class Progress(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduledStep:
     """One scheduled step: what the ranks get, and its sequences in the same order."""
 
     step: StepInput
