@@ -39,6 +39,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
+_WAITS = "called a synchronizing CUDA operation"
+"""PyTorch's message in that mode."""
+
+
 class CannotCapture(RuntimeError):
     """The model's steps read values of tensors on the CPU, which a CUDA graph cannot."""
 
@@ -52,7 +56,10 @@ class GraphCapture(Protocol):
         ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays `run` on the memory that it used; `run` may be called several times for that."""
+        """A function that replays `run` on the memory that it used; `run` may be called several times for that.
+
+        Raises: CannotCapture, before anything is captured.
+        """
         ...
 
 
@@ -76,14 +83,19 @@ class CudaGraphCapture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._is_tried = False
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         # Warm up: operations create handles and workspaces at their first call, which must not be during capture.
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-            _run_without_waiting(run)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+                if not self._is_tried:
+                    _run_without_waiting(run)
+                    self._is_tried = True
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": the threads of transfers and of NCCL may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -92,7 +104,11 @@ class CudaGraphCapture:
 
 
 def _run_without_waiting(run: Callable[[], None]) -> None:
-    """Raises: CannotCapture. A capture that fails leaves PyTorch's allocator unusable, so this is found out before."""
+    """Run a step in a mode in which PyTorch refuses operations that wait for the GPU, in the whole process: no other thread may
+    use the GPU meanwhile. A capture that fails leaves PyTorch's allocator unusable, so this is found out before.
+
+    Raises: CannotCapture.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this mode is a prototype
         before = torch.cuda.get_sync_debug_mode()
@@ -100,7 +116,9 @@ def _run_without_waiting(run: Callable[[], None]) -> None:
         try:
             run()
         except RuntimeError as error:
-            raise CannotCapture(f"the model waits for the GPU while it computes: {error}") from error
+            if _WAITS not in str(error):
+                raise
+            raise CannotCapture("the model waits for the GPU while it computes") from error
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
@@ -143,7 +161,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: GraphCapture) -> None:
-        """Capture all sizes, the largest first. All ranks of a node do this at the same time."""
+        """Capture all sizes, the largest first. All ranks of a node do this at the same time. Raises: CannotCapture."""
         started = time.monotonic()
         for size in reversed(self.sizes):
             self._captured[size] = self._capture_size(size, capture)

@@ -1,7 +1,7 @@
 """Python interface of `quantized.cu`: operations of linear layers on quantized weights, on a GPU.
 
-Called on a rank's main thread while it loads and on its engine thread, on the current stream. Its arguments are contiguous
-tensors of one GPU; activations are bfloat16, float16 or float32.
+Called on a rank's main thread while it loads and on its engine thread, on the current stream. All tensors are of one GPU;
+weights and scales are contiguous; activations are bfloat16, float16 or float32, and may be any view.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from common.kernels.float8 import E4M3
 
 log = logging.getLogger(__name__)
 
+_ALIGNED_BYTES = 16
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MIN_CAPABILITY = (8, 0)
 BLOCK = 128
@@ -28,7 +29,7 @@ _MOST_ROWS = 64
 _TILE = 128
 """Inputs of a tile of codes."""
 _GROUPS_OF_TILES = (32, 64)
-_MIDDLE = 8
+_OFFSET = 8
 _IN_WORD = (0, 2, 4, 6, 1, 3, 5, 7)
 """Inputs of a word of eight codes, from its lowest bits on."""
 
@@ -38,14 +39,16 @@ class Int4Weight:
     """A matrix of 4 bit codes in the order of the kernels: weight = (code - 8) * scale + shift."""
 
     words: Tensor
-    """[out, in / 8] int32, eight codes each; where a kernel multiplies few rows, its lanes' words follow one another."""
+    """[out, in / 8] int32, eight codes each, those of even inputs in the lower half."""
     factors: Tensor
     """[out, in / group, 2], scale and shift, of the dtype of activations."""
     is_tiled: bool
+    """Whether 128 inputs' words are in the order in which `multiply` loads them: word 4 * i + j of 16 is of the inputs from
+    8 * i + 32 * j on."""
 
     @staticmethod
     def pack(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Int4Weight:
-        """Of weight = scale * (code - zero). codes: [out, in] uint8, in and the group multiples of 8; scale, zero:
+        """Pack scale * (code - zero). codes: [out, in] uint8, in and the group multiples of 8; scale, zero:
         [out, in / group] float32; dtype: of activations."""
         num_out, num_in = codes.shape
         group = num_in // scale.size(1)
@@ -55,7 +58,8 @@ class Int4Weight:
         words = torch.zeros(eights.shape[:2], dtype=torch.int32, device=codes.device)
         for place, index in enumerate(_IN_WORD):
             words |= eights[..., index].int() << 4 * place
-        factors = torch.stack((scale, (_MIDDLE - zero) * scale), 2).to(dtype).contiguous()
+        rounded = scale.to(dtype)
+        factors = torch.stack((rounded, ((_OFFSET - zero) * rounded.float()).to(dtype)), 2)
         return Int4Weight(words, factors, is_tiled)
 
     @property
@@ -71,13 +75,13 @@ class Int4Weight:
         """Inputs that share a scale."""
         return self.num_in // self.factors.size(1)
 
-    def takes(self, num_rows: int) -> bool:
-        """Whether a kernel multiplies so many rows without widening the weights."""
+    def can_multiply(self, num_rows: int) -> bool:
+        """Whether a kernel multiplies `num_rows` rows without widening the weights."""
         return self.is_tiled and num_rows <= _MOST_ROWS and self.factors.dtype != torch.float32
 
 
-class CudaQuantized:
-    """The compiled `quantized.cu`. Its methods raise OSError if the GPU refuses a launch."""
+class QuantizedKernels:
+    """The compiled `quantized.cu`. Its methods raise torch.AcceleratorError as PyTorch's operations do."""
 
     def __init__(self) -> None:
         """Raises: as `load_library`."""
@@ -90,11 +94,13 @@ class CudaQuantized:
         self._calls.kvq_scale.argtypes = [number, pointer, number, pointer, number, *[pointer] * 4, *[number] * 3]
 
     def multiply(self, x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
-        """y = x W^T + bias, if `weight` takes so many rows. x: [T, in] and bias: [out], of the dtype of its factors."""
+        """y = x W^T + bias, if `weight.can_multiply` T rows. x: [T, in] and bias: [out], of the dtype of its factors."""
+        assert x.dtype == weight.factors.dtype
+        x = _aligned(x)
         y = torch.empty(x.size(0), weight.num_out, dtype=x.dtype, device=x.device)
         given = x.data_ptr(), weight.words.data_ptr(), weight.factors.data_ptr(), _address(bias), y.data_ptr()
         sizes = x.size(0), weight.num_in, weight.num_out, weight.group
-        self._check(self._calls.kvq_multiply(*_place(x), *given, *sizes))
+        self._check(self._calls.kvq_multiply(*_launch_target(x), *given, *sizes))
         return y
 
     def widen(self, weight: Int4Weight) -> Tensor:
@@ -103,7 +109,7 @@ class CudaQuantized:
         wide = torch.empty(weight.num_out, weight.num_in, dtype=factors.dtype, device=factors.device)
         given = weight.words.data_ptr(), factors.data_ptr(), wide.data_ptr()
         sizes = weight.num_out, weight.num_in, weight.group, weight.is_tiled
-        self._check(self._calls.kvq_widen(*_place(wide), *given, *sizes))
+        self._check(self._calls.kvq_widen(*_launch_target(wide), *given, *sizes))
         return wide
 
     def quantize_int8(self, x: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -115,40 +121,54 @@ class CudaQuantized:
         return self._quantize(x, E4M3, *x.shape)
 
     def _quantize(self, x: Tensor, to: torch.dtype, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        x = _aligned(x)
         codes = torch.empty(num_rows, width, dtype=to, device=x.device)
         scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         made = codes.data_ptr(), to == torch.int8, scale.data_ptr()
-        self._check(self._calls.kvq_quantize(*_place(x), x.data_ptr(), *made, x.size(0), num_rows, x.size(1), width, 0))
+        self._check(
+            self._calls.kvq_quantize(*_launch_target(x), x.data_ptr(), *made, x.size(0), num_rows, x.size(1), width, 0)
+        )
         return codes, scale
 
     def quantize_e4m3_blocks(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Each row in blocks of 128. x: [T, in]. Returns [num_rows, in] e4m3, zeros where x has no row, and
         [num_rows, in / 128] float32 scales, column after column."""
+        x = _aligned(x)
         num_in = x.size(1)
         codes = torch.empty(num_rows, num_in, dtype=E4M3, device=x.device)
         scale = torch.empty(num_in // BLOCK, num_rows, dtype=torch.float32, device=x.device)
         made = codes.data_ptr(), 0, scale.data_ptr()
-        self._check(self._calls.kvq_quantize(*_place(x), x.data_ptr(), *made, x.size(0), num_rows, num_in, num_in, 1))
+        self._check(
+            self._calls.kvq_quantize(*_launch_target(x), x.data_ptr(), *made, x.size(0), num_rows, num_in, num_in, 1)
+        )
         return codes, scale.t()
 
     def scale(
         self, sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """`sums` times both scales, plus `bias`. sums: [at least T, at least out] int32 or float32; row_scale: [T] and
-        column_scale: [out], float32; bias: [out] of `dtype`. Returns [T, out] of `dtype`."""
+        column_scale, bias: [out], float32. Returns [T, out] of `dtype`."""
         num_rows, num_out = row_scale.numel(), column_scale.numel()
         y = torch.empty(num_rows, num_out, dtype=dtype, device=sums.device)
         given = sums.data_ptr(), sums.dtype == torch.int32, row_scale.data_ptr(), column_scale.data_ptr()
         sizes = num_rows, sums.size(1), num_out
-        self._check(self._calls.kvq_scale(*_place(y), *given, _address(bias), y.data_ptr(), *sizes))
+        self._check(self._calls.kvq_scale(*_launch_target(y), *given, _address(bias), y.data_ptr(), *sizes))
         return y
 
     def _check(self, code: int) -> None:
+        if code > 0:
+            raise torch.AcceleratorError(f"CUDA error: {self._calls.kvq_error().decode()}")
         if code:
-            raise OSError(self._calls.kvq_error().decode())
+            raise ValueError(self._calls.kvq_error().decode())
 
 
-def _place(activations: Tensor) -> tuple[int, int, int]:
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and where a kernel's vectors may begin."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNED_BYTES else x
+
+
+def _launch_target(activations: Tensor) -> tuple[int, int, int]:
     """GPU, stream and type."""
     device = activations.device
     return device.index or 0, torch.cuda.current_stream(device).cuda_stream, _TYPES[activations.dtype]
@@ -159,14 +179,27 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @functools.cache
-def find_quantized(device: torch.device) -> CudaQuantized | None:
+def find_quantized_kernels(device: torch.device) -> QuantizedKernels | None:
     """The library for `device`; None on a CPU, and where it cannot be used, which is logged once."""
     if device.type != "cuda":
         return None
     try:
         if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
-            raise OSError("it needs compute capability 8.0")
-        return CudaQuantized()
+            raise OSError("they need compute capability 8.0")
+        kernels = QuantizedKernels()
+        _try(kernels, device)
+        return kernels
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("quantized weights are multiplied by PyTorch's operations, which is slower: %s", error)
         return None
+
+
+def _try(kernels: QuantizedKernels, device: torch.device) -> None:
+    """Run two of them: the driver may be too old for the library, or the library not for this GPU. Raises: RuntimeError."""
+    x = torch.ones(1, _TILE, dtype=torch.bfloat16, device=device)
+    one = torch.ones(1, 1, device=device)
+    codes, _ = kernels.quantize_int8(x, 1, _TILE)
+    weight = Int4Weight.pack(torch.full((1, _TILE), 9, dtype=torch.uint8, device=device), one, 8 * one, x.dtype)
+    y = kernels.multiply(x, weight, None)
+    if float(y) != _TILE or not bool((codes == 127).all()):
+        raise RuntimeError("they compute wrong results here")

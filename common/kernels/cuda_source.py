@@ -1,6 +1,6 @@
 """Compiles and loads the project's own CUDA sources. Callable from any thread.
 
-nvcc compiles a library when it is first needed (seconds, once per user and machine), or ahead of time into a folder to be
+nvcc compiles a library when it is first needed (within a minute, once per user and machine), or ahead of time into a folder to be
 put on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
 
     python -m common.kernels.cuda_source FOLDER
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,10 @@ def compile_source(source: CudaSource, target: Path) -> None:
     if nvcc is None:
         raise FileNotFoundError(f"{source.path.name} is not compiled yet, and there is no nvcc; set CUDA_HOME")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be compiling too: the last one replaces an identical file.
-    unfinished = target.with_suffix(f".{os.getpid()}")
+    # Others may be compiling too, also processes with this one's id: the last one replaces an identical file.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    unfinished = Path(name)
     architectures = [word for arch in source.architectures for word in ("-gencode", f"arch={arch}")]
     command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(unfinished)]
     try:
@@ -86,6 +89,7 @@ def compile_source(source: CudaSource, target: Path) -> None:
         )
         if done.returncode:
             raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+        unfinished.chmod(0o755)
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -98,7 +102,8 @@ def main() -> None:
     for source in (PAGES, QUANTIZED):
         target = Path(sys.argv[1]) / _FOLDER / source.library
         try:
-            compile_source(source, target)
+            if not target.exists():
+                compile_source(source, target)
         except (OSError, subprocess.SubprocessError) as error:
             sys.exit(str(error))
         print(target)

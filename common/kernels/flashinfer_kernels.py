@@ -38,7 +38,7 @@ class FlashInferKernels(Kernels):
         return FlashInferKernels(self._flashinfer, offset)
 
     def norm_weight(self, weight: Tensor) -> Tensor:
-        return weight if self._adds_one else weight + self._norm_offset
+        return weight if self._adds_one or not self._norm_offset else weight + self._norm_offset
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._rms_norm(x, weight, eps)

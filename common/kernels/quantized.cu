@@ -1,7 +1,8 @@
 // Linear layers on quantized weights, on a CUDA device: products of few rows with 4 bit weights in groups of inputs, widening
 // such weights, quantizing rows of activations, and applying scales to the sums of a product.
-// Plain C functions for `common/kernels/cuda_quantized.py`, callable from any thread. Each returns 0, or -1 with a
-// message in `kvq_error`. Every pointer is to contiguous memory of that device, aligned to 16 bytes.
+// Plain C functions for `common/kernels/cuda_quantized.py`, callable from any thread. Each returns 0, or a message in
+// `kvq_error` and -1 for arguments that no kernel takes, else CUDA's error. Every pointer is to contiguous memory of that
+// device, aligned to 16 bytes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,61 +13,61 @@
 
 namespace {
 
-using Half = __half;
-using Brain = __nv_bfloat16;
+using Fp16 = __half;
+using Bf16 = __nv_bfloat16;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTileOutputs = 16;  // outputs of a matrix unit's tile
 constexpr int kChunk = 128;       // inputs that a warp takes at a time, 32 for each of four lanes
 constexpr int kTileRows = 8;      // rows of activations of a matrix unit's tile
-constexpr int kVector = 8;        // activations that a thread of `quantize_rows` loads at a time
-constexpr int kScaled = 4;        // sums that a thread of `scale_sums` takes at a time
+constexpr int kValuesPerThread = 8;        // activations that a thread of `quantize_rows` loads at a time
+constexpr int kSumsPerThread = 4;        // sums that a thread of `scale_sums` takes at a time
 
 thread_local char message[256];
 
-int failed(const char* why) {
+int failed(const char* why, int code = -1) {
     snprintf(message, sizeof message, "%s", why);
-    return -1;
+    return code;
 }
 
 int launched() {
     const cudaError_t code = cudaGetLastError();
-    return code == cudaSuccess ? 0 : failed(cudaGetErrorString(code));
+    return code == cudaSuccess ? 0 : failed(cudaGetErrorString(code), code);
 }
 
 __device__ float widened(float x) { return x; }
-__device__ float widened(Half x) { return __half2float(x); }
-__device__ float widened(Brain x) { return __bfloat162float(x); }
+__device__ float widened(Fp16 x) { return __half2float(x); }
+__device__ float widened(Bf16 x) { return __bfloat162float(x); }
 
 template <typename T>
 __device__ T narrowed(float x);
 template <>
 __device__ float narrowed<float>(float x) { return x; }
 template <>
-__device__ Half narrowed<Half>(float x) { return __float2half_rn(x); }
+__device__ Fp16 narrowed<Fp16>(float x) { return __float2half_rn(x); }
 template <>
-__device__ Brain narrowed<Brain>(float x) { return __float2bfloat16_rn(x); }
+__device__ Bf16 narrowed<Bf16>(float x) { return __float2bfloat16_rn(x); }
 
 // Two numbers in a register. kRaised | code is kOne + code: the code is the lower part of the mantissa.
 template <typename T>
 struct Two;
 template <>
-struct Two<Brain> {
+struct Two<Bf16> {
     using Type = __nv_bfloat162;
     static constexpr uint32_t kRaised = 0x43004300;
     static constexpr float kOne = 128.0f;
     static __device__ Type both(float x) { return __float2bfloat162_rn(x); }
 };
 template <>
-struct Two<Half> {
+struct Two<Fp16> {
     using Type = __half2;
     static constexpr uint32_t kRaised = 0x64006400;
     static constexpr float kOne = 1024.0f;
     static __device__ Type both(float x) { return __float2half2_rn(x); }
 };
 
-constexpr float kMiddle = 8.0f;  // a weight of 4 bits is (code - kMiddle) * scale + shift
+constexpr float kOffset = 8.0f;  // a weight of 4 bits is (code - kOffset) * scale + shift
 
 // A group's scale and shift, twice each, from the register that holds both.
 template <typename T>
@@ -82,7 +83,7 @@ struct Factors {
     __device__ uint32_t weights(uint32_t word, int index) const {
         const uint32_t raised = ((word >> (4 * index)) & 0x000F000F) | Two<T>::kRaised;
         const auto codes = __hadd2(*reinterpret_cast<const typename Two<T>::Type*>(&raised),
-                                   Two<T>::both(-Two<T>::kOne - kMiddle));
+                                   Two<T>::both(-Two<T>::kOne - kOffset));
         const auto two = __hfma2(codes, scale, shift);
         return *reinterpret_cast<const uint32_t*>(&two);
     }
@@ -99,8 +100,8 @@ __device__ void multiply_tile(float (&sums)[4], const uint32_t (&weights)[4], ui
                      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                           \
                      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(low), "r"(high)); \
     }
-MULTIPLY_TILE(Brain, "bf16")
-MULTIPLY_TILE(Half, "f16")
+MULTIPLY_TILE(Bf16, "bf16")
+MULTIPLY_TILE(Fp16, "f16")
 #undef MULTIPLY_TILE
 
 // y = x W^T + bias for up to kTileRows * TILES rows of x. A thread block makes 16 * WIDE outputs, its warps take chunks of
@@ -214,7 +215,7 @@ widen_int4(const uint32_t* words, const T* factors, T* wide, int64_t count, int 
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         const uint32_t code = word >> (k / 2 * 4 + k % 2 * 16) & 15;
-        values[k] = narrowed<T>(fmaf(float(code) - kMiddle, scale, shift));
+        values[k] = narrowed<T>(fmaf(float(code) - kOffset, scale, shift));
     }
 #pragma unroll
     for (int i = 0; i < int(sizeof values / 16); ++i)
@@ -223,12 +224,12 @@ widen_int4(const uint32_t* words, const T* factors, T* wide, int64_t count, int 
 
 struct ToInt8 {
     using Code = int8_t;
-    static constexpr float kMost = 127.0f, kLeastScale = 1e-20f;
+    static constexpr float kMaxCode = 127.0f, kLeastScale = 1e-20f;
     static __device__ Code code(float x) { return Code(rintf(x)); }
 };
 struct ToE4m3 {
     using Code = uint8_t;
-    static constexpr float kMost = 448.0f, kLeastScale = 1e-12f;
+    static constexpr float kMaxCode = 448.0f, kLeastScale = 1e-12f;
     static __device__ Code code(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 };
 
@@ -242,7 +243,7 @@ __device__ float largest_of_warp(float x) {
 
 template <typename To>
 __device__ float scale_for(float largest) {
-    const float scale = largest / To::kMost;
+    const float scale = largest / To::kMaxCode;
     return scale < To::kLeastScale ? To::kLeastScale : scale;
 }
 
@@ -304,8 +305,8 @@ quantize_blocks(const T* x, uint8_t* codes, float* scales, int rows, int padded_
 // y = sums * row_scale * column_scale + bias; sums: [>= rows, width]. A thread takes VECTOR columns of a row.
 template <typename Sum, typename T, int VECTOR>
 __global__ void __launch_bounds__(kThreads)
-scale_sums(const Sum* sums, const float* row_scales, const float* column_scales, const T* bias, T* y, int width,
-           int num_out) {
+scale_sums(const Sum* sums, const float* row_scales, const float* column_scales, const float* bias, T* y,
+           int width, int num_out) {
     struct alignas(sizeof(Sum) * VECTOR) Sums { Sum each[VECTOR]; };
     struct alignas(sizeof(T) * VECTOR) Results { T each[VECTOR]; };
     const int64_t row = blockIdx.x;
@@ -317,7 +318,7 @@ scale_sums(const Sum* sums, const float* row_scales, const float* column_scales,
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
         float value = float(some.each[k]) * row_scale * column_scales[column + k];
-        if (bias) value += widened(bias[column + k]);
+        if (bias) value += bias[column + k];
         results.each[k] = narrowed<T>(value);
     }
     *reinterpret_cast<Results*>(y + row * num_out + column) = results;
@@ -368,13 +369,13 @@ int quantize(cudaStream_t stream, const void* x, void* codes, bool to_int8, floa
         quantize_blocks<T><<<unsigned((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
             from, static_cast<uint8_t*>(codes), scales, rows, padded_rows, num_in);
     } else {
-        const bool aligned = num_in % kVector == 0 && width % kVector == 0;
+        const bool aligned = num_in % kValuesPerThread == 0 && width % kValuesPerThread == 0;
 #define QUANTIZE_ROWS(To, VECTOR)                                                                               \
     quantize_rows<T, To, VECTOR><<<padded_rows, kThreads, 0, stream>>>(from, static_cast<To::Code*>(codes), scales, \
                                                                        rows, num_in, width)
-        if (to_int8 && aligned) QUANTIZE_ROWS(ToInt8, kVector);
+        if (to_int8 && aligned) QUANTIZE_ROWS(ToInt8, kValuesPerThread);
         else if (to_int8) QUANTIZE_ROWS(ToInt8, 1);
-        else if (aligned) QUANTIZE_ROWS(ToE4m3, kVector);
+        else if (aligned) QUANTIZE_ROWS(ToE4m3, kValuesPerThread);
         else QUANTIZE_ROWS(ToE4m3, 1);
 #undef QUANTIZE_ROWS
     }
@@ -382,23 +383,22 @@ int quantize(cudaStream_t stream, const void* x, void* codes, bool to_int8, floa
 }
 
 template <typename Sum, typename T>
-int scale(cudaStream_t stream, const void* sums, const float* row_scales, const float* column_scales, const void* bias,
+int scale(cudaStream_t stream, const void* sums, const float* row_scales, const float* column_scales, const float* bias,
           void* y, int rows, int width, int num_out) {
     const auto from = static_cast<const Sum*>(sums);
-    const auto added = static_cast<const T*>(bias);
     const auto to = static_cast<T*>(y);
-    if (width % kScaled == 0 && num_out % kScaled == 0) {
-        const dim3 grid(rows, (num_out + kThreads * kScaled - 1) / (kThreads * kScaled));
-        scale_sums<Sum, T, kScaled><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, added, to, width, num_out);
+    if (width % kSumsPerThread == 0 && num_out % kSumsPerThread == 0) {
+        const dim3 grid(rows, (num_out + kThreads * kSumsPerThread - 1) / (kThreads * kSumsPerThread));
+        scale_sums<Sum, T, kSumsPerThread><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, bias, to, width, num_out);
     } else {
         const dim3 grid(rows, (num_out + kThreads - 1) / kThreads);
-        scale_sums<Sum, T, 1><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, added, to, width, num_out);
+        scale_sums<Sum, T, 1><<<grid, kThreads, 0, stream>>>(from, row_scales, column_scales, bias, to, width, num_out);
     }
     return launched();
 }
 
 // Types of activations, by the numbers that cuda_quantized.py gives them.
-enum Type { kBrain, kHalf, kFloat };
+enum Type { kBf16, kFp16, kFp32 };
 
 }  // namespace
 
@@ -413,14 +413,15 @@ const char* kvq_error() { return message; }
 // rows <= 64; num_in a multiple of 128, group 32, 64 or a multiple of 128.
 int kvq_multiply(int device, void* stream, int type, const void* x, const void* codes, const void* factors,
                  const void* bias, void* y, int rows, int num_in, int num_out, int group) {
-    if (rows < 1 || rows > 8 * kTileRows || num_in % kChunk || num_in % group ||
+    if (rows == 0) return 0;
+    if (rows < 0 || rows > 8 * kTileRows || num_in % kChunk || num_in % group ||
         (group % kChunk && group != kChunk / 2 && group != kChunk / 4))
         return failed("no kernel multiplies matrices of this shape");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
-    const auto queue = static_cast<cudaStream_t>(stream);
-    if (type == kBrain)
-        return multiply_groups<Brain>(queue, x, codes, factors, bias, y, rows, num_in, num_out, group);
-    if (type == kHalf) return multiply_groups<Half>(queue, x, codes, factors, bias, y, rows, num_in, num_out, group);
+    const auto on_stream = static_cast<cudaStream_t>(stream);
+    if (type == kBf16)
+        return multiply_groups<Bf16>(on_stream, x, codes, factors, bias, y, rows, num_in, num_out, group);
+    if (type == kFp16) return multiply_groups<Fp16>(on_stream, x, codes, factors, bias, y, rows, num_in, num_out, group);
     return failed("products are of 16 bit activations");
 }
 
@@ -431,9 +432,9 @@ int kvq_widen(int device, void* stream, int type, const void* codes, const void*
     if (num_in % 8 || group % 8 || num_in % group || (in_tiles && num_in % kChunk))
         return failed("weights are widened in groups of a multiple of 8");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
-    const auto queue = static_cast<cudaStream_t>(stream);
-#define WIDEN(T) widen_all<T>(queue, codes, factors, wide, num_out, num_in, group, in_tiles)
-    return type == kBrain ? WIDEN(Brain) : type == kHalf ? WIDEN(Half) : WIDEN(float);
+    const auto on_stream = static_cast<cudaStream_t>(stream);
+#define WIDEN(T) widen_all<T>(on_stream, codes, factors, wide, num_out, num_in, group, in_tiles)
+    return type == kBf16 ? WIDEN(Bf16) : type == kFp16 ? WIDEN(Fp16) : WIDEN(float);
 #undef WIDEN
 }
 
@@ -442,24 +443,26 @@ int kvq_widen(int device, void* stream, int type, const void* codes, const void*
 // scales: [num_in / 128, padded_rows].
 int kvq_quantize(int device, void* stream, int type, const void* x, void* codes, int to_int8, float* scales, int rows,
                  int padded_rows, int num_in, int width, int in_blocks) {
+    if (padded_rows == 0) return 0;
     if (in_blocks && (to_int8 || num_in % kChunk || width != num_in)) return failed("blocks are of 128 e4m3 values");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
-    const auto queue = static_cast<cudaStream_t>(stream);
-#define QUANTIZE(T) quantize<T>(queue, x, codes, to_int8, scales, rows, padded_rows, num_in, width, in_blocks)
-    return type == kBrain ? QUANTIZE(Brain) : type == kHalf ? QUANTIZE(Half) : QUANTIZE(float);
+    const auto on_stream = static_cast<cudaStream_t>(stream);
+#define QUANTIZE(T) quantize<T>(on_stream, x, codes, to_int8, scales, rows, padded_rows, num_in, width, in_blocks)
+    return type == kBf16 ? QUANTIZE(Bf16) : type == kFp16 ? QUANTIZE(Fp16) : QUANTIZE(float);
 #undef QUANTIZE
 }
 
 // y[rows, num_out] = sums[row, column] * row_scales[row] * column_scales[column] + bias[column]; sums: [>= rows, width],
-// int32 or float32.
+// int32 or float32; bias: float32.
 int kvq_scale(int device, void* stream, int type, const void* sums, int are_int32, const float* row_scales,
-              const float* column_scales, const void* bias, void* y, int rows, int width, int num_out) {
+              const float* column_scales, const float* bias, void* y, int rows, int width, int num_out) {
+    if (rows == 0) return 0;
     if (cudaSetDevice(device) != cudaSuccess) return launched();
-    const auto queue = static_cast<cudaStream_t>(stream);
+    const auto on_stream = static_cast<cudaStream_t>(stream);
 #define SCALE(T)                                                                                             \
-    (are_int32 ? scale<int32_t, T>(queue, sums, row_scales, column_scales, bias, y, rows, width, num_out) \
-               : scale<float, T>(queue, sums, row_scales, column_scales, bias, y, rows, width, num_out))
-    return type == kBrain ? SCALE(Brain) : type == kHalf ? SCALE(Half) : SCALE(float);
+    (are_int32 ? scale<int32_t, T>(on_stream, sums, row_scales, column_scales, bias, y, rows, width, num_out) \
+               : scale<float, T>(on_stream, sums, row_scales, column_scales, bias, y, rows, width, num_out))
+    return type == kBf16 ? SCALE(Bf16) : type == kFp16 ? SCALE(Fp16) : SCALE(float);
 #undef SCALE
 }
 }

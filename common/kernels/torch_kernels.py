@@ -24,7 +24,7 @@ class TorchKernels(Kernels):
         return TorchKernels(offset)
 
     def norm_weight(self, weight: Tensor) -> Tensor:
-        return weight.float() + self._norm_offset
+        return weight.float() + self._norm_offset if self._norm_offset else weight.float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

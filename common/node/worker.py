@@ -155,9 +155,7 @@ class Worker:
             )
             graphs.capture(self._graph_capture)
         except CannotCapture as error:
-            log.warning(
-                "decode steps are not captured as CUDA graphs, which makes small ones slower: %s", _sentence(error)
-            )
+            log.warning("decode steps are not captured as CUDA graphs, which makes small ones slower: %s", error)
             return
         except RuntimeError as error:
             raise ConfigError(

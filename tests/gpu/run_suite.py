@@ -49,15 +49,11 @@ _GRAPHS = "tests/gpu/test_gpu_decode_graphs.py"
 _OTHERS, _FLOAT16 = ("-k", "bfloat16 or not float16"), ("-k", "float16 and not bfloat16")
 # Ranks would need a GPU each. Of the classes of transformers: one that computes as ours, experts, latent attention, windows.
 _FEATURES = (
-    *(
-        "tests/integration/test_lora.py",
-        "tests/integration/test_quantization.py",
-        "tests/integration/test_two_models.py",
-    ),
-    *("tests/integration/test_sliding_windows.py", "tests/integration/test_sampling_is_keyed.py"),
-    *("tests/fault/test_structured_streams.py", "tests/integration/test_generic_models.py"),
-    *("-k", "not generic_models and not tp2 or glm4 or granitemoe or deepseek or exaone4"),
-)
+    "tests/integration/test_lora.py", "tests/integration/test_quantization.py", "tests/integration/test_two_models.py",
+    "tests/integration/test_sliding_windows.py", "tests/integration/test_sampling_is_keyed.py",
+    "tests/integration/test_generic_models.py", "tests/fault/test_structured_streams.py",
+    "-k", "not generic_models and not tp2 or glm4 or granitemoe or deepseek or exaone4",
+)  # fmt: skip
 
 GROUPS = (
     Group("kernels", 120, ("tests/gpu/test_gpu_device.py", "tests/gpu/test_gpu_kernels.py", _ATTENTION, *_OTHERS)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kernels.cuda_quantized import CudaQuantized, Int4Weight, find_quantized
+from common.kernels.cuda_quantized import Int4Weight, QuantizedKernels, find_quantized_kernels
 from common.kernels.float8 import E4M3, E4M3_MAX
 from common.model.formats.float8 import CudaFp8Linear, Fp8Weight
 from common.model.formats.groupwise import CudaInt4Linear, GroupWeight
@@ -20,8 +20,8 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
 @pytest.fixture(scope="module")
-def kernels() -> CudaQuantized:
-    found = find_quantized(GPU)
+def kernels() -> QuantizedKernels:
+    found = find_quantized_kernels(GPU)
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 4)
     ],
 )
 def test_groups_are_multiplied(
-    kernels: CudaQuantized, num_out: int, num_in: int, group: int, dtype: torch.dtype
+    kernels: QuantizedKernels, num_out: int, num_in: int, group: int, dtype: torch.dtype
 ) -> None:
     """The last three are not in tiles: their weights are widened first."""
     weight, bias = random_groups(num_out, num_in, group), random(num_out)
@@ -74,7 +74,7 @@ def test_groups_are_multiplied(
             close(linear.forward(x), exact, dtype, steps=32 if dtype == torch.float32 else 4)
 
 
-def test_rows_that_are_no_numbers_leave_the_others_alone(kernels: CudaQuantized) -> None:
+def test_rows_that_are_no_numbers_leave_the_others_alone(kernels: QuantizedKernels) -> None:
     for linear in (
         CudaInt4Linear(random_groups(64, 256, 64), None, kernels, torch.bfloat16),
         CudaInt8Linear(quantize_int8(random(64, 256)), None, kernels),
@@ -91,7 +91,9 @@ def test_rows_that_are_no_numbers_leave_the_others_alone(kernels: CudaQuantized)
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("num_rows", "num_in"), [(1, 256), (9, 896), (5, 100), (3, 14336)])
-def test_rows_are_quantized_as_on_a_cpu(kernels: CudaQuantized, num_rows: int, num_in: int, dtype: torch.dtype) -> None:
+def test_rows_are_quantized_as_on_a_cpu(
+    kernels: QuantizedKernels, num_rows: int, num_in: int, dtype: torch.dtype
+) -> None:
     x = random(num_rows + 1, num_in, dtype=dtype)
     x[num_rows] = 0
     wide = x.cpu().float()
@@ -120,7 +122,7 @@ def test_rows_are_quantized_as_on_a_cpu(kernels: CudaQuantized, num_rows: int, n
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 256), (1152, 896), (13, 100)])
 def test_int8_layers_compute_what_their_reference_does(
-    kernels: CudaQuantized, num_out: int, num_in: int, dtype: torch.dtype
+    kernels: QuantizedKernels, num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:
     weight, bias = quantize_int8(random(num_out, num_in)), random(num_out)
     on_cpu = Int8Weight(weight.codes.cpu(), weight.scale.cpu())
@@ -136,7 +138,7 @@ def test_int8_layers_compute_what_their_reference_does(
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(256, 384), (4096, 1024)])
 def test_fp8_layers_compute_what_they_should(
-    kernels: CudaQuantized, num_out: int, num_in: int, is_blocked: bool
+    kernels: QuantizedKernels, num_out: int, num_in: int, is_blocked: bool
 ) -> None:
     """Matrix units add e4m3 products with 14 bits or so; the weights' own rounding is no error here."""
     scale = random(num_out // 128, num_in // 128) if is_blocked else random(num_out, 1)
@@ -158,7 +160,19 @@ def test_fp8_layers_compute_what_they_should(
             close(ours.forward(x), exact, torch.bfloat16)
 
 
-def test_products_can_be_captured(kernels: CudaQuantized) -> None:
+def test_rows_may_begin_anywhere(kernels: QuantizedKernels) -> None:
+    """Also where no vector of a kernel may."""
+    for linear in (
+        CudaInt4Linear(random_groups(64, 256, 64), None, kernels, torch.bfloat16),
+        CudaInt8Linear(quantize_int8(random(64, 256)), None, kernels),
+        CudaFp8Linear(Fp8Weight(random(64, 256).to(E4M3), random(64, 1).abs(), is_blocked=False), None, kernels),
+    ):
+        wide = random(3, 257, dtype=torch.bfloat16)
+        for rows in (1, 3):
+            assert torch.equal(linear.forward(wide[:rows, 1:]), linear.forward(wide[:rows, 1:].clone()))
+
+
+def test_products_can_be_captured(kernels: QuantizedKernels) -> None:
     linears = (
         CudaInt4Linear(random_groups(64, 256, 64), None, kernels, torch.bfloat16),
         CudaInt8Linear(quantize_int8(random(64, 256)), None, kernels),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.base.errors import ConfigError
-from common.kernels.cuda_quantized import CudaQuantized, Int4Weight, find_quantized
+from common.kernels.cuda_quantized import Int4Weight, QuantizedKernels, find_quantized_kernels
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int4
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
@@ -119,7 +119,7 @@ def _quantize_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def make_group_linear(weight: GroupWeight, bias: Tensor | None, target: LinearTarget) -> Linear:
     """The fastest implementation of `GroupLinear` here. bias: [out]."""
     if weight.codes.is_cuda and weight.bits == 4:
-        cuda = find_quantized(weight.codes.device)
+        cuda = find_quantized_kernels(weight.codes.device)
         if cuda is None:
             return GroupLinear(weight, bias)
         return CudaInt4Linear(weight, bias, cuda, target.precision.wide)
@@ -138,6 +138,13 @@ def _log_widened(bits: int, dtype: str) -> None:
         "int%d weights are widened to %s while loading, because no kernel multiplies them here",
         bits,
         dtype[len("torch.") :],
+    )
+
+
+@functools.cache
+def _log_widened_always(num_in: int, group: int) -> None:
+    log.warning(
+        "4 bit weights of %d inputs in groups of %d are widened at each product, which is slower", num_in, group
     )
 
 
@@ -167,19 +174,21 @@ class GroupLinear:
 class CudaInt4Linear:
     """`GroupLinear` on a GPU, for 4 bits: one kernel multiplies few rows, another one widens the weights for more.
 
-    Scales are rounded to the dtype of activations.
+    Scales and zeros are rounded to the dtype of activations.
     """
 
-    def __init__(self, weight: GroupWeight, bias: Tensor | None, kernels: CudaQuantized, dtype: torch.dtype) -> None:
+    def __init__(self, weight: GroupWeight, bias: Tensor | None, kernels: QuantizedKernels, dtype: torch.dtype) -> None:
         """bias: [out]; dtype: of activations."""
         self._weight = Int4Weight.pack(weight.codes, weight.scale, weight.zero, dtype)
         self._bias = None if bias is None else bias.to(dtype)
         self._kernels = kernels
+        if not self._weight.is_tiled:
+            _log_widened_always(self._weight.num_in, self._weight.group)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
-        if self._weight.takes(x.size(0)):
-            y = self._kernels.multiply(x.contiguous(), self._weight, self._bias)
+        if self._weight.can_multiply(x.size(0)):
+            y = self._kernels.multiply(x, self._weight, self._bias)
         else:
             y = F.linear(x, self._kernels.widen(self._weight), self._bias)
         return y.to(dtype or x.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.kernels.cuda_quantized import CudaQuantized, find_quantized
+from common.kernels.cuda_quantized import QuantizedKernels, find_quantized_kernels
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int8
 from common.model.formats.base import Linear, LinearTarget
@@ -60,7 +60,7 @@ def make_int8_linear(weight: Int8Weight, bias: Tensor | None, target: LinearTarg
     kernels = target.kernels
     if isinstance(kernels, NativeKernels):
         return NativeLinear(kernels.native, pack_int8(weight.codes, weight.scale, is_paired=target.is_paired), bias)
-    cuda = find_quantized(weight.codes.device)
+    cuda = find_quantized_kernels(weight.codes.device)
     return Int8Linear(weight, bias) if cuda is None else CudaInt8Linear(weight, bias, cuda)
 
 
@@ -80,12 +80,6 @@ class Int8Linear:
         if self._is_cuda:
             codes = F.pad(codes, (0, -codes.size(1) % 8, 0, -codes.size(0) % 8))
         self._columns = codes.t()
-        self._num_in = weight.codes.size(1)
-
-    @property
-    def weight(self) -> Int8Weight:
-        """Without what pads it for a GPU."""
-        return Int8Weight(self._columns.t()[: self._scale.numel(), : self._num_in], self._scale)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
@@ -106,17 +100,13 @@ class Int8Linear:
 class CudaInt8Linear(Int8Linear):
     """The same on a GPU, one kernel before the product and one after it."""
 
-    def __init__(self, weight: Int8Weight, bias: Tensor | None, kernels: CudaQuantized) -> None:
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, kernels: QuantizedKernels) -> None:
         """bias: [out]."""
         super().__init__(weight, bias)
         self._kernels = kernels
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
-        dtype = dtype or x.dtype
-        bias = None if self._bias is None else self._bias.to(dtype)
-        codes, scale = self._kernels.quantize_int8(
-            x.contiguous(), max(_CUDA_MIN_ROWS, x.size(0)), self._columns.size(0)
-        )
+        codes, scale = self._kernels.quantize_int8(x, max(_CUDA_MIN_ROWS, x.size(0)), self._columns.size(0))
         sums = torch.ops.aten._int_mm(codes, self._columns)
-        return self._kernels.scale(sums, scale, self._scale, bias, dtype)
+        return self._kernels.scale(sums, scale, self._scale, self._bias, dtype or x.dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kernels.cuda_quantized import Int4Weight, find_quantized
+from common.kernels.cuda_quantized import Int4Weight, find_quantized_kernels
 
 
 def widened(weight: Int4Weight) -> Tensor:
@@ -34,8 +34,8 @@ def test_packed_weights_are_the_given_ones(num_in: int, group: int, is_tiled: bo
     assert weight.is_tiled == is_tiled
     assert weight.words.numel() * 8 == codes.numel()
     torch.testing.assert_close(widened(weight), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.07)
-    assert [weight.takes(rows) for rows in (1, 64, 65)] == [is_tiled and dtype != torch.float32] * 2 + [False]
+    assert [weight.can_multiply(rows) for rows in (1, 64, 65)] == [is_tiled and dtype != torch.float32] * 2 + [False]
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
-    assert find_quantized(torch.device("cpu")) is None
+    assert find_quantized_kernels(torch.device("cpu")) is None
