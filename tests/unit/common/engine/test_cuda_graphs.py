@@ -18,7 +18,8 @@ from common.attention.sdpa import SdpaAttention, SdpaDecode
 from common.base.errors import EngineError
 from common.base.variables import CPU_KERNELS
 from common.control.messages import AttemptKey, SamplingParams
-from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
+from common.engine import cuda_graphs
+from common.engine.cuda_graphs import CannotCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
 from common.kv.rank_layout import KVLayout
@@ -290,3 +291,24 @@ def test_a_later_stage_replays_on_what_it_received(tiny: dict[str, Path]) -> Non
             assert torch.equal(kept, received)
         assert torch.equal(*outputs)
         assert not torch.equal(outputs[0], received)
+
+
+@pytest.mark.parametrize(
+    ("message", "raised"), [("called a synchronizing CUDA operation", CannotCapture), ("out of memory", RuntimeError)]
+)
+def test_only_waiting_for_the_gpu_keeps_steps_from_being_captured(
+    message: str, raised: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's mode is put back whatever happens; other errors stay what they are."""
+    modes: list[str | int] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError) as found:
+        cuda_graphs._run_without_waiting(fail)
+    assert type(found.value) is raised
+    cuda_graphs._run_without_waiting(lambda: None)
+    assert modes == ["error", 0] * 2
