@@ -39,10 +39,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
-_WAITS = "called a synchronizing CUDA operation"
-"""PyTorch's message in that mode."""
-
-
 class CannotCapture(RuntimeError):
     """The model's steps read values of tensors on the CPU, which a CUDA graph cannot."""
 
@@ -101,6 +97,10 @@ class CudaGraphCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
+
+
+_WAITS = "called a synchronizing CUDA operation"
+"""PyTorch's error, in its synchronization debug mode, for an operation that waits for the GPU."""
 
 
 def _run_without_waiting(run: Callable[[], None]) -> None:

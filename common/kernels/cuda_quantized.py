@@ -114,34 +114,28 @@ class QuantizedKernels:
 
     def quantize_int8(self, x: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Each row in 255 steps. x: [T, in]. Returns [num_rows, width] int8, zeros where x has nothing, and [T] float32 scales."""
-        return self._quantize(x, torch.int8, num_rows, width)
+        scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        return self._quantize(x, torch.int8, num_rows, width, scale), scale
 
     def quantize_e4m3(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row. x: [T, in]. Returns [T, in] e4m3 and [T] float32 scales."""
-        return self._quantize(x, E4M3, *x.shape)
-
-    def _quantize(self, x: Tensor, to: torch.dtype, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-        x = _aligned(x)
-        codes = torch.empty(num_rows, width, dtype=to, device=x.device)
         scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        made = codes.data_ptr(), to == torch.int8, scale.data_ptr()
-        self._check(
-            self._calls.kvq_quantize(*_launch_target(x), x.data_ptr(), *made, x.size(0), num_rows, x.size(1), width, 0)
-        )
-        return codes, scale
+        return self._quantize(x, E4M3, x.size(0), x.size(1), scale), scale
 
     def quantize_e4m3_blocks(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Each row in blocks of 128. x: [T, in]. Returns [num_rows, in] e4m3, zeros where x has no row, and
         [num_rows, in / 128] float32 scales, column after column."""
+        scale = torch.empty(x.size(1) // BLOCK, num_rows, dtype=torch.float32, device=x.device)
+        return self._quantize(x, E4M3, num_rows, x.size(1), scale), scale.t()
+
+    def _quantize(self, x: Tensor, to: torch.dtype, num_rows: int, width: int, scale: Tensor) -> Tensor:
+        """[num_rows, width] of `to`. Writes `scale`, which has two axes for blocks."""
         x = _aligned(x)
-        num_in = x.size(1)
-        codes = torch.empty(num_rows, num_in, dtype=E4M3, device=x.device)
-        scale = torch.empty(num_in // BLOCK, num_rows, dtype=torch.float32, device=x.device)
-        made = codes.data_ptr(), 0, scale.data_ptr()
-        self._check(
-            self._calls.kvq_quantize(*_launch_target(x), x.data_ptr(), *made, x.size(0), num_rows, num_in, num_in, 1)
-        )
-        return codes, scale.t()
+        codes = torch.empty(num_rows, width, dtype=to, device=x.device)
+        made = codes.data_ptr(), to == torch.int8, scale.data_ptr()
+        sizes = x.size(0), num_rows, x.size(1), width, scale.dim() == 2
+        self._check(self._calls.kvq_quantize(*_launch_target(x), x.data_ptr(), *made, *sizes))
+        return codes
 
     def scale(
         self, sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -18,11 +18,11 @@ using Bf16 = __nv_bfloat16;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTileOutputs = 16;  // outputs of a matrix unit's tile
-constexpr int kChunk = 128;       // inputs that a warp takes at a time, 32 for each of four lanes
-constexpr int kTileRows = 8;      // rows of activations of a matrix unit's tile
-constexpr int kValuesPerThread = 8;        // activations that a thread of `quantize_rows` loads at a time
-constexpr int kSumsPerThread = 4;        // sums that a thread of `scale_sums` takes at a time
+constexpr int kTileOutputs = 16;     // outputs of a matrix unit's tile
+constexpr int kChunk = 128;          // inputs that a warp takes at a time, 32 for each of four lanes
+constexpr int kTileRows = 8;         // rows of activations of a matrix unit's tile
+constexpr int kValuesPerThread = 8;  // activations that a thread of `quantize_rows` loads at a time
+constexpr int kSumsPerThread = 4;    // sums that a thread of `scale_sums` takes at a time
 
 thread_local char message[256];
 

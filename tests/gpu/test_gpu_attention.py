@@ -25,12 +25,12 @@ GPU = torch.device("cuda", 0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute, of results of about 1: K and V are rounded alike on both sides, queries, probabilities and results here."""
 # Each pair of a dtype and a head size is a module that may have to be compiled: FP8 and float16 keep to heads of 64.
+SHAPES = {"1:1": (4, 4, 64), "4:1": (8, 2, 128), "7:1": (14, 2, 64), "8:1": (8, 1, 128)}
 SCORES: dict[str, dict[str, Any]] = {
     "window": {"window": 40},
     "soft cap": {"soft_cap": 2.0},
     "window and soft cap": {"window": 40, "soft_cap": 2.0, "scale": 0.2},
 }
-SHAPES = {"1:1": (4, 4, 64), "4:1": (8, 2, 128), "7:1": (14, 2, 64), "8:1": (8, 1, 128)}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_attends_causally_over_pages(
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 def test_windows_and_soft_caps(make_backend: MakeBackend, lens: list[tuple[int, int]], scores: dict[str, Any]) -> None:
-    """Nothing is read from blocks that no row of a window sees: they hold NaN."""
+    """A block that lies before the windows of all rows is not read: the case fills such blocks with NaN."""
     case = Case(make_backend, (14, 2, 64), lens, "bfloat16", (), torch.bfloat16, GPU, **scores)
     if "window" in scores:
         case.free_behind_windows()

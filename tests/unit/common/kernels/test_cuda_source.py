@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.fake_nvcc import make_empty_home, put_nvcc
 
 from common.kernels.cuda_source import PAGES, QUANTIZED, CudaSource, compiled, main
 
@@ -14,17 +15,7 @@ COPY_ITSELF = 'while [ "$1" != -o ]; do shift; done; read -r line < "$0"; echo "
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home directory, and no compiler anywhere."""
-    for name, value in (("HOME", "home"), ("PATH", "bin"), ("CUDA_HOME", "cuda")):
-        (tmp_path / value).mkdir()
-        monkeypatch.setenv(name, str(tmp_path / value))
-    return tmp_path / "home"
-
-
-def put_nvcc(home: Path, script: str) -> None:
-    nvcc = home.parent / "bin" / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\n{script}\n")
-    nvcc.chmod(0o755)
+    return make_empty_home(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("source", [PAGES, QUANTIZED], ids=lambda source: source.path.name)

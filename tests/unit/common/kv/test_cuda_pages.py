@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_nvcc import make_empty_home, put_nvcc
 from torch import Tensor
 
 from common.kv import cuda_pages, storage
@@ -18,19 +19,10 @@ from common.kv.storage import KVStorage
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home directory, and no compiler anywhere."""
-    for name, value in (("HOME", "home"), ("PATH", "bin"), ("CUDA_HOME", "cuda")):
-        (tmp_path / value).mkdir()
-        monkeypatch.setenv(name, str(tmp_path / value))
+    home = make_empty_home(tmp_path, monkeypatch)
     cuda_pages.cuda_library.cache_clear()
-    yield tmp_path / "home"
+    yield home
     cuda_pages.cuda_library.cache_clear()
-
-
-def put_nvcc(home: Path, script: str) -> None:
-    nvcc = home.parent / "bin" / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\n{script}\n")
-    nvcc.chmod(0o755)
 
 
 def test_without_a_compiler_the_reason_is_logged_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:

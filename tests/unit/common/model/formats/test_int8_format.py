@@ -12,7 +12,7 @@ from support.quantized_checkpoints import STYLES, quantize
 from common.kernels.torch_kernels import TORCH
 from common.model.config import load_model_config
 from common.model.formats.base import LinearTarget, StoredTensor
-from common.model.formats.int8 import Int8Linear
+from common.model.formats.int8 import Int8Linear, Int8Weight
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.precision import Precision
 from common.model.tensor_files import Part
@@ -31,6 +31,7 @@ def test_ranks_multiply_their_own_rows_and_columns(tmp_path: Path, style: str) -
         layer = weights.linear([stored], None, target)
         assert isinstance(layer, Int8Linear)
         expected = CheckpointWeights(plain).read(stored.name, stored.shape, torch.float32, stored.part)
+        torch.testing.assert_close(Int8Weight(layer._columns.t(), layer._scale).widened(), expected)
         x = torch.randn(5, expected.size(1), generator=torch.Generator().manual_seed(0))
         error = layer.forward(x) - x @ expected.t()
         assert error.norm() / (x @ expected.t()).norm() < 0.02
