@@ -4,19 +4,19 @@
 
 namespace KV_VARIANT::attention {
 
-constexpr int TILE_ROWS = MAX_ROWS;
+constexpr int TILE_ROWS = SUMS / (2 * PARTS);
 
 // sums[m] += the products of row m's next numbers with the next word of each of the panel's 32 columns.
 template <int ROWS>
 KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
-    add_outer<ROWS>({rows, stride}, 0, as_floats(load_words(panel)), as_floats(load_words(panel + LANES)), sums);
+    add_outer<ROWS>({rows, stride}, 0, {as_floats(load_words(panel)), as_floats(load_words(panel + LANES))}, sums);
 }
 template <int ROWS>
 KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
     using Pairs = ShiftedWeights;
-    add_outer<ROWS>({rows, stride}, 0, Pairs::even(load_words(panel)), Pairs::even(load_words(panel + LANES)), sums);
+    add_outer<ROWS>({rows, stride}, 0, {Pairs::even(load_words(panel)), Pairs::even(load_words(panel + LANES))}, sums);
     keep_loads_here();
-    add_outer<ROWS>({rows, stride}, 1, Pairs::odd(load_words(panel)), Pairs::odd(load_words(panel + LANES)), sums);
+    add_outer<ROWS>({rows, stride}, 1, {Pairs::odd(load_words(panel)), Pairs::odd(load_words(panel + LANES))}, sums);
 }
 #ifdef KV_HAS_BF16_DOT
 template <int ROWS>
@@ -142,9 +142,9 @@ struct BlockValues {
         const T* x = v + tokens.at[t] + d;
         if constexpr (IN_PAIRS) {
             const Words pairs = words_of(x, bf16{});
-            add_outer<ROWS>({weights, PARTITION}, 0, ShiftedWeights::even(pairs), ShiftedWeights::odd(pairs), sums);
+            add_outer<ROWS>({weights, PARTITION}, 0, {ShiftedWeights::even(pairs), ShiftedWeights::odd(pairs)}, sums);
         } else {
-            add_outer<ROWS>({weights, PARTITION}, 0, load(x), load(x + LANES), sums);
+            add_outer<ROWS>({weights, PARTITION}, 0, {load(x), load(x + LANES)}, sums);
         }
     }
 #ifdef KV_HAS_BF16_DOT

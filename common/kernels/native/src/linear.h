@@ -1,6 +1,9 @@
 // Products of rows with packed weights. A tile is up to MAX_ROWS rows by one panel of 32 outputs; its sums stay in
 // registers over all inputs, in the order of the inputs: a row's result does not depend on the other rows.
 #pragma once
+#include <algorithm>
+#include <utility>
+
 #include "api.h"
 #include "simd.h"
 #include "team.h"
@@ -8,8 +11,15 @@
 namespace KV_VARIANT {
 
 constexpr int PANEL = 2 * LANES;
-// What registers hold: 2 * MAX_ROWS sums, a panel's weights and an activation.
-constexpr int MAX_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
+// How many vectors of sums fit in registers, beside weights and an activation.
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int SUMS = 24;
+#else
+constexpr int SUMS = 12;
+#endif
+// A tile has many rows, and a whole panel or half of it: more rows share each conversion of a weight.
+constexpr int HALVES = VECTOR_BYTES == 64 ? 2 : 1;
+constexpr int MAX_ROWS = SUMS / (PARTS * HALVES);
 constexpr int CACHE_LINE = 64;
 constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
 // How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get this variant, wait for more lines at once on the
@@ -20,8 +30,8 @@ constexpr int NEAR = 2;
 constexpr int NEAR = 3;
 #endif
 
-template <int ROWS>
-using Tile = Lanes[ROWS][2];
+template <int ROWS, int COUNT = 2>
+using Tile = Lanes[ROWS][COUNT];  // COUNT: halves of panels
 
 // The activations of a product. stride: numbers from one row to the next.
 template <class T>
@@ -49,28 +59,38 @@ struct Fetch {
     }
 };
 
-// acc += input k of each row times the weights of that input, w0 and w1.
-template <int ROWS>
-KV_INLINE void add_outer(Rows<float> rows, int k, Lanes w0, Lanes w1, Tile<ROWS>& acc) {
-    for (int m = 0; m < ROWS; ++m) {
-        acc[m][0] = multiply_add(rows[m][k], w0, acc[m][0]);
-        acc[m][1] = multiply_add(rows[m][k], w1, acc[m][1]);
-    }
+// acc += input k of each row times the weights of that input.
+template <int ROWS, int COUNT>
+KV_INLINE void add_outer(Rows<float> rows, int k, const Lanes (&w)[COUNT], Tile<ROWS, COUNT>& acc) {
+    for (int m = 0; m < ROWS; ++m)
+        for (int h = 0; h < COUNT; ++h) acc[m][h] = multiply_add(rows[m][k], w[h], acc[m][h]);
 }
 
-// Each kind of weights says what activations it takes and multiplies one tile.
+// The halves of panels that a tile multiplies, from its first one on.
+struct Halves {
+    const char* weights;  // of the next inputs
+    int64_t panel_bytes;
+    int first;  // number of the first half
+
+    KV_INLINE const char* operator[](int h) const { return weights + h / 2 * panel_bytes + h % 2 * CACHE_LINE; }
+    KV_INLINE void advance() { weights += PANEL * 4; }
+    KV_INLINE Halves from(int64_t byte) const { return {weights + byte, panel_bytes, first}; }
+};
+
+// Each kind of weights says what activations it takes, and multiplies one tile of up to MOST_ROWS rows.
 struct Float32Weights {
     using Act = float;
     static constexpr bool IS_SLICED = true;
+    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) * PANEL * 4; }
 
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* panel, Fetch fetch, Rows<float> rows,
-                                   Tile<ROWS>& acc) {
-        const float* w = reinterpret_cast<const float*>(panel);
-        for (int k = 0; k < l.in; ++k, w += PANEL) {
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<float> rows, Tile<ROWS, COUNT>& acc) {
+        for (int k = 0; k < l.in; ++k, halves.advance()) {
             fetch();
-            add_outer<ROWS>(rows, k, load(w), load(w + LANES), acc);
+            Lanes w[COUNT];
+            for (int h = 0; h < COUNT; ++h) w[h] = load(reinterpret_cast<const float*>(halves[h]));
+            add_outer<ROWS>(rows, k, w, acc);
         }
     }
 };
@@ -79,6 +99,7 @@ struct Float32Weights {
 struct ShiftedWeights {
     using Act = float;
     static constexpr bool IS_SLICED = true;
+    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 1) / 2 * PANEL * 4; }
 
     static KV_INLINE Lanes even(Words pairs) {
@@ -90,17 +111,22 @@ struct ShiftedWeights {
         return as_floats(pairs);
     }
 
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, Fetch fetch, Rows<float> rows,
-                                   Tile<ROWS>& acc) {
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<float> rows, Tile<ROWS, COUNT>& acc) {
+        Lanes w[COUNT];
         int k = 0;
-        for (; k + 1 < l.in; k += 2, w += PANEL * 4) {
+        for (; k + 1 < l.in; k += 2, halves.advance()) {
             fetch();
-            add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);
+            for (int h = 0; h < COUNT; ++h) w[h] = even(load_words(halves[h]));
+            add_outer<ROWS>(rows, k, w, acc);
             keep_loads_here();
-            add_outer<ROWS>(rows, k + 1, odd(load_words(w)), odd(load_words(w + CACHE_LINE)), acc);
+            for (int h = 0; h < COUNT; ++h) w[h] = odd(load_words(halves[h]));
+            add_outer<ROWS>(rows, k + 1, w, acc);
         }
-        if (k < l.in) add_outer<ROWS>(rows, k, even(load_words(w)), even(load_words(w + CACHE_LINE)), acc);
+        if (k < l.in) {
+            for (int h = 0; h < COUNT; ++h) w[h] = even(load_words(halves[h]));
+            add_outer<ROWS>(rows, k, w, acc);
+        }
     }
 
     // One panel as Float32Weights take it. out: [in][32].
@@ -119,26 +145,25 @@ struct ShiftedWeights {
 struct PairedWeights {
     using Act = bf16;
     static constexpr bool IS_SLICED = true;
+    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
 
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, Fetch fetch, Rows<bf16> rows,
-                                   Tile<ROWS>& acc) {
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<bf16> rows, Tile<ROWS, COUNT>& acc) {
+        Words w[COUNT];
         int k = 0;
-        for (; k + 1 < l.in; k += 2, w += PANEL * 4) {
+        for (; k + 1 < l.in; k += 2, halves.advance()) {
             fetch();
-            const Words w0 = load_words(w), w1 = load_words(w + CACHE_LINE);
+            for (int h = 0; h < COUNT; ++h) w[h] = load_words(halves[h]);
             for (int m = 0; m < ROWS; ++m) {
                 const uint32_t pair = load_pair(rows[m] + k);
-                acc[m][0] = dot_pairs(acc[m][0], w0, pair);
-                acc[m][1] = dot_pairs(acc[m][1], w1, pair);
+                for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], w[h], pair);
             }
         }
         if (k < l.in)
             for (int m = 0; m < ROWS; ++m) {
                 const uint32_t pair = rows[m][k].bits;
-                acc[m][0] = dot_pairs(acc[m][0], load_words(w), pair);
-                acc[m][1] = dot_pairs(acc[m][1], load_words(w + CACHE_LINE), pair);
+                for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], load_words(halves[h]), pair);
             }
     }
 };
@@ -165,8 +190,8 @@ struct Output {
 
 inline int num_panels(const kv_linear& l) { return l.is_paired ? (l.out / 2 + LANES - 1) / LANES : (l.out + PANEL - 1) / PANEL; }
 
-template <int ROWS>
-KV_INLINE void put_tile(const kv_linear& l, const Output& output, int row, int panel, Tile<ROWS>& acc) {
+// Results of rows [row, row + num_rows) and one panel. sums: [num_rows][stride], with 32 each.
+inline void put(const kv_linear& l, const Output& output, int panel, int row, int num_rows, const float* sums, int stride) {
     const int half = l.out / 2;
     const int first = l.is_paired ? panel * LANES : panel * PANEL;
     const int second = l.is_paired ? half + first : first + LANES;
@@ -176,8 +201,8 @@ KV_INLINE void put_tile(const kv_linear& l, const Output& output, int row, int p
         bias0 = load_some(l.bias + first, count0 < LANES ? count0 : LANES);
         bias1 = load_some(l.bias + second, count1 < 0 ? 0 : count1 < LANES ? count1 : LANES);
     }
-    for (int m = 0; m < ROWS; ++m) {
-        const Lanes a = acc[m][0] + bias0, b = acc[m][1] + bias1;
+    for (int m = 0; m < num_rows; ++m, sums += stride) {
+        const Lanes a = load(sums) + bias0, b = load(sums + LANES) + bias1;
         if (output.activates) {
             output.put(row + m, first, silu(a) * b, count0);
         } else {
@@ -187,57 +212,49 @@ KV_INLINE void put_tile(const kv_linear& l, const Output& output, int row, int p
     }
 }
 
-// Some of the inputs of a panel's product. All but the last leave sums for the next.
-struct Slice {
-    float* sums;  // [rows][32]
-    bool is_first, is_last;
-};
-
-template <class Weights, int ROWS>
-__attribute__((noinline)) void multiply_tile(const kv_linear& l, int panel_index, const char* panel, Fetch fetch,
-                                             Rows<typename Weights::Act> rows, const Output& output, int row,
-                                             Slice slice) {
-    Tile<ROWS> acc;
+// sums: [rows][stride], with 16 for each half. is_first: they are set, not added to.
+template <class Weights, int ROWS, int COUNT>
+__attribute__((noinline)) void multiply_tile(const kv_linear& l, Halves halves, Fetch fetch, Rows<typename Weights::Act> rows,
+                                             float* sums, int stride, bool is_first) {
+    Tile<ROWS, COUNT> acc;
     for (int m = 0; m < ROWS; ++m)
-        for (int half = 0; half < 2; ++half)
-            acc[m][half] = slice.is_first ? zeros() : load(slice.sums + m * PANEL + half * LANES);
-    Weights::template multiply<ROWS>(l, panel_index, panel, fetch, rows, acc);
-    if (!slice.is_last) {
-        for (int m = 0; m < ROWS; ++m)
-            for (int half = 0; half < 2; ++half) store(slice.sums + m * PANEL + half * LANES, acc[m][half]);
-        return;
-    }
-    Tile<ROWS> results;  // clang would keep acc itself in memory during the product, because put_tile is a loop
+        for (int h = 0; h < COUNT; ++h) acc[m][h] = is_first ? zeros() : load(sums + m * stride + h * LANES);
+    if constexpr (COUNT > 2)
+        Weights::template multiply<ROWS, COUNT>(l, halves, [] {}, rows, acc);
+    else
+        Weights::template multiply<ROWS, COUNT>(l, halves, fetch, rows, acc);
+    Tile<ROWS, COUNT> results;  // clang would keep acc itself in memory during the product, because what follows is a loop
     for (int m = 0; m < ROWS; ++m)
-        for (int half = 0; half < 2; ++half) results[m][half] = acc[m][half];
-    put_tile<ROWS>(l, output, row, panel_index, results);
+        for (int h = 0; h < COUNT; ++h) results[m][h] = acc[m][h];
+    for (int m = 0; m < ROWS; ++m)
+        for (int h = 0; h < COUNT; ++h) store(sums + m * stride + h * LANES, results[m][h]);
 }
 
-// The tile functions for 1, 2, ... MAX_ROWS rows.
-template <class Weights, int... COUNT>
-KV_INLINE void multiply_rows(int count, std::integer_sequence<int, COUNT...>, const kv_linear& l, int panel_index,
-                             const char* panel, Fetch fetch, Rows<typename Weights::Act> rows, const Output& output,
-                             int row, Slice slice) {
-    using Function = decltype(&multiply_tile<Weights, 1>);
-    static constexpr Function functions[] = {&multiply_tile<Weights, COUNT + 1>...};
-    functions[count - 1](l, panel_index, panel, fetch, rows, output, row, slice);
+// The tile function for 1, 2, ... rows.
+template <class Weights, int COUNT, int... ROWS>
+KV_INLINE auto tile_for(int num_rows, std::integer_sequence<int, ROWS...>) {
+    using Function = decltype(&multiply_tile<Weights, 1, COUNT>);
+    static constexpr Function functions[] = {&multiply_tile<Weights, ROWS + 1, COUNT>...};
+    return functions[num_rows - 1];
 }
 
 // Several tiles take a panel in slices of this many inputs, which stay in the cache from one tile to the next.
 constexpr int SLICE_INPUTS = 256;
-// With more tiles a product is bound by its arithmetic.
-constexpr int MOST_SLICED_TILES = 4;
+// With more tiles a product is bound by its arithmetic, for which whole panels are expanded to float32 (below). Where a tile
+// is half a panel, each conversion serves so many rows that this gains nothing.
+constexpr int MOST_SLICED_TILES = HALVES == 2 ? 4 : 16;
 
-// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size. With two tiles or more, each of the first two
-// fetches half of the next slice while it computes on this one, so that memory is busy all the time.
-template <class Weights>
+// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size, of at most MOST rows and COUNT halves of the
+// panel. With two tiles or more, each of the first two fetches half of the next slice while it computes on this one, so that
+// memory is busy all the time.
+template <class Weights, int MOST, int COUNT>
 void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
                     Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
-    const int tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int blocks = (num_rows + MOST - 1) / MOST, tiles = blocks * (2 / COUNT);
     const int groups = l.group ? l.in / l.group : 0;
-    const bool is_sliced = Weights::IS_SLICED && tiles > 1 && tiles <= MOST_SLICED_TILES;
+    const bool is_sliced = Weights::IS_SLICED && tiles > 1 && blocks <= MOST_SLICED_TILES;
     const int slices = is_sliced ? (l.in + SLICE_INPUTS - 1) / SLICE_INPUTS : 1;
-    alignas(CACHE_LINE) float sums[MOST_SLICED_TILES * MAX_ROWS * PANEL];
+    alignas(CACHE_LINE) float sums[MOST_SLICED_TILES * MOST * PANEL];
     kv_linear part = l;
     for (int s = 0, from = 0; s < slices; ++s, from += part.in) {
         part.in = s + 1 < slices ? l.in / slices / 2 * 2 : l.in - from;
@@ -245,16 +262,41 @@ void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int6
         if constexpr (Weights::IS_SLICED)
             if (slices > 1) bytes = Weights::panel_bytes(part);
         for (int t = 0; t < tiles; ++t) {
-            const int lo = num_rows * t / tiles, hi = num_rows * (t + 1) / tiles;
+            const int block = t / (2 / COUNT), half = t % (2 / COUNT);
+            const int lo = num_rows * block / blocks, hi = num_rows * (block + 1) / blocks;
             const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
                                            : Fetch{panel + bytes + (t == 1 ? bytes / 2 : 0), CACHE_LINE};
             Rows<typename Weights::Act> own = rows.from(row + lo, groups);
             own.x += from;
-            multiply_rows<Weights>(hi - lo, std::make_integer_sequence<int, MAX_ROWS>{}, part, panel_index, panel, fetch,
-                                   own, output, row + lo, {sums + lo * PANEL, s == 0, s + 1 == slices});
+            float* own_sums = sums + (is_sliced ? lo * PANEL : 0);
+            tile_for<Weights, COUNT>(hi - lo, std::make_integer_sequence<int, MOST>{})(
+                part, {panel + half * CACHE_LINE, next_panel, 2 * panel_index + half}, fetch, own, own_sums + half * LANES, PANEL,
+                s == 0);
+            if (s + 1 == slices && half + 1 == 2 / COUNT) put(l, output, panel_index, row + lo, hi - lo, own_sums, PANEL);
         }
         panel += bytes;
     }
+}
+
+// Two panels by one row, which AVX2 processors read as two streams: they fetch more of those ahead than of one, by themselves.
+constexpr bool TAKES_TWO_PANELS = VECTOR_BYTES == 32;
+template <class Weights>
+void multiply_two_panels(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
+                         Rows<typename Weights::Act> rows, const Output& output) {
+    alignas(CACHE_LINE) float sums[2 * PANEL];
+    multiply_tile<Weights, 1, 4>(l, {panel, panel_bytes, 2 * panel_index}, {}, rows, sums, 0, true);
+    put(l, output, panel_index, 0, 1, sums, 0);
+    put(l, output, panel_index + 1, 0, 1, sums + PANEL, 0);
+}
+
+template <class Weights>
+void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
+                    Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
+    constexpr int MOST = Weights::MOST_ROWS;
+    if constexpr (HALVES == 1)
+        if (num_rows <= MOST / 2)
+            return multiply_panel<Weights, MOST / 2, 2>(l, panel_index, panel, next_panel, rows, output, row, num_rows);
+    multiply_panel<Weights, MOST, HALVES>(l, panel_index, panel, next_panel, rows, output, row, num_rows);
 }
 
 // Panels by blocks of rows, shared out among the team.
@@ -263,15 +305,19 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
     constexpr int BLOCK = 16 * MAX_ROWS, CHUNKS_PER_MEMBER = 8;
     const int panels = num_panels(l), blocks = (num_rows + BLOCK - 1) / BLOCK;
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
-    const int per_chunk = blocks > 1 || panels <= wanted ? 1 : panels / wanted;
+    const int fewest = TAKES_TWO_PANELS && num_rows == 1 && panels >= 4 * w.team.size() ? 2 : 1;
+    const int per_chunk = blocks > 1 ? 1 : std::max(panels / wanted, fewest);
     const int chunks = (panels + per_chunk - 1) / per_chunk;
     const int64_t bytes = Weights::panel_bytes(l);
     const char* weight = static_cast<const char*>(l.weight);
     w.for_each(chunks * blocks, [&](int task) {
         const int block = task % blocks, first = task / blocks * per_chunk;
         const int lo = num_rows * block / blocks, hi = num_rows * (block + 1) / blocks;
-        for (int p = first; p < first + per_chunk && p < panels; ++p)
-            multiply_panel<Weights>(l, p, weight + p * bytes, bytes, rows, output, lo, hi - lo);
+        const int end = std::min(first + per_chunk, panels);
+        int p = first;
+        if (TAKES_TWO_PANELS && num_rows == 1)
+            for (; p + 2 <= end; p += 2) multiply_two_panels<Weights>(l, p, weight + p * bytes, bytes, rows, output);
+        for (; p < end; ++p) multiply_panel<Weights>(l, p, weight + p * bytes, bytes, rows, output, lo, hi - lo);
     });
 }
 
@@ -294,17 +340,17 @@ void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
     });
 }
 
-constexpr int EXPAND_FROM_ROWS = 4 * MAX_ROWS;
+constexpr bool is_expanded(int num_rows) { return HALVES == 2 && num_rows >= 4 * MAX_ROWS; }
 
 // Called outside of run(), before `product`.
 inline void reserve_product(kv_team& team, const kv_linear& l, int num_rows) {
-    if (l.format == KV_LINEAR_BF16 && num_rows >= EXPAND_FROM_ROWS) reserve_expanded(team, l);
+    if (l.format == KV_LINEAR_BF16 && is_expanded(num_rows)) reserve_expanded(team, l);
 }
 
 inline void product(Worker& w, const kv_linear& l, const float* x, int64_t stride, const Output& output, int num_rows) {
     if (l.format == KV_LINEAR_F32)
         multiply<Float32Weights>(w, l, {x, stride}, output, num_rows);
-    else if (num_rows >= EXPAND_FROM_ROWS)
+    else if (is_expanded(num_rows))
         multiply_expanded<ShiftedWeights, Float32Weights>(w, l, ShiftedWeights::panel_bytes(l), {x, stride}, output,
                                                           num_rows);
     else

@@ -49,30 +49,30 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
 struct Int8Weights {
     using Act = uint8_t;
     static constexpr bool IS_SLICED = false;
+    static constexpr int MOST_ROWS = VECTOR_BYTES == 32 ? 4 : MAX_ROWS;  // AVX2 needs registers for the weights' signs
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 3) / 4 * PANEL * 4; }
 
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* w, Fetch fetch,
-                                   Rows<uint8_t> rows, Tile<ROWS>& acc) {
-        Ints sums[ROWS][2] = {};
-        for (int k = 0; k < l.in; k += 4, w += PANEL * 4) {
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<uint8_t> rows, Tile<ROWS, COUNT>& acc) {
+        Ints sums[ROWS][COUNT] = {};
+        for (int k = 0; k < l.in; k += 4, halves.advance()) {
             fetch();
-            const Words w0 = load_words(w), w1 = load_words(w + CACHE_LINE);
+            Words w[COUNT];
+            for (int h = 0; h < COUNT; ++h) w[h] = load_words(halves[h]);
             for (int m = 0; m < ROWS; ++m) {
                 uint32_t four;
                 std::memcpy(&four, rows[m] + k, 4);
-                sums[m][0] = dot_four(sums[m][0], w0, four);
-                sums[m][1] = dot_four(sums[m][1], w1, four);
+                for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_four(sums[m][h], w[h], four);
             }
         }
-        for (int half = 0; half < 2; ++half) {
-            const int at = panel_index * PANEL + half * LANES;
+        for (int h = 0; h < COUNT; ++h) {
+            const int at = (halves.first + h) * LANES;
             const Lanes scale = load(l.scale + at);
             Ints added{};  // by OFFSET in each row code: OFFSET times the sum of an output's codes
             if (OFFSET) KV_PARTS added.v[p] = __builtin_convertvector(load(l.zero + at).v[p], IntPart) * OFFSET;
             for (int m = 0; m < ROWS; ++m) {
-                KV_PARTS sums[m][half].v[p] -= added.v[p];
-                acc[m][half] = as_lanes(sums[m][half]) * (scale * splat(rows.scales[m]));
+                KV_PARTS sums[m][h].v[p] -= added.v[p];
+                acc[m][h] = as_lanes(sums[m][h]) * (scale * splat(rows.scales[m]));
             }
         }
     }
@@ -122,11 +122,11 @@ struct Int4Weights<float> {
         KV_PARTS number.v[p] = (IntPart)((codes.v[p] >> shift) & 0xf);
         return as_lanes(number);
     }
-    template <int ROWS>
-    static KV_INLINE void add_pair(Tile<ROWS>& sums, int half, Words codes, int shift, Rows<float> rows, int k) {
+    template <int ROWS, int COUNT>
+    static KV_INLINE void add_pair(Tile<ROWS, COUNT>& sums, int h, Words codes, int shift, Rows<float> rows, int k) {
         const Lanes w0 = number(codes, shift), w1 = number(codes, shift + 16);
-        for (int m = 0; m < ROWS; ++m) sums[m][half] = multiply_add(rows[m][k], w0, sums[m][half]);
-        for (int m = 0; m < ROWS; ++m) sums[m][half] = multiply_add(rows[m][k + 1], w1, sums[m][half]);
+        for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k], w0, sums[m][h]);
+        for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k + 1], w1, sums[m][h]);
     }
     // A pair of inputs of 16 outputs as `multiply_expanded_pair` takes them.
     static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
@@ -135,10 +135,13 @@ struct Int4Weights<float> {
         store(out + PANEL, number(codes, shift + 16));
     }
     static constexpr int EXPANDED_PAIR_BYTES = 2 * PANEL * 4;
-    template <int ROWS>
-    static KV_INLINE void add_expanded_pair(Tile<ROWS>& sums, const char* pair, Rows<float> rows, int k) {
-        const float* w = reinterpret_cast<const float*>(pair);
-        for (int i = 0; i < 2; ++i, w += PANEL) add_outer<ROWS>(rows, k + i, load(w), load(w + LANES), sums);
+    template <int ROWS, int COUNT>
+    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves halves, Rows<float> rows, int k) {
+        for (int i = 0; i < 2; ++i, halves.advance()) {
+            Lanes w[COUNT];
+            for (int h = 0; h < COUNT; ++h) w[h] = load(reinterpret_cast<const float*>(halves[h]));
+            add_outer<ROWS>(rows, k + i, w, sums);
+        }
     }
 };
 
@@ -152,23 +155,23 @@ struct Int4Weights<bf16> {
         KV_PARTS codes.v[p] = ((codes.v[p] >> shift) & 0x000f000fu) | 0x43004300u;
         return codes;
     }
-    template <int ROWS>
-    static KV_INLINE void add_pair(Tile<ROWS>& sums, int half, Words codes, int shift, Rows<bf16> rows, int k) {
+    template <int ROWS, int COUNT>
+    static KV_INLINE void add_pair(Tile<ROWS, COUNT>& sums, int h, Words codes, int shift, Rows<bf16> rows, int k) {
         const Words w = number(codes, shift);
-        for (int m = 0; m < ROWS; ++m) sums[m][half] = dot_pairs(sums[m][half], w, load_pair(rows[m] + k));
+        for (int m = 0; m < ROWS; ++m) sums[m][h] = dot_pairs(sums[m][h], w, load_pair(rows[m] + k));
     }
     static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
         const Words w = number(codes, shift);
         std::memcpy(pair + half * CACHE_LINE, &w, CACHE_LINE);
     }
     static constexpr int EXPANDED_PAIR_BYTES = PANEL * 4;
-    template <int ROWS>
-    static KV_INLINE void add_expanded_pair(Tile<ROWS>& sums, const char* pair, Rows<bf16> rows, int k) {
-        const Words w0 = load_words(pair), w1 = load_words(pair + CACHE_LINE);
+    template <int ROWS, int COUNT>
+    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves halves, Rows<bf16> rows, int k) {
+        Words w[COUNT];
+        for (int h = 0; h < COUNT; ++h) w[h] = load_words(halves[h]);
         for (int m = 0; m < ROWS; ++m) {
             const uint32_t x = load_pair(rows[m] + k);
-            sums[m][0] = dot_pairs(sums[m][0], w0, x);
-            sums[m][1] = dot_pairs(sums[m][1], w1, x);
+            for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_pairs(sums[m][h], w[h], x);
         }
     }
 };
@@ -178,21 +181,23 @@ inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 *
 
 // For each group, whose sums of row * (code + ADDED) `add_group` adds up:
 // acc += scale * (sum - (zero + ADDED) * sum of the row).
-template <int ROWS, class F>
-KV_INLINE void multiply_groups(const kv_linear& l, int panel_index, float added, const float* row_sums,
-                               Tile<ROWS>& acc, const F& add_group) {
+template <int ROWS, int COUNT, class F>
+KV_INLINE void multiply_groups(const kv_linear& l, int first_half, float added, const float* row_sums,
+                               Tile<ROWS, COUNT>& acc, const F& add_group) {
     const int groups = l.in / l.group;
     for (int g = 0; g < groups; ++g) {
-        Tile<ROWS> sums;
-        for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
+        Tile<ROWS, COUNT> sums;
+        for (auto& row : sums)
+            for (Lanes& lanes : row) lanes = zeros();
         add_group(g * l.group, sums);
-        const int64_t at = (int64_t(panel_index) * groups + g) * PANEL;
-        for (int half = 0; half < 2; ++half) {
-            const Lanes scale = load(l.scale + at + half * LANES);
-            const Lanes zero = load(l.zero + at + half * LANES) + splat(added);
+        for (int h = 0; h < COUNT; ++h) {
+            const int half = first_half + h;
+            const int64_t at = (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES;
+            const Lanes scale = load(l.scale + at);
+            const Lanes zero = load(l.zero + at) + splat(added);
             for (int m = 0; m < ROWS; ++m) {
                 const Lanes row_sum = splat(row_sums[m * groups + g]);
-                acc[m][half] = multiply_add(scale, sums[m][half] - zero * row_sum, acc[m][half]);
+                acc[m][h] = multiply_add(scale, sums[m][h] - zero * row_sum, acc[m][h]);
             }
         }
     }
@@ -203,22 +208,23 @@ template <class T>
 struct CodedInt4 {
     using Act = T;
     static constexpr bool IS_SLICED = false;
+    static constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? MAX_ROWS : MAX_ROWS * 2 / 3;  // numbers need registers, too
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
 
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, Fetch fetch, Rows<T> rows,
-                                   Tile<ROWS>& acc) {
-        multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
-            const char* w = panel + int64_t(first) / 8 * PANEL * 4;
-            for (int k = first; k < first + l.group; k += 8, w += PANEL * 4) {
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
+        const auto add_group = [&](int first, Tile<ROWS, COUNT>& sums) {
+            Halves own = halves.from(int64_t(first) / 8 * PANEL * 4);
+            for (int k = first; k < first + l.group; k += 8, own.advance()) {
                 fetch();
-                for (int half = 0; half < 2; ++half) {
-                    const Words codes = load_words(w + half * CACHE_LINE);
+                for (int h = 0; h < COUNT; ++h) {
+                    const Words codes = load_words(own[h]);
                     for (int j = 0; j < 4; ++j)
-                        Int4Weights<T>::template add_pair<ROWS>(sums, half, codes, 4 * j, rows, k + 2 * j);
+                        Int4Weights<T>::template add_pair<ROWS, COUNT>(sums, h, codes, 4 * j, rows, k + 2 * j);
                 }
             }
-        });
+        };
+        multiply_groups<ROWS, COUNT>(l, halves.first, Int4Weights<T>::ADDED, rows.sums, acc, add_group);
     }
 };
 
@@ -227,6 +233,7 @@ template <class T>
 struct ExpandedInt4 {
     using Act = T;
     static constexpr bool IS_SLICED = false;
+    static constexpr int MOST_ROWS = MAX_ROWS;
 
     static void expand(const kv_linear& l, const char* w, char* out) {
         for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
@@ -236,18 +243,18 @@ struct ExpandedInt4 {
                     Int4Weights<T>::expand(codes, 4 * j, out + (k / 2 + j) * Int4Weights<T>::EXPANDED_PAIR_BYTES, half);
             }
     }
-    template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, Fetch, Rows<T> rows,
-                                   Tile<ROWS>& acc) {
-        multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
-            const char* pair = panel + int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES;
-            for (int k = first; k < first + l.group; k += 2, pair += Int4Weights<T>::EXPANDED_PAIR_BYTES)
-                Int4Weights<T>::template add_expanded_pair<ROWS>(sums, pair, rows, k);
-        });
+    template <int ROWS, int COUNT, class F>
+    static KV_INLINE void multiply(const kv_linear& l, Halves halves, F, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
+        const auto add_group = [&](int first, Tile<ROWS, COUNT>& sums) {
+            for (int k = first; k < first + l.group; k += 2)
+                Int4Weights<T>::template add_expanded_pair<ROWS, COUNT>(
+                    sums, halves.from(int64_t(k) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES), rows, k);
+        };
+        multiply_groups<ROWS, COUNT>(l, halves.first, Int4Weights<T>::ADDED, rows.sums, acc, add_group);
     }
 };
 
-constexpr int EXPAND_INT4_FROM_ROWS = MAX_ROWS / 2;
+constexpr int EXPAND_INT4_FROM_ROWS = VECTOR_BYTES == 64 ? MAX_ROWS / 2 : 32;
 
 // The sum of each group of each row.
 template <class Act>
