@@ -4,28 +4,34 @@
 
 namespace KV_VARIANT::attention {
 
-constexpr int TILE_ROWS = SUMS / (2 * PARTS);
+constexpr int TILE_ROWS = MAX_ROWS;
+// Halves of a panel at once. With half of the rows of a whole panel's tile registers hold what is multiplied, too.
+constexpr int halves_of(int rows) { return HALVES == 2 || 3 * rows <= TILE_ROWS ? 2 : 1; }
 
-// sums[m] += the products of row m's next numbers with the next word of each of the panel's 32 columns.
-template <int ROWS>
-KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
-    add_outer<ROWS>({rows, stride}, 0, {as_floats(load_words(panel)), as_floats(load_words(panel + LANES))}, sums);
+// sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
+    Lanes w[COUNT];
+    for (int h = 0; h < COUNT; ++h) w[h] = as_floats(load_words(panel + h * LANES));
+    add_outer<ROWS>({rows, stride}, 0, w, sums);
 }
-template <int ROWS>
-KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
-    using Pairs = ShiftedWeights;
-    add_outer<ROWS>({rows, stride}, 0, {Pairs::even(load_words(panel)), Pairs::even(load_words(panel + LANES))}, sums);
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
+    Lanes w[COUNT];
+    for (int h = 0; h < COUNT; ++h) w[h] = ShiftedWeights::even(load_words(panel + h * LANES));
+    add_outer<ROWS>({rows, stride}, 0, w, sums);
     keep_loads_here();
-    add_outer<ROWS>({rows, stride}, 1, {Pairs::odd(load_words(panel)), Pairs::odd(load_words(panel + LANES))}, sums);
+    for (int h = 0; h < COUNT; ++h) w[h] = ShiftedWeights::odd(load_words(panel + h * LANES));
+    add_outer<ROWS>({rows, stride}, 1, w, sums);
 }
 #ifdef KV_HAS_BF16_DOT
-template <int ROWS>
-KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const bf16* rows, int64_t stride, bf16) {
-    const Words first = load_words(panel), second = load_words(panel + LANES);
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const bf16* rows, int64_t stride, bf16) {
+    Words w[COUNT];
+    for (int h = 0; h < COUNT; ++h) w[h] = load_words(panel + h * LANES);
     for (int m = 0; m < ROWS; ++m) {
         const uint32_t pair = load_pair(rows + m * stride);
-        sums[m][0] = dot_pairs(sums[m][0], first, pair);
-        sums[m][1] = dot_pairs(sums[m][1], second, pair);
+        for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_pairs(sums[m][h], w[h], pair);
     }
 }
 #endif
@@ -34,13 +40,15 @@ KV_INLINE void add_products(Tile<ROWS>& sums, const uint32_t* panel, const bf16*
 template <class Act, class Number, int ROWS>
 __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, const Act* rows, int64_t stride, float* out,
                                              int64_t out_stride) {
-    Tile<ROWS> sums;
-    for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
-    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Number>)
-        add_products<ROWS>(sums, panel, rows, stride, Number{});
-    for (int m = 0; m < ROWS; ++m) {
-        store(out + m * out_stride, sums[m][0]);
-        store(out + m * out_stride + LANES, sums[m][1]);
+    constexpr int COUNT = halves_of(ROWS);
+    for (int half = 0; half < 2; half += COUNT, panel += LANES, out += LANES) {
+        Tile<ROWS, COUNT> sums;
+        for (auto& row : sums)
+            for (Lanes& lanes : row) lanes = zeros();
+        for (int w = 0; w < words; ++w)
+            add_products<ROWS>(sums, panel + w * PANEL, rows + w * PER_WORD<Number>, stride, Number{});
+        for (int m = 0; m < ROWS; ++m)
+            for (int h = 0; h < COUNT; ++h) store(out + m * out_stride + h * LANES, sums[m][h]);
     }
 }
 
@@ -92,7 +100,7 @@ struct BlockValues {
     const Tokens& tokens;
 
     // Panels at a time: enough sums that multiply-adds need not wait for one another, and no more than registers hold.
-    static constexpr int at_once(int rows) { return 2 * rows <= TILE_ROWS ? 2 : 1; }
+    static constexpr int at_once(int rows) { return 4 * rows * PARTS <= SUMS ? 2 : 1; }
 
     void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
                   Ahead& ahead) const {
@@ -117,45 +125,67 @@ struct BlockValues {
     template <int ROWS>
     __attribute__((noinline)) static void multiply_tile(const BlockValues& from, const Act* weights, int begin, int end, int d,
                                                         float* out, int64_t out_stride, Ahead& ahead) {
-        constexpr int PANELS = at_once(ROWS);
-        Tile<ROWS> sums[PANELS];
-        for (auto& tile : sums)
-            for (auto& row : tile) row[0] = row[1] = zeros();
-        for (int t = std::max(begin, from.tokens.begin / UNIT * UNIT); t < end;) {
-            ahead.fetch();
-            for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)
-                for (int p = 0; p < PANELS; ++p) from.template add<ROWS>(sums[p], t, end, d + p * PANEL, weights + t);
-        }
-        for (int m = 0; m < ROWS; ++m, out += out_stride)
-            for (int p = 0; p < PANELS; ++p) {
-                const Lanes* pair = sums[p][m];
-                if (sizeof(Act) == 4 && IN_PAIRS)
-                    store_in_turns(out + p * PANEL, pair[0], pair[1]);
-                else
-                    store(out + p * PANEL, pair[0]), store(out + p * PANEL + LANES, pair[1]);
+        constexpr int COUNT = halves_of(ROWS), ALL = at_once(ROWS) * COUNT;
+        alignas(64) float halves[2][ROWS * LANES];  // where they come one after the other
+        for (int half = 0; half < 2; half += COUNT) {
+            Tile<ROWS, ALL> sums;
+            for (auto& row : sums)
+                for (Lanes& lanes : row) lanes = zeros();
+            for (int t = std::max(begin, from.tokens.begin / UNIT * UNIT); t < end;) {
+                ahead.fetch();
+                for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)
+                    from.template add<COUNT, ROWS, ALL>(sums, half, t, end, d, weights + t);
             }
+            for (int m = 0; m < ROWS; ++m)
+                if constexpr (COUNT == 2)
+                    for (int i = 0; i < ALL; i += 2) put(sums[m][i], sums[m][i + 1], out + m * out_stride + i / 2 * PANEL);
+                else
+                    store(halves[half] + m * LANES, sums[m][0]);
+        }
+        if constexpr (COUNT == 1)
+            for (int m = 0; m < ROWS; ++m)
+                put(load(halves[0] + m * LANES), load(halves[1] + m * LANES), out + m * out_stride);
     }
 
-    // sums[m] += the products of row m's weights from `weights` on with 32 numbers of UNIT tokens.
-    template <int ROWS>
-    KV_INLINE void add(Tile<ROWS>& sums, int t, int, int d, const float* weights) const {
+    // Thirty-two results, of both halves.
+    static KV_INLINE void put(Lanes first, Lanes second, float* out) {
+        if (sizeof(Act) == 4 && IN_PAIRS)
+            store_in_turns(out, first, second);
+        else
+            store(out, first), store(out + LANES, second);
+    }
+
+    // sums[m] += the products of row m's weights from `weights` on with the numbers of UNIT tokens: of COUNT halves of each
+    // panel, from `half` on. A half is the numbers at even or odd places, or sixteen after the other.
+    template <int COUNT, int ROWS, int ALL>
+    KV_INLINE void add(Tile<ROWS, ALL>& sums, int half, int t, int, int d, const float* weights) const {
         const T* x = v + tokens.at[t] + d;
-        if constexpr (IN_PAIRS) {
-            const Words pairs = words_of(x, bf16{});
-            add_outer<ROWS>({weights, PARTITION}, 0, {ShiftedWeights::even(pairs), ShiftedWeights::odd(pairs)}, sums);
-        } else {
-            add_outer<ROWS>({weights, PARTITION}, 0, {load(x), load(x + LANES)}, sums);
+        Lanes w[ALL];
+        for (int i = 0; i < ALL; ++i) {
+            const int h = half + i % COUNT;
+            if constexpr (IN_PAIRS) {
+                const Words pairs = words_of(x + i / COUNT * PANEL, bf16{});
+                w[i] = h ? ShiftedWeights::odd(pairs) : ShiftedWeights::even(pairs);
+            } else {
+                w[i] = load(x + i / COUNT * PANEL + h * LANES);
+            }
         }
+        add_outer<ROWS>({weights, PARTITION}, 0, w, sums);
     }
 #ifdef KV_HAS_BF16_DOT
-    template <int ROWS>
-    KV_INLINE void add(Tile<ROWS>& sums, int t, int end, int d, const bf16* weights) const {
-        Words pairs[2];
-        pair_words(t < tokens.begin ? NONE : v + tokens.at[t] + d, t + 1 < end ? v + tokens.at[t + 1] + d : NONE, pairs);
+    template <int COUNT, int ROWS, int ALL>
+    KV_INLINE void add(Tile<ROWS, ALL>& sums, int half, int t, int end, int d, const bf16* weights) const {
+        const T* x = t < tokens.begin ? nullptr : v + tokens.at[t] + d;
+        const T* y = t + 1 < end ? v + tokens.at[t + 1] + d : nullptr;
+        Words w[ALL];
+        for (int i = 0; i < ALL; i += COUNT) {
+            Words pairs[2];
+            pair_words(x ? x + i / COUNT * PANEL : NONE, y ? y + i / COUNT * PANEL : NONE, pairs);
+            for (int h = 0; h < COUNT; ++h) w[i + h] = pairs[half + h];
+        }
         for (int m = 0; m < ROWS; ++m) {
             const uint32_t pair = load_pair(weights + m * PARTITION);
-            sums[m][0] = dot_pairs(sums[m][0], pairs[0], pair);
-            sums[m][1] = dot_pairs(sums[m][1], pairs[1], pair);
+            for (int i = 0; i < ALL; ++i) sums[m][i] = dot_pairs(sums[m][i], w[i], pair);
         }
     }
 #endif
@@ -210,7 +240,7 @@ KV_INLINE Lanes times_power(Lanes y, Lanes n) {
 // them to 2^-9: a 700th of that is enough there.
 template <class Act>
 KV_INLINE Lanes exp2(Lanes x) {
-    const auto power = [](Lanes b, float highest, auto... others) {
+    const auto power = [](Lanes b, float highest, auto... others) __attribute__((always_inline)) {
         Lanes y = splat(highest);
         ((y = multiply_add(y, b, splat(others))), ...);
         return y;
