@@ -126,25 +126,29 @@ struct BlockValues {
     __attribute__((noinline)) static void multiply_tile(const BlockValues& from, const Act* weights, int begin, int end, int d,
                                                         float* out, int64_t out_stride, Ahead& ahead) {
         constexpr int COUNT = halves_of(ROWS), ALL = at_once(ROWS) * COUNT;
-        alignas(64) float halves[2][ROWS * LANES];  // where they come one after the other
-        for (int half = 0; half < 2; half += COUNT) {
-            Tile<ROWS, ALL> sums;
-            for (auto& row : sums)
-                for (Lanes& lanes : row) lanes = zeros();
-            for (int t = std::max(begin, from.tokens.begin / UNIT * UNIT); t < end;) {
-                ahead.fetch();
-                for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)
-                    from.template add<COUNT, ROWS, ALL>(sums, half, t, end, d, weights + t);
-            }
+        Tile<ROWS, ALL> sums;
+        from.template add_all<COUNT, 0>(sums, weights, begin, end, d, ahead);
+        if constexpr (COUNT == 2) {
             for (int m = 0; m < ROWS; ++m)
-                if constexpr (COUNT == 2)
-                    for (int i = 0; i < ALL; i += 2) put(sums[m][i], sums[m][i + 1], out + m * out_stride + i / 2 * PANEL);
-                else
-                    store(halves[half] + m * LANES, sums[m][0]);
+                for (int i = 0; i < ALL; i += 2) put(sums[m][i], sums[m][i + 1], out + m * out_stride + i / 2 * PANEL);
+        } else {
+            alignas(64) float first[ROWS * LANES];
+            for (int m = 0; m < ROWS; ++m) store(first + m * LANES, sums[m][0]);
+            from.template add_all<COUNT, 1>(sums, weights, begin, end, d, ahead);
+            for (int m = 0; m < ROWS; ++m) put(load(first + m * LANES), sums[m][0], out + m * out_stride);
         }
-        if constexpr (COUNT == 1)
-            for (int m = 0; m < ROWS; ++m)
-                put(load(halves[0] + m * LANES), load(halves[1] + m * LANES), out + m * out_stride);
+    }
+
+    // sums: of tokens [begin, end), of COUNT halves of each panel from HALF on.
+    template <int COUNT, int HALF, int ROWS, int ALL>
+    KV_INLINE void add_all(Tile<ROWS, ALL>& sums, const Act* weights, int begin, int end, int d, Ahead& ahead) const {
+        for (int m = 0; m < ROWS; ++m)
+            for (int i = 0; i < ALL; ++i) sums[m][i] = zeros();
+        for (int t = std::max(begin, tokens.begin / UNIT * UNIT); t < end;) {
+            ahead.fetch();
+            for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)
+                add<COUNT, HALF, ROWS, ALL>(sums, t, end, d, weights + t);
+        }
     }
 
     // Thirty-two results, of both halves.
@@ -155,14 +159,14 @@ struct BlockValues {
             store(out, first), store(out + LANES, second);
     }
 
-    // sums[m] += the products of row m's weights from `weights` on with the numbers of UNIT tokens: of COUNT halves of each
-    // panel, from `half` on. A half is the numbers at even or odd places, or sixteen after the other.
-    template <int COUNT, int ROWS, int ALL>
-    KV_INLINE void add(Tile<ROWS, ALL>& sums, int half, int t, int, int d, const float* weights) const {
+    // sums[m] += the products of row m's weights from `weights` on with the numbers of UNIT tokens. A half of a panel is the
+    // numbers at even or odd places, or sixteen after the other.
+    template <int COUNT, int HALF, int ROWS, int ALL>
+    KV_INLINE void add(Tile<ROWS, ALL>& sums, int t, int, int d, const float* weights) const {
         const T* x = v + tokens.at[t] + d;
         Lanes w[ALL];
         for (int i = 0; i < ALL; ++i) {
-            const int h = half + i % COUNT;
+            const int h = HALF + i % COUNT;
             if constexpr (IN_PAIRS) {
                 const Words pairs = words_of(x + i / COUNT * PANEL, bf16{});
                 w[i] = h ? ShiftedWeights::odd(pairs) : ShiftedWeights::even(pairs);
@@ -173,15 +177,15 @@ struct BlockValues {
         add_outer<ROWS>({weights, PARTITION}, 0, w, sums);
     }
 #ifdef KV_HAS_BF16_DOT
-    template <int COUNT, int ROWS, int ALL>
-    KV_INLINE void add(Tile<ROWS, ALL>& sums, int half, int t, int end, int d, const bf16* weights) const {
+    template <int COUNT, int HALF, int ROWS, int ALL>
+    KV_INLINE void add(Tile<ROWS, ALL>& sums, int t, int end, int d, const bf16* weights) const {
         const T* x = t < tokens.begin ? nullptr : v + tokens.at[t] + d;
         const T* y = t + 1 < end ? v + tokens.at[t + 1] + d : nullptr;
         Words w[ALL];
         for (int i = 0; i < ALL; i += COUNT) {
             Words pairs[2];
             pair_words(x ? x + i / COUNT * PANEL : NONE, y ? y + i / COUNT * PANEL : NONE, pairs);
-            for (int h = 0; h < COUNT; ++h) w[i + h] = pairs[half + h];
+            for (int h = 0; h < COUNT; ++h) w[i + h] = pairs[HALF + h];
         }
         for (int m = 0; m < ROWS; ++m) {
             const uint32_t pair = load_pair(weights + m * PARTITION);

@@ -101,7 +101,11 @@ KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
     // gcc would write each sum into another register than it was in, and some through memory.
-    KV_PARTS asm("vfmadd231ps %2, %1, %0" : "+x"(c.v[p]) : "x"(splat_part(a)), "x"(b.v[p]));
+    KV_PARTS {
+        FloatPart sum = c.v[p];
+        asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(splat_part(a)), "x"(b.v[p]));
+        c.v[p] = sum;
+    }
 #else
     KV_PARTS c.v[p] = fused(splat_part(a), b.v[p], c.v[p]);
 #endif
