@@ -19,7 +19,7 @@ template <class Number>
 constexpr int PER_WORD = 4 / sizeof(Number);
 
 // What a cache's numbers of type T become in panels. For activations in float32, narrow ones stay narrow on AVX-512 only: on
-// AVX2 a tile of 3 rows repeats the conversion so often that prompts take a fifth longer.
+// AVX2 each tile of six rows would repeat the conversion, and prompts take a fifth longer.
 template <class Act, class T>
 using InPanel = std::conditional_t<sizeof(Act) == 4 && (sizeof(T) == 4 || VECTOR_BYTES < 64), float, bf16>;
 

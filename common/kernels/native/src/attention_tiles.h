@@ -5,8 +5,6 @@
 namespace KV_VARIANT::attention {
 
 constexpr int TILE_ROWS = MAX_ROWS;
-// Halves of a panel at once. With half of the rows of a whole panel's tile registers hold what is multiplied, too.
-constexpr int halves_of(int rows) { return HALVES == 2 || 3 * rows <= TILE_ROWS ? 2 : 1; }
 
 // sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
 template <int ROWS, int COUNT>
@@ -43,8 +41,7 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, c
     constexpr int COUNT = halves_of(ROWS);
     for (int half = 0; half < 2; half += COUNT, panel += LANES, out += LANES) {
         Tile<ROWS, COUNT> sums;
-        for (auto& row : sums)
-            for (Lanes& lanes : row) lanes = zeros();
+        clear<ROWS, COUNT>(sums);
         for (int w = 0; w < words; ++w)
             add_products<ROWS>(sums, panel + w * PANEL, rows + w * PER_WORD<Number>, stride, Number{});
         for (int m = 0; m < ROWS; ++m)
@@ -100,7 +97,7 @@ struct BlockValues {
     const Tokens& tokens;
 
     // Panels at a time: enough sums that multiply-adds need not wait for one another, and no more than registers hold.
-    static constexpr int at_once(int rows) { return 4 * rows * PARTS <= SUMS ? 2 : 1; }
+    static constexpr int at_once(int rows) { return 4 * rows * PARTS <= SUM_REGISTERS ? 2 : 1; }
 
     void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
                   Ahead& ahead) const {
@@ -126,6 +123,7 @@ struct BlockValues {
     __attribute__((noinline)) static void multiply_tile(const BlockValues& from, const Act* weights, int begin, int end, int d,
                                                         float* out, int64_t out_stride, Ahead& ahead) {
         constexpr int COUNT = halves_of(ROWS), ALL = at_once(ROWS) * COUNT;
+        static_assert(COUNT == 2 || ALL == 1);
         Tile<ROWS, ALL> sums;
         from.template add_all<COUNT, 0>(sums, weights, begin, end, d, ahead);
         if constexpr (COUNT == 2) {
@@ -142,8 +140,7 @@ struct BlockValues {
     // sums: of tokens [begin, end), of COUNT halves of each panel from HALF on.
     template <int COUNT, int HALF, int ROWS, int ALL>
     KV_INLINE void add_all(Tile<ROWS, ALL>& sums, const Act* weights, int begin, int end, int d, Ahead& ahead) const {
-        for (int m = 0; m < ROWS; ++m)
-            for (int i = 0; i < ALL; ++i) sums[m][i] = zeros();
+        clear<ROWS, ALL>(sums);
         for (int t = std::max(begin, tokens.begin / UNIT * UNIT); t < end;) {
             ahead.fetch();
             for (const int stop = std::min(t + LANES, end); t < stop; t += UNIT)

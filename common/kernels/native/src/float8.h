@@ -11,7 +11,7 @@ struct fp8 {
 typedef uint8_t BytePart __attribute__((vector_size(PART_LANES), aligned(1), may_alias));
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Shifted by 7 bits they are float16 numbers with another bias: 2^8 times too small.
+// Shifted left by 7 bits a code is a float16 number with the same sign, exponent and mantissa: 2^-8 of its value.
 KV_INLINE Lanes load(const fp8* x) {
     __m128i bytes;
     std::memcpy(&bytes, x, sizeof bytes);
@@ -19,8 +19,8 @@ KV_INLINE Lanes load(const fp8* x) {
     const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(int16_t(0xbf80)));
     const __m256i magnitude = _mm256_and_si256(shifted, _mm256_set1_epi16(0x3f80));
     const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80));
-    // All bits of the exponent: not-a-number.
-    const __m256i numbers = _mm256_or_si256(halves, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x4000)));
+    const __m256i exponents_top = _mm256_and_si256(is_nan, _mm256_set1_epi16(0x4000));  // makes that float16 not-a-number
+    const __m256i numbers = _mm256_or_si256(halves, exponents_top);
     Lanes r;
     r.v[0] = (FloatPart)_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * 256.0f;
     r.v[1] = (FloatPart)_mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * 256.0f;

@@ -1,5 +1,5 @@
-// Products of rows with packed weights. A tile is up to MAX_ROWS rows by one panel of 32 outputs; its sums stay in
-// registers over all inputs, in the order of the inputs: a row's result does not depend on the other rows.
+// Products of rows with packed weights. A tile is up to MAX_ROWS rows by a panel of 32 outputs, or by half of one; its sums
+// stay in registers over all inputs, in the order of the inputs: a row's result does not depend on the other rows.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -11,15 +11,19 @@
 namespace KV_VARIANT {
 
 constexpr int PANEL = 2 * LANES;
-// How many vectors of sums fit in registers, beside weights and an activation.
+// Registers that hold a tile's sums. The others hold weights and an activation.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
-constexpr int SUMS = 24;
+constexpr int SUM_REGISTERS = 24;
 #else
-constexpr int SUMS = 12;
+constexpr int SUM_REGISTERS = 12;
 #endif
-// A tile has many rows, and a whole panel or half of it: more rows share each conversion of a weight.
-constexpr int HALVES = VECTOR_BYTES == 64 ? 2 : 1;
-constexpr int MAX_ROWS = SUMS / (PARTS * HALVES);
+// Halves of a panel in a tile of many rows. Where registers are short, half a panel leaves them for twice as many rows, which
+// share each conversion of a weight.
+constexpr int TILE_HALVES = VECTOR_BYTES == 64 ? 2 : 1;
+constexpr int MAX_ROWS = SUM_REGISTERS / (PARTS * TILE_HALVES);
+// Tiles of so few rows are of whole panels in any case: registers hold their sums and all weights of an input.
+constexpr int FEW_ROWS = MAX_ROWS / 3;
+constexpr int halves_of(int rows) { return rows <= FEW_ROWS ? 2 : TILE_HALVES; }
 constexpr int CACHE_LINE = 64;
 constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
 // How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get this variant, wait for more lines at once on the
@@ -30,8 +34,14 @@ constexpr int NEAR = 2;
 constexpr int NEAR = 3;
 #endif
 
-template <int ROWS, int COUNT = 2>
+template <int ROWS, int COUNT>
 using Tile = Lanes[ROWS][COUNT];  // COUNT: halves of panels
+
+template <int ROWS, int COUNT>
+KV_INLINE void clear(Tile<ROWS, COUNT>& sums) {
+    for (int m = 0; m < ROWS; ++m)
+        for (int h = 0; h < COUNT; ++h) sums[m][h] = zeros();
+}
 
 // The activations of a product. stride: numbers from one row to the next.
 template <class T>
@@ -58,10 +68,14 @@ struct Fetch {
         next += step;
     }
 };
+struct NoFetch {
+    KV_INLINE void operator()() {}
+};
 
 // acc += input k of each row times the weights of that input.
 template <int ROWS, int COUNT>
 KV_INLINE void add_outer(Rows<float> rows, int k, const Lanes (&w)[COUNT], Tile<ROWS, COUNT>& acc) {
+#pragma GCC unroll 12  // else clang keeps six rows' sums in memory
     for (int m = 0; m < ROWS; ++m)
         for (int h = 0; h < COUNT; ++h) acc[m][h] = multiply_add(rows[m][k], w[h], acc[m][h]);
 }
@@ -70,18 +84,22 @@ KV_INLINE void add_outer(Rows<float> rows, int k, const Lanes (&w)[COUNT], Tile<
 struct Halves {
     const char* weights;  // of the next inputs
     int64_t panel_bytes;
-    int first;  // number of the first half
+    int first;  // number of the first half among those of all panels
 
     KV_INLINE const char* operator[](int h) const { return weights + h / 2 * panel_bytes + h % 2 * CACHE_LINE; }
     KV_INLINE void advance() { weights += PANEL * 4; }
     KV_INLINE Halves from(int64_t byte) const { return {weights + byte, panel_bytes, first}; }
 };
 
-// Each kind of weights says what activations it takes, and multiplies one tile of up to MOST_ROWS rows.
-struct Float32Weights {
+// The tiles of many rows of each kind of weights that does not say otherwise.
+struct UsualTiles {
+    static constexpr int ROWS = MAX_ROWS, HALVES = TILE_HALVES;
+};
+
+// Each kind of weights says what activations it takes, and multiplies one tile.
+struct Float32Weights : UsualTiles {
     using Act = float;
     static constexpr bool IS_SLICED = true;
-    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) * PANEL * 4; }
 
     template <int ROWS, int COUNT, class F>
@@ -96,10 +114,9 @@ struct Float32Weights {
 };
 
 // bfloat16 weights for processors without bfloat16 products: a shift makes each a float32.
-struct ShiftedWeights {
+struct ShiftedWeights : UsualTiles {
     using Act = float;
     static constexpr bool IS_SLICED = true;
-    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 1) / 2 * PANEL * 4; }
 
     static KV_INLINE Lanes even(Words pairs) {
@@ -113,20 +130,21 @@ struct ShiftedWeights {
 
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<float> rows, Tile<ROWS, COUNT>& acc) {
-        Lanes w[COUNT];
         int k = 0;
         for (; k + 1 < l.in; k += 2, halves.advance()) {
             fetch();
-            for (int h = 0; h < COUNT; ++h) w[h] = even(load_words(halves[h]));
-            add_outer<ROWS>(rows, k, w, acc);
+            add<false>(halves, rows, k, acc);
             keep_loads_here();
-            for (int h = 0; h < COUNT; ++h) w[h] = odd(load_words(halves[h]));
-            add_outer<ROWS>(rows, k + 1, w, acc);
+            add<true>(halves, rows, k + 1, acc);
         }
-        if (k < l.in) {
-            for (int h = 0; h < COUNT; ++h) w[h] = even(load_words(halves[h]));
-            add_outer<ROWS>(rows, k, w, acc);
-        }
+        if (k < l.in) add<false>(halves, rows, k, acc);
+    }
+
+    template <bool IS_ODD, int ROWS, int COUNT>
+    static KV_INLINE void add(Halves halves, Rows<float> rows, int k, Tile<ROWS, COUNT>& acc) {
+        Lanes w[COUNT];
+        for (int h = 0; h < COUNT; ++h) w[h] = IS_ODD ? odd(load_words(halves[h])) : even(load_words(halves[h]));
+        add_outer<ROWS>(rows, k, w, acc);
     }
 
     // One panel as Float32Weights take it. out: [in][32].
@@ -142,10 +160,9 @@ struct ShiftedWeights {
 };
 
 #ifdef KV_HAS_BF16_DOT
-struct PairedWeights {
+struct PairedWeights : UsualTiles {
     using Act = bf16;
     static constexpr bool IS_SLICED = true;
-    static constexpr int MOST_ROWS = MAX_ROWS;
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
 
     template <int ROWS, int COUNT, class F>
@@ -190,8 +207,8 @@ struct Output {
 
 inline int num_panels(const kv_linear& l) { return l.is_paired ? (l.out / 2 + LANES - 1) / LANES : (l.out + PANEL - 1) / PANEL; }
 
-// Results of rows [row, row + num_rows) and one panel. sums: [num_rows][stride], with 32 each.
-inline void put(const kv_linear& l, const Output& output, int panel, int row, int num_rows, const float* sums, int stride) {
+// Results of rows [row, row + num_rows) and one panel. sums: [num_rows][32].
+inline void put(const kv_linear& l, const Output& output, int panel, int row, int num_rows, const float* sums) {
     const int half = l.out / 2;
     const int first = l.is_paired ? panel * LANES : panel * PANEL;
     const int second = l.is_paired ? half + first : first + LANES;
@@ -201,7 +218,7 @@ inline void put(const kv_linear& l, const Output& output, int panel, int row, in
         bias0 = load_some(l.bias + first, count0 < LANES ? count0 : LANES);
         bias1 = load_some(l.bias + second, count1 < 0 ? 0 : count1 < LANES ? count1 : LANES);
     }
-    for (int m = 0; m < num_rows; ++m, sums += stride) {
+    for (int m = 0; m < num_rows; ++m, sums += PANEL) {
         const Lanes a = load(sums) + bias0, b = load(sums + LANES) + bias1;
         if (output.activates) {
             output.put(row + m, first, silu(a) * b, count0);
@@ -212,91 +229,86 @@ inline void put(const kv_linear& l, const Output& output, int panel, int row, in
     }
 }
 
-// sums: [rows][stride], with 16 for each half. is_first: they are set, not added to.
-template <class Weights, int ROWS, int COUNT>
-__attribute__((noinline)) void multiply_tile(const kv_linear& l, Halves halves, Fetch fetch, Rows<typename Weights::Act> rows,
-                                             float* sums, int stride, bool is_first) {
+// sums: [rows][32], with 16 for each half; of one row as many as it has. is_first: they are set, not added to.
+template <class Weights, int ROWS, int COUNT, class F>
+__attribute__((noinline)) void multiply_tile(const kv_linear& l, Halves halves, F fetch, Rows<typename Weights::Act> rows,
+                                             float* sums, bool is_first) {
     Tile<ROWS, COUNT> acc;
     for (int m = 0; m < ROWS; ++m)
-        for (int h = 0; h < COUNT; ++h) acc[m][h] = is_first ? zeros() : load(sums + m * stride + h * LANES);
-    if constexpr (COUNT > 2)
-        Weights::template multiply<ROWS, COUNT>(l, halves, [] {}, rows, acc);
-    else
-        Weights::template multiply<ROWS, COUNT>(l, halves, fetch, rows, acc);
+        for (int h = 0; h < COUNT; ++h) acc[m][h] = is_first ? zeros() : load(sums + m * PANEL + h * LANES);
+    Weights::template multiply<ROWS, COUNT>(l, halves, fetch, rows, acc);
     Tile<ROWS, COUNT> results;  // clang would keep acc itself in memory during the product, because what follows is a loop
     for (int m = 0; m < ROWS; ++m)
         for (int h = 0; h < COUNT; ++h) results[m][h] = acc[m][h];
     for (int m = 0; m < ROWS; ++m)
-        for (int h = 0; h < COUNT; ++h) store(sums + m * stride + h * LANES, results[m][h]);
+        for (int h = 0; h < COUNT; ++h) store(sums + m * PANEL + h * LANES, results[m][h]);
 }
 
 // The tile function for 1, 2, ... rows.
 template <class Weights, int COUNT, int... ROWS>
 KV_INLINE auto tile_for(int num_rows, std::integer_sequence<int, ROWS...>) {
-    using Function = decltype(&multiply_tile<Weights, 1, COUNT>);
-    static constexpr Function functions[] = {&multiply_tile<Weights, ROWS + 1, COUNT>...};
+    using Function = decltype(&multiply_tile<Weights, 1, COUNT, Fetch>);
+    static constexpr Function functions[] = {&multiply_tile<Weights, ROWS + 1, COUNT, Fetch>...};
     return functions[num_rows - 1];
 }
 
 // Several tiles take a panel in slices of this many inputs, which stay in the cache from one tile to the next.
 constexpr int SLICE_INPUTS = 256;
-// With more tiles a product is bound by its arithmetic, for which whole panels are expanded to float32 (below). Where a tile
-// is half a panel, each conversion serves so many rows that this gains nothing.
-constexpr int MOST_SLICED_TILES = HALVES == 2 ? 4 : 16;
+// More rows than those of so many tiles take whole panels.
+constexpr int MOST_SLICED = TILE_HALVES == 2 ? 4 : 16;
 
-// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size, of at most MOST rows and COUNT halves of the
-// panel. With two tiles or more, each of the first two fetches half of the next slice while it computes on this one, so that
-// memory is busy all the time.
+// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size: up to MOST rows by COUNT halves of the panel.
+// With two tiles or more, each of the first two fetches half of the next slice while it computes on this one, so that memory
+// is busy all the time.
 template <class Weights, int MOST, int COUNT>
-void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
-                    Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
-    const int blocks = (num_rows + MOST - 1) / MOST, tiles = blocks * (2 / COUNT);
+void multiply_in_tiles(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
+                       Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
+    const int parts = (num_rows + MOST - 1) / MOST, tiles = parts * (2 / COUNT);  // parts of the rows
     const int groups = l.group ? l.in / l.group : 0;
-    const bool is_sliced = Weights::IS_SLICED && tiles > 1 && blocks <= MOST_SLICED_TILES;
+    const bool is_sliced = Weights::IS_SLICED && tiles > 1 && parts <= MOST_SLICED;
     const int slices = is_sliced ? (l.in + SLICE_INPUTS - 1) / SLICE_INPUTS : 1;
-    alignas(CACHE_LINE) float sums[MOST_SLICED_TILES * MOST * PANEL];
-    kv_linear part = l;
-    for (int s = 0, from = 0; s < slices; ++s, from += part.in) {
-        part.in = s + 1 < slices ? l.in / slices / 2 * 2 : l.in - from;
-        int64_t bytes = next_panel;
+    alignas(CACHE_LINE) float sums[MOST_SLICED * MOST * PANEL];
+    kv_linear slice = l;
+    for (int s = 0, from = 0; s < slices; ++s, from += slice.in) {
+        slice.in = s + 1 < slices ? l.in / slices / 2 * 2 : l.in - from;
+        int64_t bytes = panel_bytes;
         if constexpr (Weights::IS_SLICED)
-            if (slices > 1) bytes = Weights::panel_bytes(part);
+            if (slices > 1) bytes = Weights::panel_bytes(slice);
         for (int t = 0; t < tiles; ++t) {
-            const int block = t / (2 / COUNT), half = t % (2 / COUNT);
-            const int lo = num_rows * block / blocks, hi = num_rows * (block + 1) / blocks;
+            const int part = t / (2 / COUNT), half = t % (2 / COUNT);
+            const int lo = num_rows * part / parts, hi = num_rows * (part + 1) / parts;
             const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
                                            : Fetch{panel + bytes + (t == 1 ? bytes / 2 : 0), CACHE_LINE};
             Rows<typename Weights::Act> own = rows.from(row + lo, groups);
             own.x += from;
             float* own_sums = sums + (is_sliced ? lo * PANEL : 0);
-            tile_for<Weights, COUNT>(hi - lo, std::make_integer_sequence<int, MOST>{})(
-                part, {panel + half * CACHE_LINE, next_panel, 2 * panel_index + half}, fetch, own, own_sums + half * LANES, PANEL,
-                s == 0);
-            if (s + 1 == slices && half + 1 == 2 / COUNT) put(l, output, panel_index, row + lo, hi - lo, own_sums, PANEL);
+            const auto multiply = tile_for<Weights, COUNT>(hi - lo, std::make_integer_sequence<int, MOST>{});
+            multiply(slice, {panel + half * CACHE_LINE, panel_bytes, 2 * panel_index + half}, fetch, own,
+                     own_sums + half * LANES, s == 0);
+            if (s + 1 == slices && half + COUNT == 2) put(l, output, panel_index, row + lo, hi - lo, own_sums);
         }
         panel += bytes;
     }
 }
 
-// Two panels by one row, which AVX2 processors read as two streams: they fetch more of those ahead than of one, by themselves.
+template <class Weights>
+void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
+                    Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
+    if constexpr (Weights::HALVES == 1 && FEW_ROWS > 0)
+        if (num_rows <= FEW_ROWS)
+            return multiply_in_tiles<Weights, FEW_ROWS, 2>(l, panel_index, panel, panel_bytes, rows, output, row, num_rows);
+    multiply_in_tiles<Weights, Weights::ROWS, Weights::HALVES>(l, panel_index, panel, panel_bytes, rows, output, row, num_rows);
+}
+
+// Two panels by one row, which AVX2 processors read as two streams: by themselves they fetch more of those ahead than of one.
 constexpr bool TAKES_TWO_PANELS = VECTOR_BYTES == 32;
 template <class Weights>
 void multiply_two_panels(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
                          Rows<typename Weights::Act> rows, const Output& output) {
     alignas(CACHE_LINE) float sums[2 * PANEL];
-    multiply_tile<Weights, 1, 4>(l, {panel, panel_bytes, 2 * panel_index}, {}, rows, sums, 0, true);
-    put(l, output, panel_index, 0, 1, sums, 0);
-    put(l, output, panel_index + 1, 0, 1, sums + PANEL, 0);
-}
-
-template <class Weights>
-void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
-                    Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
-    constexpr int MOST = Weights::MOST_ROWS;
-    if constexpr (HALVES == 1)
-        if (num_rows <= MOST / 2)
-            return multiply_panel<Weights, MOST / 2, 2>(l, panel_index, panel, next_panel, rows, output, row, num_rows);
-    multiply_panel<Weights, MOST, HALVES>(l, panel_index, panel, next_panel, rows, output, row, num_rows);
+    multiply_tile<Weights, 1, 4>(l, {panel, panel_bytes, 2 * panel_index}, NoFetch{}, rows, sums, true);
+    put(l, output, panel_index, 0, 1, sums);
+    put(l, output, panel_index + 1, 0, 1, sums + PANEL);
 }
 
 // Panels by blocks of rows, shared out among the team.
@@ -305,8 +317,8 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
     constexpr int BLOCK = 16 * MAX_ROWS, CHUNKS_PER_MEMBER = 8;
     const int panels = num_panels(l), blocks = (num_rows + BLOCK - 1) / BLOCK;
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
-    const int fewest = TAKES_TWO_PANELS && num_rows == 1 && panels >= 4 * w.team.size() ? 2 : 1;
-    const int per_chunk = blocks > 1 ? 1 : std::max(panels / wanted, fewest);
+    const bool takes_two = TAKES_TWO_PANELS && num_rows == 1 && panels >= 4 * w.team.size();
+    const int per_chunk = blocks > 1 ? 1 : takes_two ? std::max(panels / wanted / 2 * 2, 2) : std::max(panels / wanted, 1);
     const int chunks = (panels + per_chunk - 1) / per_chunk;
     const int64_t bytes = Weights::panel_bytes(l);
     const char* weight = static_cast<const char*>(l.weight);
@@ -315,8 +327,8 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
         const int lo = num_rows * block / blocks, hi = num_rows * (block + 1) / blocks;
         const int end = std::min(first + per_chunk, panels);
         int p = first;
-        if (TAKES_TWO_PANELS && num_rows == 1)
-            for (; p + 2 <= end; p += 2) multiply_two_panels<Weights>(l, p, weight + p * bytes, bytes, rows, output);
+        if constexpr (TAKES_TWO_PANELS)
+            for (; takes_two && p + 2 <= end; p += 2) multiply_two_panels<Weights>(l, p, weight + p * bytes, bytes, rows, output);
         for (; p < end; ++p) multiply_panel<Weights>(l, p, weight + p * bytes, bytes, rows, output, lo, hi - lo);
     });
 }
@@ -340,7 +352,9 @@ void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
     });
 }
 
-constexpr bool is_expanded(int num_rows) { return HALVES == 2 && num_rows >= 4 * MAX_ROWS; }
+// Products of many rows are bound by arithmetic, in which a tile of whole panels converts each weight for itself. Tiles of half
+// panels take as long either way.
+constexpr bool is_expanded(int num_rows) { return TILE_HALVES == 2 && num_rows >= MOST_SLICED * MAX_ROWS; }
 
 // Called outside of run(), before `product`.
 inline void reserve_product(kv_team& team, const kv_linear& l, int num_rows) {

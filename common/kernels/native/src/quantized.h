@@ -46,10 +46,13 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
     return acc;
 }
 
-struct Int8Weights {
+struct Int8Weights : UsualTiles {
     using Act = uint8_t;
     static constexpr bool IS_SLICED = false;
-    static constexpr int MOST_ROWS = VECTOR_BYTES == 32 ? 4 : MAX_ROWS;  // AVX2 needs registers for the weights' signs
+#if defined(__AVX2__)
+    // No weight is converted: more outputs share each load of a row's codes instead.
+    static constexpr int ROWS = SUM_REGISTERS / (2 * PARTS), HALVES = 2;
+#endif
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 3) / 4 * PANEL * 4; }
 
     template <int ROWS, int COUNT, class F>
@@ -128,7 +131,7 @@ struct Int4Weights<float> {
         for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k], w0, sums[m][h]);
         for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k + 1], w1, sums[m][h]);
     }
-    // A pair of inputs of 16 outputs as `multiply_expanded_pair` takes them.
+    // A pair of inputs of 16 outputs as `add_expanded_pair` takes them, which moves `halves` to the next pair.
     static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
         float* out = reinterpret_cast<float*>(pair) + half * LANES;
         store(out, number(codes, shift));
@@ -136,7 +139,7 @@ struct Int4Weights<float> {
     }
     static constexpr int EXPANDED_PAIR_BYTES = 2 * PANEL * 4;
     template <int ROWS, int COUNT>
-    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves halves, Rows<float> rows, int k) {
+    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves& halves, Rows<float> rows, int k) {
         for (int i = 0; i < 2; ++i, halves.advance()) {
             Lanes w[COUNT];
             for (int h = 0; h < COUNT; ++h) w[h] = load(reinterpret_cast<const float*>(halves[h]));
@@ -166,13 +169,14 @@ struct Int4Weights<bf16> {
     }
     static constexpr int EXPANDED_PAIR_BYTES = PANEL * 4;
     template <int ROWS, int COUNT>
-    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves halves, Rows<bf16> rows, int k) {
+    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves& halves, Rows<bf16> rows, int k) {
         Words w[COUNT];
         for (int h = 0; h < COUNT; ++h) w[h] = load_words(halves[h]);
         for (int m = 0; m < ROWS; ++m) {
             const uint32_t x = load_pair(rows[m] + k);
             for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_pairs(sums[m][h], w[h], x);
         }
+        halves.advance();
     }
 };
 #endif
@@ -187,8 +191,7 @@ KV_INLINE void multiply_groups(const kv_linear& l, int first_half, float added, 
     const int groups = l.in / l.group;
     for (int g = 0; g < groups; ++g) {
         Tile<ROWS, COUNT> sums;
-        for (auto& row : sums)
-            for (Lanes& lanes : row) lanes = zeros();
+        clear<ROWS, COUNT>(sums);
         add_group(g * l.group, sums);
         for (int h = 0; h < COUNT; ++h) {
             const int half = first_half + h;
@@ -203,12 +206,15 @@ KV_INLINE void multiply_groups(const kv_linear& l, int first_half, float added, 
     }
 }
 
+// From where on expanding a panel takes less time than the conversions of all tiles; measured on Zen 3, 4 and 5.
+constexpr int EXPAND_INT4_FROM_ROWS = TILE_HALVES == 2 ? MAX_ROWS / 2 : 32;
+
 // Few rows: codes become numbers in registers, for each tile.
 template <class T>
-struct CodedInt4 {
+struct CodedInt4 : UsualTiles {
     using Act = T;
     static constexpr bool IS_SLICED = false;
-    static constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? MAX_ROWS : MAX_ROWS * 2 / 3;  // numbers need registers, too
+    static constexpr int ROWS = TILE_HALVES == 2 ? EXPAND_INT4_FROM_ROWS - 1 : MAX_ROWS * 2 / 3;  // numbers need registers, too
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
 
     template <int ROWS, int COUNT, class F>
@@ -230,10 +236,9 @@ struct CodedInt4 {
 
 // Many rows: each panel's codes become numbers once, in the same order of sums as above.
 template <class T>
-struct ExpandedInt4 {
+struct ExpandedInt4 : UsualTiles {
     using Act = T;
     static constexpr bool IS_SLICED = false;
-    static constexpr int MOST_ROWS = MAX_ROWS;
 
     static void expand(const kv_linear& l, const char* w, char* out) {
         for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
@@ -246,15 +251,13 @@ struct ExpandedInt4 {
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
         const auto add_group = [&](int first, Tile<ROWS, COUNT>& sums) {
+            Halves own = halves.from(int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES);
             for (int k = first; k < first + l.group; k += 2)
-                Int4Weights<T>::template add_expanded_pair<ROWS, COUNT>(
-                    sums, halves.from(int64_t(k) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES), rows, k);
+                Int4Weights<T>::template add_expanded_pair<ROWS, COUNT>(sums, own, rows, k);
         };
         multiply_groups<ROWS, COUNT>(l, halves.first, Int4Weights<T>::ADDED, rows.sums, acc, add_group);
     }
 };
-
-constexpr int EXPAND_INT4_FROM_ROWS = VECTOR_BYTES == 64 ? MAX_ROWS / 2 : 32;
 
 // The sum of each group of each row.
 template <class Act>

@@ -1,4 +1,4 @@
-// Sixteen lanes of float32 on every instruction set, and conversions. Only this file and dot products use intrinsics.
+// Sixteen lanes of float32 on every instruction set, and conversions.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -100,7 +100,7 @@ KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 // The same for sums that a loop keeps in registers.
 KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
-    // gcc would write each sum into another register than it was in, and some through memory.
+    // gcc's own form overwrites another operand than the sum: sums then wander through registers, and some through memory.
     KV_PARTS {
         FloatPart sum = c.v[p];
         asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(splat_part(a)), "x"(b.v[p]));

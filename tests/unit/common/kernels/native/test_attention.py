@@ -236,3 +236,16 @@ def test_the_cache_holds_the_bits_that_pytorch_rounds_to(variant: str, cache: to
         is_compared = ~wide.isnan() & (numbers[plane].abs() >= torch.finfo(torch.float32).tiny)
         assert torch.equal(found[is_compared], words_of(expected)[is_compared])
         assert widen(found)[wide.isnan()].isnan().all() if cache != E4M3 else (found[wide.isnan()] & 127 == 127).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rows", ROW_DTYPES, ids=str)
+def test_every_float8_number_is_read_as_pytorch_reads_it(variant: str, rows: torch.dtype) -> None:
+    shape = Shape(1, 1, 256, rows=rows, cache=E4M3)
+    step = Step(shape, [Sequence(torch.zeros(2, 1, 256).to(rows), torch.zeros(2, 2, 1, 256).to(rows), before=1)])
+    codes = torch.arange(256, dtype=torch.uint8)
+    block, offset = divmod(int(step.slots[0][0]), shape.block_size)
+    words_of(step.data)[1, block, 0, offset] = codes
+    [out] = step.run(native(variant))
+    expected = codes.view(E4M3).float() / 2  # the other token's value is zero, and both have the same score
+    torch.testing.assert_close(out.float()[0, 0], expected, rtol=0, atol=0, equal_nan=True)
