@@ -1,4 +1,4 @@
-"""Native attention under address and undefined-behaviour sanitizers, in memory of exactly the right sizes."""
+"""Native attention and linear layers under address and undefined-behaviour sanitizers, in memory of exactly the right sizes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from common.kernels.native.recipe import SOURCES, make_recipe, this_machine
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
-DRIVER = TESTS / "support" / "data" / "attention_driver.cpp"
+DRIVER = TESTS / "support" / "data" / "kernels_driver.cpp"
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_S, RUN_S = 800.0, 120.0
-BATCHES = 60
+ROUNDS = 60
 NOT_SUPPORTED = 77
 
 
@@ -49,8 +49,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_stays_inside_its_memory(driver: Path, variant: str) -> None:
-    done = subprocess.run([driver, variant, str(BATCHES)], capture_output=True, text=True, timeout=RUN_S, check=False)
+def test_kernels_stay_inside_their_memory(driver: Path, variant: str) -> None:
+    done = subprocess.run([driver, variant, str(ROUNDS)], capture_output=True, text=True, timeout=RUN_S, check=False)
     if done.returncode == NOT_SUPPORTED:
         pytest.skip(f"the processor does not run the native kernels for {variant}")
     assert done.stdout == "done\n", done.stderr[-3000:]

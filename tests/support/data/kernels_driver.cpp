@@ -1,5 +1,5 @@
-// Attention over random batches in memory of exactly the sizes that the interface names, for address and
-// undefined-behaviour sanitizers. Arguments: a variant, the number of batches.
+// Attention over random batches and random linear layers, in memory of exactly the sizes that the interface names, for
+// address and undefined-behaviour sanitizers. Arguments: a variant, how many of each.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -38,7 +38,7 @@ struct Numbers {
     char* memory;
 };
 
-void run(kv_team* team) {
+void attend(kv_team* team) {
     const int kv_heads = 1 + below(3), q_heads = kv_heads * one_of({1, 2, 7, 13}), block_size = one_of({1, 5, 16, 32});
     const int dim = one_of({2, 6, 16, 30, 64, 80, 128, 512}), dtype = below(2), cache_dtype = below(3);
     const int window = one_of({0, 0, 1, 16, 100, 128, 200});
@@ -77,6 +77,29 @@ void run(kv_team* team) {
                          new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
 }
 
+void multiply(kv_team* team) {
+    const int format = below(4), is_paired = below(2), activates = is_paired && below(2);
+    const int group = 8 * one_of({1, 2, 4, 8});
+    const int in = format == KV_LINEAR_INT4 ? group * (1 + below(12)) : one_of({1, 2, 3, 40, 257, 896, 1 + below(600)});
+    const int out = (1 + is_paired) * one_of({1, 16, 17, 1 + below(200), 1640});
+    const int rows = one_of({1, 1, 2, 3, 4, 6, 13, 48, 1 + below(210)});
+    const int unit = format == KV_LINEAR_INT4 ? 8 : 1 << format;  // inputs
+    const size_t panels = is_paired ? (out / 2 + 15) / 16 : (out + 31) / 32, units = (in + unit - 1) / unit;
+    const bool is_quantized = format == KV_LINEAR_INT8 || format == KV_LINEAR_INT4;
+    const size_t scales = panels * 32 * (format == KV_LINEAR_INT4 ? in / group : 1);
+    // Every unit takes 4 bytes of an output. KV_FP8: bytes from 0 to 126.
+    const int dtype = is_quantized ? KV_FP8 : format == KV_LINEAR_BF16 ? KV_BF16 : KV_F32;
+    Numbers weight(panels * units * 32 * 4 / size_of(dtype), dtype);
+    Numbers scale(scales, KV_F32), zero(scales, KV_F32), bias(out, KV_F32);
+    const int x_dtype = below(2), y_dtype = below(2), columns = activates ? out / 2 : out;
+    Numbers x(size_t(rows) * in, x_dtype), y(size_t(rows) * columns, y_dtype);
+    const auto floats = [](const Numbers& numbers) { return reinterpret_cast<const float*>(numbers.memory); };
+    const kv_linear layer{format, out, in, format == KV_LINEAR_INT4 ? group : 0, is_paired, weight.memory,
+                          is_quantized ? floats(scale) : nullptr, is_quantized ? floats(zero) : nullptr,
+                          below(2) ? floats(bias) : nullptr};
+    kv_linear_forward(team, &layer, x.memory, x_dtype, in, y.memory, y_dtype, columns, rows, activates);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -84,7 +107,7 @@ int main(int, char** arguments) {
     if (!chosen || std::strcmp(chosen, arguments[1])) return 77;  // this processor does not run it
     for (int threads : {1, 3}) {
         kv_team* team = kv_team_new(threads);
-        for (int i = 0; i < std::atoi(arguments[2]); ++i) run(team);
+        for (int i = 0; i < std::atoi(arguments[2]); ++i) attend(team), multiply(team);
         kv_team_free(team);
     }
     std::puts("done");
