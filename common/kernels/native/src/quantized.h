@@ -223,6 +223,7 @@ struct CodedInt4 : UsualTiles {
             Halves own = halves.from(int64_t(first) / 8 * PANEL * 4);
             for (int k = first; k < first + l.group; k += 8, own.advance()) {
                 fetch();
+#pragma GCC unroll 4  // else gcc keeps sums in memory
                 for (int h = 0; h < COUNT; ++h) {
                     const Words codes = load_words(own[h]);
                     for (int j = 0; j < 4; ++j)
