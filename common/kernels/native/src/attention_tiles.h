@@ -15,12 +15,10 @@ KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, cons
 }
 template <int ROWS, int COUNT>
 KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
-    Lanes w[COUNT];
-    for (int h = 0; h < COUNT; ++h) w[h] = ShiftedWeights::even(load_words(panel + h * LANES));
-    add_outer<ROWS>({rows, stride}, 0, w, sums);
+    const Halves halves{reinterpret_cast<const char*>(panel), 0, 0};
+    ShiftedWeights::add<false>(halves, {rows, stride}, 0, sums);
     keep_loads_here();
-    for (int h = 0; h < COUNT; ++h) w[h] = ShiftedWeights::odd(load_words(panel + h * LANES));
-    add_outer<ROWS>({rows, stride}, 1, w, sums);
+    ShiftedWeights::add<true>(halves, {rows, stride}, 1, sums);
 }
 #ifdef KV_HAS_BF16_DOT
 template <int ROWS, int COUNT>

@@ -140,6 +140,7 @@ struct ShiftedWeights : UsualTiles {
         if (k < l.in) add<false>(halves, rows, k, acc);
     }
 
+    // acc += input k of each row times the weights of that input, which are at even or odd places.
     template <bool IS_ODD, int ROWS, int COUNT>
     static KV_INLINE void add(Halves halves, Rows<float> rows, int k, Tile<ROWS, COUNT>& acc) {
         Lanes w[COUNT];
@@ -318,7 +319,7 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
     const int panels = num_panels(l), blocks = (num_rows + BLOCK - 1) / BLOCK;
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
     const bool takes_two = TAKES_TWO_PANELS && num_rows == 1 && panels >= 4 * w.team.size();
-    const int per_chunk = blocks > 1 ? 1 : takes_two ? std::max(panels / wanted / 2 * 2, 2) : std::max(panels / wanted, 1);
+    const int unit = takes_two ? 2 : 1, per_chunk = blocks > 1 ? 1 : std::max(panels / wanted / unit * unit, unit);
     const int chunks = (panels + per_chunk - 1) / per_chunk;
     const int64_t bytes = Weights::panel_bytes(l);
     const char* weight = static_cast<const char*>(l.weight);
