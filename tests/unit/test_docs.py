@@ -1,4 +1,4 @@
-"""The documents: every file that they name exists, links lead somewhere, and lines fit."""
+"""The documents: every file that they name exists, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _PATH = re.compile(
 )
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 _MADE_BY_USERS = "compose/.env"
-_MAX_LINE = 125
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -23,12 +22,6 @@ def test_a_page_names_files_that_exist(page: Path) -> None:
     missing = [path for path in _PATH.findall(text) if path != _MADE_BY_USERS and not (ROOT / path).exists()]
     missing += [link for link in _LINK.findall(text) if not (page.parent / link).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_lines_of_prose_fit_a_screen(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
-    assert not [line for line in prose.splitlines() if len(line) > _MAX_LINE and not line.startswith(("|", "    "))]
 
 
 def test_the_readme_is_read_in_one_go() -> None:
