@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from common.control.messages import STEP_TOKENS, AttemptStats, FinishReason, NodeLoad, Role
+from common.control.messages import AttemptStats, FinishReason, Role
+from common.control.node_load import STEP_TOKENS, NodeLoad
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node

@@ -243,7 +243,7 @@ class NodeServer:
     async def _housekeeping(self) -> None:
         """End the leases of silent routers and peers, renew our own."""
         while True:
-            await asyncio.sleep(until_next(self.config.lease_s / 6, monotonic()))
+            await asyncio.sleep(until_next(self.config.lease_s / (3 if self.load.idle else 6), monotonic()))
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
                 log.warning(

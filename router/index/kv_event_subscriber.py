@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
 """Pause between two reads, so that one answer contains the entries of many nodes."""
-_BLOCK_S = 0.5
+_BLOCK_S = 1.0
 """A read waits at most about this long for entries, which must be shorter than the socket timeout of the Redis client."""
 _READ_ENTRIES = 64
 _SCAN_BLOCKS = 2000

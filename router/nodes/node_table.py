@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 OpenLink = Callable[[str, Callable[[Message], None], Callable[[str], None]], NodeLink]
 """(address, on_message, on_lost) -> a link, as `Link`. Raises: Unavailable for a malformed address."""
 
-PINGS_PER_LEASE = 6
+PINGS_PER_LEASE, PINGS_WHEN_IDLE = 6, 3
 _STUCK_S = 30.0
 """An engine loop without progress for this long (or for ten leases) is stuck. One step may take seconds."""
 _MAX_OWED_ABORTS = 10_000
@@ -42,7 +42,7 @@ _MAX_OWED_ABORTS = 10_000
 
 class NodeTable:
     """All nodes. `on_message(incarnation, message)` gets everything but pongs, `on_lost(incarnation, reason)` every
-    loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every pong. Call `tick` every `tick_s`.
+    loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every pong. Call `tick` after each `tick_s`.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class NodeTable:
         clock: Clock = monotonic,
         open_link: OpenLink = Link,
     ) -> None:
-        self.tick_s = lease_s / PINGS_PER_LEASE
         self.router_id = router_id
         self._ping = Ping(router_id, lease_s)
         self._lease_s = lease_s
@@ -74,6 +73,12 @@ class NodeTable:
         """When a stall of this event loop for longer than the lease was last detected."""
         self._nodes: dict[str, Node] = {}
         self._fleets = Fleets()
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds until the next `tick`: more while all nodes answer and are idle."""
+        idle = all(node.works and not node.legs and node.load.idle for node in self._nodes.values())
+        return self._lease_s / (PINGS_WHEN_IDLE if idle else PINGS_PER_LEASE)
 
     # -- membership
 

@@ -86,6 +86,21 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
     play(scene)
 
 
+def test_pings_are_rarer_while_all_nodes_answer_and_are_idle() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        table = view.table
+        assert table.tick_s == 1.0
+        table.send(node.incarnation, ask(1))
+        assert table.tick_s == 0.5
+        table.release(node.incarnation, AttemptKey("r1", 1))
+        assert table.tick_s == 1.0
+        await node.close()
+        await view.change()
+        assert table.tick_s == 0.5  # its link is opened again
+
+    play(scene)
+
+
 def test_new_incarnation_under_the_same_name_loses_the_old_one_at_once() -> None:
     async def scene(view: View, node: StubNode) -> None:
         reborn = StubNode("decode", "d0", automatic=False)

@@ -1,0 +1,52 @@
+"""What a node reports of its load, with every `Pong`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import ConfigDict
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class NodeLoad:
+    """A node's current load, and counters since the incarnation began."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens accepted but not yet computed."""
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_total: int = 0
+    """Blocks of one block table, as these three are, so that a token takes the same part of one whatever the model."""
+    step_age_s: float = 0.0
+    """Time since the engine loop's last iteration or, while asynchronous steps are in flight, since one of them last
+    ended; a large value means that the engine is stuck."""
+    prompt_tokens: int = 0
+    prompt_busy_s: float = 0.0
+    """Seconds of steps that computed prompts; `prompt_tokens` divided by it is the prefill speed."""
+    step_s: float = 0.0
+    """Mean duration of recent decode steps."""
+    steps_by_tokens: list[int] = field(default_factory=list[int])
+    """Steps by their tokens: up to the first of `STEP_TOKENS`, up to the second, ..., more than the last."""
+    step_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    preemptions: int = 0
+    relayed_bytes: int = 0
+    relayed_by: dict[str, int] = field(default_factory=dict[str, int])
+    """`relayed_bytes` by transport."""
+    local_prefills: int = 0
+    transfers_failed: int = 0
+    draining: bool = False
+    """The node finishes its requests and must get no new ones."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the node has no attempt, and no KV that one waits for."""
+        return not (self.running or self.waiting or self.kv_blocks_used)
