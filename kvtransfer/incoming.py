@@ -44,8 +44,8 @@ class Incoming:
         """[block tables, blocks]"""
         spec = layout.spec
         check_first_blocks(transfer.first_blocks, self.blocks, [0] * spec.num_tables)
-        self.deadline = now + transfer.timeout_s
-        """Time at which to give up unless there is progress."""
+        self.deadline: float | None = None
+        """Time at which to give up unless there is progress; None before the first slice."""
         self.bytes_received = 0
         self.in_hand = 0
         self.layers: dict[int, float] = {}

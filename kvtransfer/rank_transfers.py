@@ -277,7 +277,7 @@ class ReceivingTransfers:
     def expire(self, now: float) -> None:
         """Fail every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
-            if state.deadline <= now:
+            if state.deadline is not None and state.deadline <= now:
                 timeout_s = state.transfer.timeout_s
                 self._fail(
                     state,
@@ -288,7 +288,7 @@ class ReceivingTransfers:
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called next."""
-        return min((state.deadline for state in self._live.values()), default=None)
+        return min((state.deadline for state in self._live.values() if state.deadline is not None), default=None)
 
     def take_events(self) -> list[ReceiverEvent]:
         """The events since the last call, in order."""

@@ -78,7 +78,8 @@ class IncomingTransfer:
     block_hashes: list[bytes]
     first_blocks: list[int]
     timeout_s: float
-    """Idle timeout. Progress is: a slice placed. The clock starts at `open`."""
+    """Idle timeout. Progress is: a slice placed. The clock starts at the first one: the sender may have to compute a long
+    prefix before it that is not wanted here. Until then the sender's timeout and the owner's own deadline apply."""
     timeline: bool = False
     """Report when each layer had arrived."""
 

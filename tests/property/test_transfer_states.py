@@ -368,3 +368,29 @@ def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() 
     assert end.next_deadline() is None
     end.handed(batch, 7.0)
     assert [type(event) for event in end.take_events()] == [SourceReleased]
+
+
+def test_receiver_has_no_deadline_before_its_first_slice() -> None:
+    """The sender may compute for longer than the timeout before the first block that the receiver lacks: behind a sliding
+    window, or after a prefix that only the receiver has in its cache."""
+    kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
+    sender, receiver = SendingTransfers(kv, 0, NUM_BLOCKS), ReceivingTransfers(kv, 0, NUM_BLOCKS, "d1")
+    key, ids, hashes = AttemptKey("r", 1), list(range(10)), [bytes([i]).ljust(HASH_BYTES) for i in range(10)]
+    receiver.open(IncomingTransfer(key, PeerRef("p", "s1", "", []), kv, [ids], hashes, [8], timeout_s=5.0), 0.0)
+    sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, 40, timeout_s=5.0))
+    sender.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [8], [pack_ids(ids)]), 0.0)
+
+    now = 0.0
+    for blocks in range(1, 10):
+        now += 4.0
+        for end in (sender, receiver):
+            end.expire(now)
+            assert end.take_events() == [], f"given up while the sender computes block {blocks}"
+        sender.blocks_final(key, 0, blocks, now)
+    batch = sender.take(key, 0, max_bytes=2**20, now=now)
+    assert batch is not None
+    header = sender.state_of(batch).header(batch, "d1", 1)
+    receiver.placed(receiver.accept(header, batch.size_bytes), now)
+    assert receiver.next_deadline() == now + 5.0
+    receiver.expire(now + 6.0)
+    assert [type(event) for event in receiver.take_events()] == [ReceiveFailed]
