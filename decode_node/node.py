@@ -145,6 +145,10 @@ class DecodeNode(NodeCore[_Attempt]):
         for attempt in [a for a in self.attempts.values() if now_s > a.why_due_s]:
             self._transfers_failed += 1
             self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
+        if not self.adapters.is_settled:
+            for attempt in self.attempts.values():
+                if attempt.phase is Phase.WAITING and self.adapters.makes_room(attempt.seq.request.adapter):
+                    attempt.seq.adapter_id = 0  # its offer may have to wait for who waits for the room
         super().on_time(now_s)
 
     @property
@@ -209,6 +213,7 @@ class DecodeNode(NodeCore[_Attempt]):
             check_compatible(offer.layout, self.layout)
             if offer.num_tokens != seq.num_tokens or offer.last_hash != hashes[-1]:
                 raise HandshakeRefused("the offered block hashes do not match this request's tokens")
+            self._take_adapter(attempt)
         except KvRelayError as error:
             self._fail(attempt, error)
             return
@@ -216,15 +221,15 @@ class DecodeNode(NodeCore[_Attempt]):
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant deferred offers by priority, then in their order, as far as there is room."""
+        """Grant deferred offers by priority, then in their order, as far as there is room. Those without their adapter get no
+        blocks: who uses the adapter that makes room may need them."""
         self.scheduler.due = None
-        while self.deferred:
-            attempt = self.deferred[0]
+        for attempt in [each for each in self.deferred if each.seq.key not in self._without_adapter]:
             first_blocks = self.scheduler.reserve(attempt.seq)
             if first_blocks is None:
                 self.scheduler.due = attempt.seq
                 return
-            self.deferred.popleft()
+            self.deferred.remove(attempt)
             self._grant(attempt, first_blocks)
 
     def _grant(self, attempt: _Attempt, first_blocks: list[int]) -> None:

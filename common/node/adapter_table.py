@@ -164,6 +164,11 @@ class AdapterTable:
         self._load_wanted()
         return None
 
+    def makes_room(self, adapter: Adapter | None) -> bool:
+        """Whether an adapter leaves memory for another one, and can be loaded again."""
+        copy = None if adapter is None else self._copies.get(adapter)
+        return copy is not None and copy.is_leaving and adapter in self.adapters
+
     def loaded(self, event: AdapterLoaded) -> None:
         """All ranks have answered to `AdapterLoader.load`."""
         adapter, copy = next(item for item in self._copies.items() if item[1].adapter_id == event.adapter_id)

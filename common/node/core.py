@@ -247,14 +247,22 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _begin(self, attempt: AttemptT) -> None:
         """`_ready`, at once or when its adapter is loaded and its grammar compiled. Until then it takes no part in steps;
         all else goes on."""
+        if self._take_adapter(attempt):
+            self._begin_grammar(attempt)
+
+    def _take_adapter(self, attempt: AttemptT) -> bool:
+        """Whether its adapter, if it has one, is in memory. If not, `_begin_grammar` follows when it is loaded.
+
+        Raises: AdapterMissing.
+        """
         seq, adapter = attempt.seq, attempt.seq.request.adapter
-        if adapter is not None:
+        if adapter is not None and not seq.adapter_id and seq.key not in self._without_adapter:
+            self.adapters.check(adapter)
             adapter_id = self.adapters.take(adapter, self.clock(), lambda result: self._adapter_loaded(seq.key, result))
             if adapter_id is None:
                 self._without_adapter.add(seq.key)
-                return
-            seq.adapter_id = adapter_id
-        self._begin_grammar(attempt)
+            seq.adapter_id = adapter_id or 0
+        return seq.key not in self._without_adapter
 
     def _adapter_loaded(self, key: AttemptKey, result: int | KvRelayError) -> None:
         self._without_adapter.discard(key)

@@ -78,6 +78,40 @@ def test_an_adapter_that_was_unloaded_leaves_memory_when_its_last_request_has_en
     assert p_loader.dropped == [1]
 
 
+@pytest.mark.parametrize(("p_blocks", "d_blocks"), [(32, 4), (4, 32)])
+def test_who_waits_for_an_adapter_holds_no_blocks_that_those_who_use_the_other_one_need(
+    p_blocks: int, d_blocks: int
+) -> None:
+    """Blocks of one node suffice for one request, and the decode node has one adapter in memory: the first request's, while the
+    prefill node computes the second one first."""
+    pair = Pair(p_blocks=p_blocks, d_blocks=d_blocks)
+    loaders = FakeLoader(), FakeLoader()
+    for core, loader, most in zip((pair.p, pair.d), loaders, (2, 1), strict=True):
+        core.adapters = AdapterTable(loader, most, [source("a"), source("b")])
+    keys = [AttemptKey(name, 1) for name in "ab"]
+    asked = [
+        EngineRequest(
+            pack_ids([*PROMPT, number]),
+            SamplingParams(seed=0, max_tokens=3, temperature=0.0),
+            adapter=source(key.request_id).adapter,
+        )
+        for number, key in enumerate(keys)
+    ]
+    for key, request in zip(keys, asked, strict=True):
+        pair.d.handle(FromClient(ROUTER, DecodeRequest(key, request, pack_ids(), P_REF, 600.0)))
+        loaders[1].finish(pair.d.adapters)
+    for key, request in reversed(list(zip(keys, asked, strict=True))):
+        pair.p.handle(FromClient(ROUTER, PrefillRequest(key, request, pack_ids(), D_REF, 600.0)))
+        loaders[0].finish(pair.p.adapters)
+    for _ in range(60):
+        pair.run(1)
+        for core, loader in zip((pair.p, pair.d), loaders, strict=True):
+            core.on_time(pair.clock())
+            loader.finish(core.adapters)
+    assert [len(pair.tokens(key)) for key in keys] == [3, 3]
+    pair.assert_whole()
+
+
 def test_a_thousand_prompts_over_eight_adapters_hit_only_blocks_of_the_same_adapter_and_weights() -> None:
     draw = random.Random(1)
     scheduler = Scheduler(SchedulerConfig(256, 4, 256, 256), BlockPool(4096))
