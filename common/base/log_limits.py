@@ -82,8 +82,9 @@ def _cut(record: logging.LogRecord) -> None:
         record.args = tuple(_shortened(arg, MAX_QUOTED_CHARS) for arg in cast("tuple[Any, ...]", record.args))
     try:
         message = record.getMessage()
-    except (TypeError, ValueError):  # the handlers report that mistake
-        return
+    except Exception:  # arguments that do not fit the message: a mistake, which must not reach the caller
+        message = record.msg = f"{record.msg} (its arguments do not fit)"
+        record.args = ()
     if len(message) > MAX_CHARS:
         record.msg, record.args = _shortened(message, MAX_CHARS), ()
 

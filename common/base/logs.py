@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
 from common.base.log_limits import LimitedHandler
+from common.base.output import Output
 
 LogFormat = Literal["text", "json"]
 
@@ -25,7 +27,7 @@ _recent: deque[str] = deque(maxlen=1000)
 def configure(level: str, form: LogFormat = "text") -> None:
     """Log messages of at least `level` (debug, info, warning, error); replaces any earlier configuration."""
     formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
-    handlers = [logging.StreamHandler(sys.stderr), _Recent()]
+    handlers = [_StandardError(), _Recent()]
     limited = LimitedHandler(handlers)
     limited.setFormatter(formatter)
     root = logging.getLogger()
@@ -63,6 +65,18 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class _StandardError(logging.Handler):
+    """Lines that cannot be written are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = Output(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: standard error is closed
+            self._output.write(self.format(record) + "\n")
 
 
 class _Recent(logging.Handler):

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from common.base.logs import LogFormat
+from common.base.output import Output
 from common.control.messages import Task
 from common.tools.up.restarts import describe_exit
 
@@ -19,15 +20,16 @@ _OWN_NAME = "kvrelay"
 
 class Console:
     """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error; lines that cannot be
-    written, as on a full disk, are lost, and counted once there is room again."""
+    written, as on a full disk or while nobody reads them, are lost, and counted once there is room again."""
 
     def __init__(self, names: list[str], out: TextIO | None = None, form: LogFormat = "text") -> None:
         """form: `json` writes every line as a JSON object with the name as `service`."""
-        self._out = out if out is not None else sys.stdout
+        stream = out if out is not None else sys.stdout
+        self._out = Output(stream)
         self._as_json = form == "json"
         self._width = max(map(len, [_OWN_NAME, *names]))
         self._lost = 0
-        coloured = self._out.isatty() and "NO_COLOR" not in os.environ
+        coloured = stream.isatty() and "NO_COLOR" not in os.environ
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} if coloured else {}
 
     def child_line(self, name: str, line: str) -> None:
@@ -68,9 +70,9 @@ class Console:
                 self.say(f"{lost} lines could not be written")
                 if self._lost:
                     self._lost = lost
-            print(text, file=self._out, flush=True)
+            self._out.write(text + "\n")
         except (BrokenPipeError, ValueError):
-            self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
+            self._out = Output(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (lives as long as the process)
         except OSError:
             self._lost += 1
 

@@ -89,3 +89,10 @@ def test_debug_lines_are_not_counted(limited: Limited) -> None:
     for _ in range(2 * PER_KIND):
         limited.log.debug("step")
     assert len(limited.lines) == 2 * PER_KIND
+
+
+def test_a_line_whose_arguments_do_not_fit_is_logged_without_them(limited: Limited) -> None:
+    """It once raised in the middle of a service."""
+    limited.log.warning("%d and %d", 1)
+    limited.log.warning("%d", "text")
+    assert limited.lines == ["%d and %d (its arguments do not fit)", "%d (its arguments do not fit)"]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import re
 
 import pytest
 
@@ -90,3 +92,27 @@ def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
         ("kvrelay", "stopping"),
         ("kvrelay", "ready"),
     ]
+
+
+def test_a_reader_that_stands_still_loses_lines_and_holds_nothing() -> None:
+    """`kvrelay up | less` once stopped at the first line that the pipe had no room for, and soon all services with it."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", 0) as reader, os.fdopen(writing, "w") as out:
+        console = Console(["router"], out)
+        for _ in range(2000):
+            console.child_line("router", "x" * 100)
+        reader.read(1 << 20)
+        console.say("kept")
+        *_, count, kept = reader.read(1 << 20).decode().splitlines()
+    assert re.fullmatch(r"kvrelay \| \d+ lines could not be written", count)
+    assert kept == "kvrelay | kept"
+
+
+def test_a_line_that_the_encoding_lacks_is_escaped_and_ends_nothing() -> None:
+    """A folder's name that was not UTF-8 once silenced the console for good."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", 0) as reader, os.fdopen(writing, "w", encoding="utf-8") as out:
+        console = Console([], out)
+        console.say("caf\udce9")
+        console.say("next")
+        assert reader.read(1 << 20).decode().splitlines() == ["kvrelay | caf\\udce9", "kvrelay | next"]
