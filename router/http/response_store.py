@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from common.base.clock import monotonic
 from common.base.errors import NotFound, Unavailable
+from common.cluster.membership import HEAL
 from common.cluster.redis_client import UNREACHABLE, connect, short
 from common.cluster.redis_keys import Keys
 from router.http.json_body import Json, to_json
@@ -29,6 +29,25 @@ TTL_S = 24 * 3600
 _TIMEOUT_S = 1.0
 _REST_S = 5.0
 """How long nothing is stored after a failure: no answer waits for a Redis that is away."""
+
+# KEYS: response, responses, what the key of every response begins with. ARGV: name of the response, its data, seconds until
+# they expire, most responses.
+_PUT = (
+    HEAL
+    + """
+heal(KEYS[2], 'zset')
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+-- Always later than the newest: a router or a Redis whose clock was ahead must not make what follows the oldest.
+local time, newest = redis.call('TIME'), redis.call('ZRANGE', KEYS[2], -1, -1, 'WITHSCORES')[2]
+local now = math.max(time[1] + time[2] / 1000000, (tonumber(newest) or 0) + 0.00001)
+redis.call('ZADD', KEYS[2], string.format('%.6f', now), ARGV[1])
+redis.call('PEXPIRE', KEYS[2], 1000 * ARGV[3])
+for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -(ARGV[4] + 1))) do
+  redis.call('DEL', KEYS[3] .. name)
+  redis.call('ZREM', KEYS[2], name)
+end
+"""
+)
 _ID = re.compile(r"resp-[0-9a-f]{24}")
 
 
@@ -66,16 +85,8 @@ class ResponseStore:
             log.warning("responses are not stored: Redis: %s", short(error))
 
     async def _put(self, name: str, data: bytes) -> None:
-        order = self._keys.responses
-        async with self._client.pipeline(transaction=False) as pipe:
-            pipe.set(self._keys.response(name), data, ex=TTL_S)
-            pipe.zadd(order, {name: time.time()})
-            pipe.pexpire(order, 1000 * TTL_S)
-            pipe.zrange(order, 0, -(self._max_entries + 1))
-            *_, surplus = cast("list[Any]", await pipe.execute())
-        if surplus:
-            await self._client.delete(*(self._keys.response(each.decode(errors="replace")) for each in surplus))
-            await self._client.zrem(order, *surplus)
+        names = (self._keys.response(name), self._keys.responses, self._keys.response(""))
+        await self._client.eval(_PUT, len(names), *names, name, data, TTL_S, self._max_entries)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from redis import Redis
 from support.router_bench import script_of
 from support.stub_node import StubNode, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
+from common.cluster.redis_keys import Keys
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
@@ -236,3 +239,30 @@ def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, clus
         await store.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["text", "later"])
+def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_ahead(
+    redis_server: RedisServer, cluster: str, what: str
+) -> None:
+    """Of a key of another type, the bound on the number was lost. With a list full of entries that a router had stored while its
+    clock was ahead, each new response was removed as the oldest, at once."""
+    ids = [f"resp-{index:024x}" for index in range(4)]
+    key = Keys(cluster).responses
+    redis = Redis.from_url(redis_server.url)
+    if what == "text":
+        redis.set(key, "text")
+    else:
+        redis.zadd(key, {f"t:resp-{index:024x}": time.time() + 1e7 for index in range(10, 12)})
+
+    async def main() -> None:
+        store = ResponseStore(redis_server.url, cluster, 2)
+        for response_id in ids:
+            await store.put("t", StoredResponse({"id": response_id}, []))
+        found = await asyncio.gather(*(store.get("t", each) for each in ids), return_exceptions=True)
+        assert [isinstance(each, StoredResponse) for each in found] == [False, False, True, True]
+        await store.close()
+
+    asyncio.run(main())
+    assert redis.zrange(key, 0, -1) == [f"t:{each}".encode() for each in ids[2:]]
+    redis.close()
