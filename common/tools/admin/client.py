@@ -217,8 +217,9 @@ def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]
 
 def _is_url(url: str) -> bool:
     try:
-        return urllib.parse.urlsplit(url).scheme in ("http", "https")
-    except ValueError:  # unbalanced bracket
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port >= 0)
+    except ValueError:  # unbalanced bracket, or a port that is none: http.client would take the rest of 65536
         return False
 
 

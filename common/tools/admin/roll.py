@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -50,14 +51,16 @@ class Cluster:
 
 
 def _addresses(url: str) -> list[str]:
-    """The URL with each address that its host name has: of a service of several containers one for each."""
+    """The URL with each address that its host name has: of a service of several containers one for each. Those of IPv6 only
+    where there are no others."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        found = socket.getaddrinfo(parts.hostname, port, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return [url]
-    return [f"{parts.scheme}://{host}:{port}" for host in sorted({str(entry[4][0]) for entry in found})]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: not a valid host name
+            found = socket.getaddrinfo(parts.hostname, port, family, socket.SOCK_STREAM)
+            hosts = sorted({str(entry[4][0]) for entry in found})
+            return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts]
+    return [url]
 
 
 def roll(

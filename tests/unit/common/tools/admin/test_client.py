@@ -169,7 +169,7 @@ def test_url_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with pytest.raises(AdminUsage, match="KVRELAY_ADMIN_TOKEN"):
         connect("http://10.0.0.5:8001", environ)
-    for wrong in ("10.0.0.5:8001", "http://[::1:8001"):
+    for wrong in ("10.0.0.5:8001", "http://[::1:8001", "http://:8001", "http://10.0.0.5:99999", "http://10.0.0.5:x"):
         with pytest.raises(AdminUsage, match="is not a URL"):
             connect(wrong, environ)
     assert connect("http://10.0.0.5:8001/", {**environ, "KVRELAY_ADMIN_TOKEN": "t"}).url == "http://10.0.0.5:8001"

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from common.tools.admin.roll import _addresses
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The addresses of each host name."""
+    known: dict[str, list[str]] = {}
+
+    def resolve(host: str, port: int, family: int, _: int) -> list[Any]:
+        found = [each for each in known.get(host, []) if (":" in each) == (family == socket.AF_INET6)]
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, 0, 0, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return known
+
+
+def test_every_address_of_a_name_is_a_router(names: dict[str, list[str]]) -> None:
+    names["router"] = ["10.0.0.2", "10.0.0.1"]
+    assert _addresses("http://router:8001") == ["http://10.0.0.1:8001", "http://10.0.0.2:8001"]
+
+
+def test_so_is_every_one_of_a_network_without_ipv4(names: dict[str, list[str]]) -> None:
+    """Only one of several routers was found there, so that the command refused to restart it as the only one."""
+    names["router"] = ["fd00::2", "fd00::1"]
+    assert _addresses("https://router:8001") == ["https://[fd00::1]:8001", "https://[fd00::2]:8001"]
+
+
+def test_where_there_are_both_ipv4_counts(names: dict[str, list[str]]) -> None:
+    names["localhost"] = ["::1", "127.0.0.1"]
+    assert _addresses("http://localhost:8001") == ["http://127.0.0.1:8001"]
+
+
+def test_a_name_that_is_not_known_is_asked_as_it_is(names: dict[str, list[str]]) -> None:
+    assert _addresses("http://nowhere:8001") == ["http://nowhere:8001"]
