@@ -15,28 +15,28 @@ class NameUnknown(OSError):
     """A host name has no address, or none is known in time."""
 
 
-_LOOKUPS: dict[tuple[str, socket.AddressFamily], Future[str]] = {}
+_LOOKUPS: dict[str, Future[str]] = {}
 """Those that have not ended."""
 _LOCK = threading.Lock()
 
 
-async def resolve(host: str, family: socket.AddressFamily, timeout_s: float) -> str:
-    """An address of `host`. Raises: NameUnknown."""
+async def resolve(host: str, timeout_s: float) -> str:
+    """An address of `host`, of IPv6 only if it has none of IPv4. Raises: NameUnknown."""
     if _is_address(host):
         return host
     try:
         async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(asyncio.wrap_future(_lookup(host, family)))
+            return await asyncio.shield(asyncio.wrap_future(_lookup(host)))
     except TimeoutError:
         raise _late(host, timeout_s) from None
 
 
-def resolve_now(host: str, family: socket.AddressFamily, timeout_s: float) -> str:
+def resolve_now(host: str, timeout_s: float) -> str:
     """The same for threads without an event loop. Raises: NameUnknown."""
     if _is_address(host):
         return host
     try:
-        return _lookup(host, family).result(timeout_s)
+        return _lookup(host).result(timeout_s)
     except TimeoutError:
         raise _late(host, timeout_s) from None
 
@@ -53,33 +53,36 @@ def _late(host: str, timeout_s: float) -> NameUnknown:
     return NameUnknown(f"the name {host[:200]} could not be resolved within {timeout_s:g} s")
 
 
-def _lookup(host: str, family: socket.AddressFamily) -> Future[str]:
+def _lookup(host: str) -> Future[str]:
     """The lookup under way, or a new one."""
-    place = host, family
     with _LOCK:
-        known = _LOOKUPS.get(place)
+        known = _LOOKUPS.get(host)
         if known is not None:
             return known
-        found = _LOOKUPS[place] = Future[str]()
+        found = _LOOKUPS[host] = Future[str]()
 
     def run() -> None:
         try:
-            result = str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+            try:
+                addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            except socket.gaierror:
+                addresses = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)
+            result = str(addresses[0][4][0])
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            _end(place)
+            _end(host)
             found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
         else:
-            _end(place)
+            _end(host)
             found.set_result(result)
 
     try:
         threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
     except RuntimeError as error:  # the process may have no more threads now
-        _end(place)
+        _end(host)
         found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
     return found
 
 
-def _end(place: tuple[str, socket.AddressFamily]) -> None:
+def _end(host: str) -> None:
     with _LOCK:
-        del _LOOKUPS[place]
+        del _LOOKUPS[host]

@@ -251,9 +251,9 @@ class Link:
             with contextlib.suppress(OSError, UnicodeError):
                 try:
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                        address = await resolve(host, _family(host), _CONNECT_TIMEOUT_S)
+                        address = await resolve(host, _CONNECT_TIMEOUT_S)
                         await self._loop.create_connection(
-                            self._new_connection, address, port, family=_family(host), **secured
+                            self._new_connection, address, port, family=_family(address), **secured
                         )
                         return
                 except (ssl.SSLError, NameUnknown) as error:

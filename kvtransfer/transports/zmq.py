@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -205,9 +204,8 @@ def _resolved(address: str) -> str:
             return address
     except ValueError:  # ZMQ refuses it
         return address
-    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
     try:
-        return endpoint(parts.scheme, resolve_now(parts.hostname, family, _RESOLVE_S), parts.port)
+        return endpoint(parts.scheme, resolve_now(parts.hostname, _RESOLVE_S), parts.port)
     except NameUnknown as error:
         raise PeerLost(str(error)) from None
 

@@ -31,7 +31,7 @@ class Resolver:
             self.waiting += 1
             self.over.wait(30)
             raise OSError("gave up")
-        return REAL("127.0.0.1" if host == "known" else host, *args, **options)
+        return REAL({"known": "127.0.0.1", "six": "::1"}.get(host, host), *args, **options)
 
 
 @pytest.fixture
@@ -46,17 +46,35 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 
 def test_a_name_that_is_known_is_resolved(resolver: Resolver) -> None:
-    assert asyncio.run(resolve("known", socket.AF_INET, 5)) == "127.0.0.1"
-    assert resolve_now("known", socket.AF_INET, 5) == "127.0.0.1"
+    assert asyncio.run(resolve("known", 5)) == "127.0.0.1"
+    assert resolve_now("known", 5) == "127.0.0.1"
     for address in ("10.0.0.1", "::1"):
-        assert resolve_now(address, socket.AF_INET, 0) == address
+        assert resolve_now(address, 0) == address
     with pytest.raises(NameUnknown, match=r"no\.such\.name\.invalid could not be resolved"):
-        resolve_now("no.such.name.invalid", socket.AF_INET, 20)
+        resolve_now("no.such.name.invalid", 20)
+
+
+def test_a_name_that_has_addresses_of_ipv6_only_is_resolved_and_connected_to(resolver: Resolver) -> None:
+    """On networks without IPv4 no node with a name as its --advertise-host was reached."""
+
+    async def scene() -> None:
+        received: list[Message] = []
+        server = Server("::1", 0, lambda _, message: received.append(message))
+        link = Link(server.address.replace("[::1]", "six"), lambda _: None, lambda _: None)
+        link.send(Abort(AttemptKey("a", 1)))
+        while not received:
+            await asyncio.sleep(0.01)
+        link.close()
+        await server.close()
+
+    assert resolve_now("six", 5) == "::1"
+    assert _resolved("tcp://six:5") == "tcp://[::1]:5"
+    asyncio.run(asyncio.wait_for(scene(), 10))
 
 
 def test_many_attempts_at_a_name_that_hangs_take_one_thread_and_end_in_time(resolver: Resolver) -> None:
     async def scene() -> None:
-        tries = [resolve("hangs", socket.AF_INET, 0.05) for _ in range(50)]
+        tries = [resolve("hangs", 0.05) for _ in range(50)]
         found = await asyncio.gather(*tries, return_exceptions=True)
         assert all(isinstance(each, NameUnknown) for each in found)
         assert await asyncio.to_thread(lambda: 7) == 7
@@ -73,8 +91,8 @@ def test_a_thread_that_cannot_start_fails_one_lookup_and_not_the_later_ones(
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", _no_thread)
         with pytest.raises(NameUnknown, match="can't start new thread"):
-            resolve_now("known", socket.AF_INET, 5)
-    assert resolve_now("known", socket.AF_INET, 5) == "127.0.0.1"
+            resolve_now("known", 5)
+    assert resolve_now("known", 5) == "127.0.0.1"
 
 
 def _no_thread(_: threading.Thread) -> None:
