@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from common.base.errors import ConfigError
 from common.security.names import CA, CERTIFICATE, KEY, REVOKED, ServiceRole, host_of
 
+_T = TypeVar("_T")
 _CA_KEY, _ISSUED = "ca-key.pem", "issued"
 _CA_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
@@ -103,26 +106,27 @@ class Authority:
     def revoke(self, name: str) -> int:
         """Revoke all certificates of a service; the new `crl.pem` has to reach every service's folder.
 
-        Returns how many. Raises: ConfigError if there are none that are not revoked yet.
+        Returns how many were not revoked yet. Raises: ConfigError if it has issued none for the service, or a file of the
+        authority cannot be read or written.
         """
-        path = self.folder / REVOKED
-        known = x509.load_pem_x509_crl(path.read_bytes())
+        known = _read(self.folder / REVOKED, x509.load_pem_x509_crl)
         builder = x509.CertificateRevocationListBuilder()
         for entry in known:
             builder = builder.add_revoked_certificate(entry)
-        count = 0
-        for file in sorted((self.folder / _ISSUED).glob("*.pem")):
-            certificate = x509.load_pem_x509_certificate(file.read_bytes())
-            serial = certificate.serial_number
-            if certificate.subject != _name(name) or known.get_revoked_certificate_by_serial_number(serial):
-                continue
+        issued = [_read(file, x509.load_pem_x509_certificate) for file in (self.folder / _ISSUED).glob("*.pem")]
+        serials = [each.serial_number for each in issued if each.subject == _name(name)]
+        if not serials:
+            raise ConfigError(f"{self.folder} has issued no certificate for {name!r}")
+        new = [serial for serial in serials if known.get_revoked_certificate_by_serial_number(serial) is None]
+        for serial in new:
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_now()).build()
             builder = builder.add_revoked_certificate(entry)
-            count += 1
-        if not count:
-            raise ConfigError(f"{self.folder} has issued no certificate for {name!r} that is not revoked")
-        self._publish_revoked(builder)
-        return count
+        if new:
+            try:
+                self._publish_revoked(builder)
+            except OSError as error:
+                raise ConfigError(f"cannot write {self.folder / REVOKED}: {error.strerror}") from error
+        return len(new)
 
     def copy_revoked(self, folder: Path) -> None:
         """Copy the list of revoked certificates into a service's folder. Raises: OSError."""
@@ -173,6 +177,13 @@ def _name(common_name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     except ValueError as error:
         raise ConfigError(f"{common_name!r} cannot be the name in a certificate: {error}") from error
+
+
+def _read(path: Path, parse: Callable[[bytes], _T]) -> _T:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _now() -> datetime.datetime:

@@ -83,11 +83,22 @@ def _issue(folder: Path, name: str, role: str, days: int) -> None:
 def _revoke(folder: Path, name: str) -> None:
     """Raises: ConfigError."""
     authority = _open(folder)
-    print(f"revoked {authority.revoke(name)} certificates of {name}")
+    count = authority.revoke(name)
+    print(f"revoked {count} certificates of {name}" if count else f"all certificates of {name} were revoked before")
+    failed: list[str] = []
     for service in sorted(folder.glob(f"*/{REVOKED}")):
-        if service.parent != authority.folder:
+        if service.parent == authority.folder:
+            continue
+        try:
             authority.copy_revoked(service.parent)
+        except OSError as error:
+            failed.append(f"{service} ({error.strerror})")
+        else:
             print(f"updated {service}; copy it to the service's host")
+    if failed:
+        raise ConfigError(
+            f"cannot write {', '.join(failed)}: run this again, or copy {authority.folder / REVOKED} there"
+        )
 
 
 def _open(folder: Path, *, create: bool = False) -> Authority:

@@ -39,3 +39,25 @@ def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
     for name in ("ca", "../x", "."):
         assert "cannot be the name" in keys("issue", folder, name, "--role", "node", code=78)
     assert "no certificate for 'a'" in keys("revoke", folder, "a", code=78)
+
+
+def test_a_revocation_that_did_not_reach_every_folder_is_said_and_can_be_run_again(tmp_path: Path) -> None:
+    """It once ended at the first folder that could not be written, and refused to be run again."""
+    keys("init", str(tmp_path))
+    obstacle = tmp_path / "prefill" / ".crl.pem.new"
+    obstacle.mkdir()
+    assert f"cannot write {tmp_path / 'prefill' / 'crl.pem'}" in keys("revoke", str(tmp_path), "decode", code=78)
+    wanted = (tmp_path / "ca" / "crl.pem").read_bytes()
+    assert (tmp_path / "router" / "crl.pem").read_bytes() == wanted
+    obstacle.rmdir()
+    assert "all certificates of decode were revoked before" in keys("revoke", str(tmp_path), "decode")
+    assert (tmp_path / "prefill" / "crl.pem").read_bytes() == wanted
+
+
+def test_a_damaged_file_of_the_authority_is_named(tmp_path: Path) -> None:
+    keys("init", str(tmp_path))
+    issued = next((tmp_path / "ca" / "issued").iterdir())
+    issued.write_bytes(b"")
+    assert f"{issued} cannot be read" in keys("revoke", str(tmp_path), "decode", code=78)
+    (tmp_path / "ca" / "crl.pem").unlink()
+    assert "crl.pem cannot be read" in keys("revoke", str(tmp_path), "decode", code=78)
