@@ -13,7 +13,8 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from common.base.errors import DeadlineExceeded, KvRelayError
-from common.tools.served_models import base_url
+from common.config.fields import HIGHEST_PORT
+from common.tools.served_models import authorization, base_url
 
 T = TypeVar("T")
 
@@ -69,13 +70,14 @@ class ApiClient:
         attempts: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL."""
+        """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL; ConfigError for a
+        malformed key."""
         self.url = base_url(_checked(url))
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=authorization(api_key),
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             transport=transport,
@@ -152,7 +154,7 @@ def _checked(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ServerUnreachable(f"{url!r} is not a URL: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > HIGHEST_PORT:
         raise ServerUnreachable(f"{url!r} is not an http:// or https:// URL")
     return url
 

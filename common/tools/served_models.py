@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from common.base.errors import ConfigError
 from common.tools.admin.client import AdminUnreachable
 from common.tools.admin.running_clusters import running_clusters, runtime_folder
 
@@ -26,12 +27,22 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def authorization(api_key: str) -> dict[bytes, bytes]:
+    """The header with this key, as the router expects it; none without a key.
+
+    Raises: ConfigError for a key that no header can have, such as one read from a file with its line end.
+    """
+    if not api_key.isprintable():
+        raise ConfigError("the API key contains a line end or another control character, or is not UTF-8")
+    return {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+
+
 def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
     """The models that the server lists, by id; at least one.
 
-    Raises: AdminUnreachable (exit code 3) if it lists none.
+    Raises: AdminUnreachable (exit code 3) if it lists none; ConfigError.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers: dict[str, Any] = {name.decode(): value for name, value in authorization(api_key).items()}
     where = url.rstrip("/") + "/v1/models"
     try:
         request = urllib.request.Request(where, headers=headers)  # noqa: S310 - the user's own argument

@@ -10,7 +10,7 @@ import httpx
 from pydantic_core import from_json
 
 from common.base.errors import KvRelayError
-from common.tools.served_models import base_url
+from common.tools.served_models import authorization, base_url
 
 _CONNECT_S = 10.0
 
@@ -32,10 +32,10 @@ class ChatClient:
     def __init__(
         self, url: str, api_key: str, *, timeout_s: float, transport: httpx.BaseTransport | None = None
     ) -> None:
-        """`timeout_s`: of the wait for the next token."""
+        """`timeout_s`: of the wait for the next token. Raises: ConfigError for a malformed key."""
         self._url = base_url(url)
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=authorization(api_key),
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             transport=transport,
             trust_env=False,

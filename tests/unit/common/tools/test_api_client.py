@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.base.errors import DeadlineExceeded
+from common.base.errors import ConfigError, DeadlineExceeded
 from common.tools import api_client
 from common.tools.api_client import (
     ApiAnswer,
@@ -49,6 +49,30 @@ def test_an_answer_has_status_id_and_body() -> None:
         return httpx.Response(400, json={"error": {}}, headers={"x-request-id": "r1"})
 
     assert ask(answer, key="k") == ApiAnswer(400, "r1", {"error": {}})
+
+
+def test_a_key_is_sent_as_the_bytes_that_the_router_compares() -> None:
+    """One that is not ASCII once ended every command with a traceback."""
+    sent: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.extend(value for name, value in request.headers.raw if name.lower() == b"authorization")
+        return httpx.Response(200, json={})
+
+    ask(answer, key="cl\xe9")
+    assert sent == ["Bearer cl\xe9".encode()]
+
+
+@pytest.mark.parametrize("key", ["key\r", "a\nb", "\udcff"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="contains a line end") as caught:
+        ask(lambda _: httpx.Response(200, json={}), key=key)
+    assert key not in str(caught.value)
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    with pytest.raises(ServerUnreachable, match="is not an http"):
+        ApiClient("http://127.0.0.1:99999", connections=1, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
