@@ -125,7 +125,9 @@ class ApiKeys:
         self._clock = clock
         self._given = {digest_of(key): KeyUse(_name(digest_of(key)), DEFAULT_CLASS, clock) for key in keys}
         self._file = file
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, ...] | None = None
+        self._complaint = ""
+        """Why the file could not be used when it was last read."""
         self._checked_s = clock()
         self._known = dict(self._given)
         if file is not None:
@@ -149,9 +151,14 @@ class ApiKeys:
         self._stamp = stamp
         try:
             self._take(read_keys(file))
+            self._complaint = ""
             log.info("%s: %d API keys", file, len(self._known))
         except ConfigError as error:
-            log.error("%s; the keys from before stay valid", error)
+            if isinstance(error.__cause__, OSError):  # which may end without a change of the file
+                self._stamp = None
+            if str(error) != self._complaint:
+                log.error("%s; the keys from before stay valid", error)
+            self._complaint = str(error)
 
     def _take(self, classes: dict[str, KeyClass]) -> None:
         """Keys whose class is as before keep what they use."""
@@ -172,18 +179,18 @@ def _name(digest: str) -> str:
     return digest[:12]
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def _stamp(file: Path) -> tuple[int, ...] | None:
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def read_keys(file: Path) -> dict[str, KeyClass]:
     """The class of each key, by its digest. Raises: ConfigError, which never quotes a key."""
     try:
-        content = tomllib.loads(file.read_text())
+        content = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {file}: {error.strerror}") from error
     except ValueError:  # the parser's message may quote a key

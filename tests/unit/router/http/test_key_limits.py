@@ -11,6 +11,7 @@ import httpx
 import pytest
 from support.stub_node import StubNode, make_model_folder, running_stack
 
+from common.base.clock import MockClock
 from common.base.errors import ConfigError, RateLimited
 from common.config.service_configs import RouterConfig
 from router.http.api_keys import KeyGuard
@@ -59,6 +60,30 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: P
     now += 2
     assert keys.find(b"sk-batch") is None
     assert keys  # without any key left, nobody is let in
+
+
+def test_file_that_cannot_be_read_now_is_read_as_soon_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Permissions that are mended leave no trace in a file's time: a key that had been removed stayed valid for good."""
+    file, clock = tmp_path / "keys.toml", MockClock()
+    file.write_text(FILE)
+    keys = ApiKeys((), file, clock)
+
+    def finds(key: bytes) -> bool:
+        clock.advance(2.0)
+        return keys.find(key) is not None
+
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    file.write_text('[keys]\nnew = "default"')
+    with monkeypatch.context() as locked:
+        locked.setattr(Path, "read_text", refuse)
+        assert [finds(b"sk-batch") for _ in range(3)] == [True] * 3
+    assert finds(b"new")
+    assert not finds(b"sk-batch")
+    assert len([line for line in caplog.messages if "Permission denied" in line]) == 1
 
 
 @pytest.mark.parametrize(
