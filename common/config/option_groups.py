@@ -78,7 +78,7 @@ class MembershipOptions:
         "Network",
         secret=True,
     )
-    lease_s: float = option(3.0, "Lease in seconds: longer silence counts as failure.", "Network", low=0.3)
+    lease_s: float = option(3.0, "Lease in seconds: longer silence counts as failure.", "Network", low=0.3, high=86_400)
     tls_dir: str | None = option(
         None,
         "Folder with this service's certificate, as `kvrelay keys` makes it: connections between services are then "
@@ -165,7 +165,7 @@ class LoraOptions:
 class CapacityOptions:
     """How much a node computes at once and how much KV it holds."""
 
-    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "Capacity", low=1)
+    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "Capacity", low=1, high=65_536)
     kv_blocks: int | None = option(
         None,
         f"Number of KV cache blocks of {BLOCK_SIZE} tokens, over all block tables of a model with sliding windows; by default as "
@@ -180,6 +180,7 @@ class CapacityOptions:
         f"{CPU_KV_GB:g} on a CPU, on a GPU what --gpu-memory-utilization leaves.",
         "Capacity",
         low=1e-6,
+        high=1e6,
     )
     packed_cache_gb: float | None = option(
         None,

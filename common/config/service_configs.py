@@ -128,7 +128,9 @@ class NodeConfig(
     transfer_timeout_s: float = option(
         60.0, "Seconds without progress after which a KV transfer is aborted.", "Network", low=0.001
     )
-    threads: int | None = option(None, "Compute threads; by default PyTorch's choice, all cores.", "Capacity", low=1)
+    threads: int | None = option(
+        None, "Compute threads; by default PyTorch's choice, all cores.", "Capacity", low=1, high=4096
+    )
     nice: int = option(
         0, "Niceness to add to this process; positive values need no privileges.", "Capacity", low=-20, high=19
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from common.base.clock import Clock, monotonic
+from common.base.errors import ConfigError
 from common.base.hashing import HASH_BYTES, BlockHash
 from common.control.messages import Tier
 from router.index.block_table import SEGMENT, BlockTable, KeyArray, Values
@@ -57,13 +58,17 @@ class PrefixIndex:
     """
 
     def __init__(self, max_blocks: int = 10_000_000, *, clock: Clock = monotonic, few: int = 64) -> None:
+        """Raises: ConfigError if there is no memory for it."""
         self.max_blocks = max_blocks
         self._few = few
         """Up to this many blocks are handled one by one, which is faster for few."""
         self.evicted = 0
         """Blocks evicted for lack of room since the start."""
-        self._table = BlockTable(max(1, max_blocks), self._on_evict, few)
-        """Blocks that nodes published."""
+        try:
+            self._table = BlockTable(max(1, max_blocks), self._on_evict, few)
+            """Blocks that nodes published."""
+        except (MemoryError, ValueError):  # ValueError: more than any array can have
+            raise ConfigError(f"no memory for a prefix index of {max_blocks} blocks: lower --index-blocks") from None
         self._clock = clock
         self._use = 0
         """Counts calls; it is the stamp of the blocks that a call uses."""

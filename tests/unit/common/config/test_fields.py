@@ -1,4 +1,4 @@
-"""Options whose value is a list."""
+"""Options whose value is a list, and bounds of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.config.fields import listed
-from common.config.service_configs import RouterConfig
+from common.config.service_configs import DecodeConfig, RouterConfig
+from common.config.sources import resolve
 
 
 @pytest.mark.parametrize("text", ["a,b/c", " a , b/c ", '["a", "b/c"]'])
@@ -22,3 +23,10 @@ def test_no_value_is_an_empty_list() -> None:
 def test_an_empty_value_or_other_json_is_refused_with_the_configuration(text: str) -> None:
     with pytest.raises(ConfigError, match="served_model_name"):
         RouterConfig(served_model_name=text)
+
+
+@pytest.mark.parametrize("name", ["lease_s", "max_num_seqs", "kv_memory_gb", "threads"])
+def test_a_number_that_nothing_could_work_with_is_refused(name: str) -> None:
+    """Redis, the node's record, the size in bytes and OpenMP once failed with it, each in words of its own."""
+    with pytest.raises(ConfigError, match=f"{name} must be at most"):
+        resolve(DecodeConfig, flags={name: str(10**21)}, environ={}, file=None)

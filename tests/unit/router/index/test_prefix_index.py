@@ -11,6 +11,7 @@ import pytest
 
 import router.index.prefix_index
 from common.base.clock import MockClock
+from common.base.errors import ConfigError
 from router.index.prefix_index import EXPECTATION_S, PrefixIndex, block_keys
 
 
@@ -217,3 +218,9 @@ def test_keys_are_the_same_however_many_are_made_at_once() -> None:
     assert block_keys(keys := block_keys(hashes[:2])) is keys
     with pytest.raises(ValueError):
         block_keys([b"short"])
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 50, 1 << 70])
+def test_an_index_for_which_there_is_no_memory_is_a_wrong_configuration(num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match="lower --index-blocks"):
+        PrefixIndex(num_blocks)
