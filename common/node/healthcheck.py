@@ -1,7 +1,8 @@
 """Asks one service whether it is well: `python -m common.node.healthcheck ADDRESS`, for health checks of containers.
 
 ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is well if its
-model is loaded and its engine loop itself has recently made a round. Exit code 0 if well, 1 with one line on standard
+model is loaded and its engine loop itself has recently made a round. With KVRELAY_SSL_CERTFILE, as of the router itself, a
+router is asked over HTTPS. Exit code 0 if well, 1 with one line on standard
 output if not. Loads neither torch nor a web framework.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import http.client
 import math
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -21,6 +23,7 @@ from common.control.messages import Message, NodeLoad, Ping, Pong
 from common.security.tls import Credentials, open_credentials
 
 TIMEOUT_S = 4.0
+_CERTIFICATE, _UNSET = "KVRELAY_SSL_CERTFILE", ("", "none")
 MAX_STEP_AGE_S = 60.0
 """A step of a long prompt on a slow processor may take many seconds; a stuck loop never makes another round."""
 
@@ -63,9 +66,16 @@ async def node_complaint(
 
 def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
     """The problem of the router whose health is at `url`; None if it is well."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # it names the host that clients ask, not this one
     try:
         # Never through a proxy that the environment may name.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
         with opener.open(url, timeout=timeout_s):
             return None
     except urllib.error.HTTPError as error:
@@ -82,6 +92,8 @@ def main(arguments: list[str]) -> int:
         return 2
     address = arguments[0]
     if not address.startswith("tcp://"):
+        if os.environ.get(_CERTIFICATE, "") not in _UNSET:  # the router of this container is HTTPS
+            address = "https" + address.removeprefix("https").removeprefix("http")
         complaint = http_complaint(address)
     else:
         try:

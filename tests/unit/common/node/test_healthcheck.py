@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from support.certificates import made
 
 from common.control.links import Identity, Server
 from common.control.messages import Message, NodeLoad, Ping, Pong
@@ -56,6 +59,13 @@ def test_silence_has_a_deadline() -> None:
 def health() -> Iterator[tuple[str, list[int]]]:
     """A router's stand-in: (url, [the status that it answers])."""
     status = [200]
+    with serving(status) as port:
+        yield f"http://127.0.0.1:{port}/health", status
+
+
+@contextlib.contextmanager
+def serving(status: list[int], context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Serve at the port that this yields, as a router would."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -67,9 +77,11 @@ def health() -> Iterator[tuple[str, list[int]]]:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/health", status
+        yield server.server_port
         server.shutdown()
         thread.join()
 
@@ -80,6 +92,24 @@ def test_a_router_is_well_when_it_can_serve(health: tuple[str, list[int]]) -> No
     status[0] = 503
     assert "answers 503" in str(http_complaint(url))
     assert "unavailable" in str(http_complaint(url))
+
+
+def test_a_router_with_a_certificate_is_asked_over_https(
+    health: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container with KVRELAY_SSL_CERTFILE was never healthy."""
+    url, _ = health
+    monkeypatch.setenv("KVRELAY_SSL_CERTFILE", "none")
+    assert main([url]) == 0
+    certificate, key = str(made() / "router" / "cert.pem"), str(made() / "router" / "key.pem")
+    monkeypatch.setenv("KVRELAY_SSL_CERTFILE", certificate)
+    assert main([url]) == 1
+    assert url.replace("http:", "https:") in capsys.readouterr().out
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving([200], context) as port:
+        assert main([f"http://127.0.0.1:{port}/health"]) == 0
+        assert main([f"https://127.0.0.1:{port}/health"]) == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["decode-0"], ["tcp://127.0.0.1:1", "more"]])
