@@ -245,6 +245,17 @@ def test_killed_children_are_restarted_under_their_names_and_the_pid_file_follow
     assert up.wait_end() == 0
 
 
+def test_a_redis_that_stands_still_is_restarted(start, free_port) -> None:
+    """No node that died after it ever came back: what it registered was not seen."""
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    os.kill(up.entries()["redis"]["pid"], signal.SIGSTOP)
+    up.wait_line("redis does not answer", timeout_s=60.0)
+    up.wait_line("redis is ready again", timeout_s=60.0)
+    os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
+    up.wait_line("decode-0 is ready again", timeout_s=60.0)
+
+
 def test_child_that_cannot_start_ends_everything_with_its_message_and_exit_code(start, free_port) -> None:
     up = start("--port", str(free_port), STUB_DECODE="refuse")
     assert up.wait_end() == 78

@@ -323,6 +323,8 @@ class Supervisor:
 
     async def _answers(self, child: Child) -> bool:
         """Whether a ready child answers."""
+        if child.spec.role == "redis":
+            return await redis_answers(self._redis_url)
         if child.spec.role == "router":
             return await self._probe.health(child.spec.url) is not None
         try:
