@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError
 from router.requests.request import TraceContext
@@ -23,7 +24,11 @@ class Traces:
     """
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
-        """endpoint: as in http://localhost:4318/v1/traces. Raises: ConfigError if the extra is not installed."""
+        """endpoint: as in http://localhost:4318/v1/traces. Raises: ConfigError if it is no URL, or the extra is not installed."""
+        if not _is_url(endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint {endpoint!r} is not a URL such as http://localhost:4318/v1/traces"
+            )
         try:
             trace = importlib.import_module("opentelemetry.trace")
             sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
@@ -71,3 +76,11 @@ class Traces:
     def close(self) -> None:
         """Send what is queued, for at most some seconds."""
         self._provider.shutdown()
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # unbalanced bracket, or a port that is none
+        return False
