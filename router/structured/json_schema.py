@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
+from common.engine.grammar.compile import MAX_SOURCE_CHARS
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -79,7 +80,10 @@ def _options(whitespace: str | None) -> JsonCompileOptions:
 
 def _checked(schema: Schema) -> str:
     """The schema as JSON. Raises: BadRequest."""
-    schema = json.loads(json.dumps(schema))
+    text = json.dumps(schema, ensure_ascii=False)
+    if len(text) > MAX_SOURCE_CHARS:
+        raise BadRequest(f"the schema has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
+    schema = json.loads(text)
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -100,16 +104,28 @@ def _are_told_apart(branches: Any, root: Schema) -> bool:
     """
     if not isinstance(branches, list):
         return False
-    constants: list[set[tuple[str, str]]] = []
+    seen: dict[str, set[str]] | None = None
+    """By property that tells the branches so far apart: its constants."""
     for branch in cast("list[Any]", branches):
-        found = _referred(branch, root)
-        properties, required = found.get("properties"), found.get("required")
-        if not isinstance(properties, dict) or not isinstance(required, list):
+        constants = _constants(_referred(branch, root))
+        if seen is None:
+            seen = {name: set() for name in constants}
+        seen = {name: found for name, found in seen.items() if name in constants and constants[name] not in found}
+        if not seen:
             return False
-        named = cast("dict[str, Any]", properties).items()
-        constants.append({(name, each["const"]) for name, each in named if name in required and _is_constant(each)})
-    names = set[str].intersection(*({name for name, _ in each} for each in constants)) if constants else set[str]()
-    return any(len({dict(each)[name] for each in constants}) == len(constants) for name in names)
+        for name, found in seen.items():
+            found.add(constants[name])
+    return seen is not None
+
+
+def _constants(schema: Schema) -> dict[str, str]:
+    """The required properties that are constants."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    names = {name for name in cast("list[Any]", required) if isinstance(name, str)}
+    named = cast("dict[str, Any]", properties).items()
+    return {name: each["const"] for name, each in named if name in names and _is_constant(each)}
 
 
 def _is_constant(schema: Any) -> bool:

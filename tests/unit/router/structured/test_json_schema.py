@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.base.errors import BadRequest
-from common.engine.grammar.compile import compile_grammar, load_tokenizer
+from common.engine.grammar.compile import MAX_SOURCE_CHARS, compile_grammar, load_tokenizer
 from common.model.config import load_model_config
 from common.model.hub import resolve_model
 from router.structured.json_schema import (
@@ -117,6 +118,20 @@ def test_branches_that_a_constant_tells_apart_may_be_exclusive(tokenizer: LLToke
     schema["$defs"]["dog"]["properties"]["kind"]["const"] = "cat"
     with pytest.raises(BadRequest, match="oneOf"):
         compile_grammar(tokenizer, json_schema_grammar(schema))
+
+
+def test_branches_that_refer_to_one_large_object_take_no_time() -> None:
+    names = [f"p{number}" for number in range(600)]
+    large = {"type": "object", "properties": {name: {"const": "x"} for name in names}, "required": names}
+    schema = {"$defs": {"large": large}, "oneOf": [{"$ref": "#/$defs/large"}] * 600}
+    began_s = time.process_time()
+    json_schema_grammar(schema)
+    assert time.process_time() - began_s < 2.0
+
+
+def test_the_size_is_bounded_before_the_schema_is_read() -> None:
+    with pytest.raises(BadRequest, match="characters, more than"):
+        json_schema_grammar({"description": "a" * MAX_SOURCE_CHARS})
 
 
 def test_nesting_is_bounded() -> None:
