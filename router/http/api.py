@@ -33,7 +33,7 @@ from router.http.request_headers import header
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.responses_api.routes import add_responses_routes
-from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, prepare_chat, serve
+from router.http.serve import assign_ids, format_options, generation_of, ids_of, parse, prepare_chat, serve
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
 
@@ -81,8 +81,8 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body.user, body.priority)
         services.dispatcher.check_room(model.base, len(body.prompt) * body.num_samples, caller.tenant)
-        generations = await maybe_on_thread(
-            size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
+        generations = await generation_of(
+            body, size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
         )
         form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
         return await serve(request, services, model, generations, form, stream=bool(body.stream))

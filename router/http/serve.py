@@ -118,6 +118,11 @@ async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
     return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
 
 
+async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:
+    """`work()`, which makes the generations of a body of `size` bytes, as `maybe_on_thread`."""
+    return await (asyncio.to_thread(work) if body.has_grammar_text else maybe_on_thread(size, work))
+
+
 class PreparedChat(NamedTuple):
     """A chat request, ready to run."""
 
@@ -138,7 +143,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     model = model_for(services.catalog, body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant)
-    return PreparedChat(model, await maybe_on_thread(size, lambda: chat_generation(body, model, caller)))
+    return PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
 
 
 def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:

@@ -7,13 +7,17 @@ import re
 from collections.abc import Sequence
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_ERROR_CHARS, MAX_SOURCE_CHARS
 from router.structured.json_schema import Schema, json_schema_grammar
 
 MAX_CHOICES = 1024
+MAX_GBNF_CHARS, MAX_GBNF_RULES = 65_536, 512
+"""llguidance converts GBNF in Python, in time that grows with the square of the number of rules."""
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+"""As llguidance's own expression, whose time grows with the square of the number of line breaks in a row."""
 _CONTROL = re.compile("[\x7f-\x9f]")
 
 
@@ -38,11 +42,18 @@ def _literal(text: str) -> str:
 
 
 def text_grammar(grammar: str) -> str:
-    """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Raises: BadRequest."""
+    """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Takes up to a second: call it on a thread.
+
+    Raises: BadRequest.
+    """
     if grammar.lstrip().startswith("{"):
         raise BadRequest("the grammar must be Lark or GBNF")
+    if _LARK.search(_bounded(grammar)):
+        return grammar
+    if len(grammar) > MAX_GBNF_CHARS or grammar.count("::=") > MAX_GBNF_RULES:
+        raise BadRequest(f"GBNF may have at most {MAX_GBNF_CHARS} characters and {MAX_GBNF_RULES} rules")
     try:
-        return any_to_lark(_bounded(grammar))
+        return gbnf_to_lark(grammar)
     except IndexError as error:
         raise BadRequest("the grammar cannot be read: it ends within an escape sequence") from error
     except Exception as error:  # llguidance raises it where rules are missing or there are two of a name

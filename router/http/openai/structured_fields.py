@@ -91,6 +91,13 @@ class StructuredFields(BodyModel):
     guided_whitespace_pattern: _Whitespace | None = None
 
     @property
+    def has_grammar_text(self) -> bool:
+        """Whether the client wrote a grammar, which takes long to read."""
+        return self.guided_grammar is not None or (
+            self.structured_outputs is not None and self.structured_outputs.grammar is not None
+        )
+
+    @property
     def grammar_source(self) -> tuple[str, str] | None:
         """The field that asks for a grammar, and the grammar's source; None if none does.
 

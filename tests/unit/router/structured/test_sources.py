@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,15 @@ from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_SOURCE_CHARS, compile_grammar
 from common.model.config import load_model_config
 from common.model.hub import resolve_model
-from router.structured.sources import MAX_CHOICES, choice_grammar, regex_grammar, schema_grammar, text_grammar
+from router.structured.sources import (
+    MAX_CHOICES,
+    MAX_GBNF_CHARS,
+    MAX_GBNF_RULES,
+    choice_grammar,
+    regex_grammar,
+    schema_grammar,
+    text_grammar,
+)
 from router.text.tokenizer import Tokenizer
 
 DEMO = resolve_model("demo")
@@ -68,6 +78,13 @@ def test_grammars_are_lark_or_gbnf() -> None:
     assert accepts(text_grammar('root ::= "a" b\nb ::= [0-9]+'), "a12")
 
 
+def test_many_line_breaks_take_no_time() -> None:
+    began_s = time.process_time()
+    with pytest.raises(BadRequest, match="Expected name"):
+        text_grammar("a ::= b" + "\n" * 15_000 + "::=")
+    assert time.process_time() - began_s < 2.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -83,6 +100,8 @@ def test_grammars_are_lark_or_gbnf() -> None:
         (lambda: text_grammar('root ::= "a"\na-b ::= "b"\na_b ::= "c"'), "Rule 'A_B' already exists"),
         (lambda: text_grammar('root ::= "\\'), "ends within an escape sequence"),
         (lambda: text_grammar("root ::= [\\"), "ends within an escape sequence"),
+        (lambda: text_grammar("#" * (MAX_GBNF_CHARS + 1)), "GBNF may have at most 65536 characters"),
+        (lambda: text_grammar("a ::= b\n" * (MAX_GBNF_RULES + 1)), "and 512 rules"),
         (lambda: text_grammar('{"grammars": []}'), "must be Lark or GBNF"),
         (lambda: schema_grammar("{", None), "not valid JSON"),
         (lambda: schema_grammar("[1]", None), "must be a JSON object"),
