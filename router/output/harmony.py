@@ -17,25 +17,37 @@ from router.output.writer import OutputWriter
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+_TO = "to="
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([-.\w]+)")
 
 
 def read_harmony(reader: TextReader, writer: OutputWriter) -> Steps[None]:
-    """Messages; text outside of them is content."""
-    while True:
-        marker = yield from reader.until((START, CHANNEL), writer.content)
-        if marker is None:
-            return
+    """Messages; text outside of them is content. The prompt ends with `<|start|>assistant`, so that the first recipient may come
+    without a marker.
+    """
+    reader.mark()
+    yield from reader.skip_space()
+    if (yield from reader.accept(_TO)):
+        yield from _read_message(reader, writer, _TO)
+    else:
+        reader.rewind()
+    while (marker := (yield from reader.until((START, CHANNEL), writer.content))) is not None:
         reader.mark()
-        try:
-            header, _ = yield from reader.text_until((MESSAGE,))
-            reader.release()
-        except Malformed:
-            reader.rewind()
+        if not (yield from _read_message(reader, writer, marker)):
             writer.content(marker)
-            continue
-        yield from _read_body(reader, writer, marker + header)
+
+
+def _read_message(reader: TextReader, writer: OutputWriter, opening: str) -> Steps[bool]:
+    """Read the rest of a message's header, and its body. False: there is none; the reader is back at its mark."""
+    try:
+        header, _ = yield from reader.text_until((MESSAGE,))
+        reader.release()
+    except Malformed:
+        reader.rewind()
+        return False
+    yield from _read_body(reader, writer, opening + header)
+    return True
 
 
 def _read_body(reader: TextReader, writer: OutputWriter, header: str) -> Steps[None]:

@@ -164,6 +164,14 @@ def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() 
     assert message == ParsedMessage("Yes.", "Hm.")
 
 
+@pytest.mark.parametrize("space", ["", " "])
+def test_the_first_message_of_gpt_oss_may_begin_with_its_recipient(space: str) -> None:
+    message = _parse(space + 'to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "openai")
+    assert _calls(message) == [("f", {"a": 1})]
+    assert message.content == ""
+    assert _parse(space + "to=be or not", "openai") == ParsedMessage(space + "to=be or not")
+
+
 @pytest.mark.parametrize(
     ("prompt", "text", "reasoning", "content"),
     [
@@ -200,7 +208,7 @@ _WORDS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<think>",
         "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "```",
-        "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "analysis", "to=functions.f",
+        "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "analysis", "to=functions.f", " to=",
         '{"name": "f", ', '"arguments": ', "{", "}", "[", "]", '"', "\\", ",", ";", ":", "f", "(", ")", "a=", "'", " ", "\n", "1",
         '{"a": "x"}', '{"name": "g", "parameters": {"b": [1]}}', "[f(a=1)", "<", "é", "\ud800", "null",
     ]
