@@ -84,13 +84,14 @@ class Message(BodyModel):
 
         Arguments that are not a JSON object remain text: a model can have written them so.
         """
-        if self.tool_calls is None and self.reasoning_content is None and self.tool_call_id is None:
+        if not self.tool_calls and self.reasoning_content is None and self.tool_call_id is None:
             plain = {"role": self.role, "content": self.content or ""}
             return plain if self.name is None else {**plain, "name": self.name}
         shown = self.model_dump(exclude_none=True)
         if self.reasoning_content is not None:
             shown["reasoning"] = shown["thinking"] = self.reasoning_content
         if not self.tool_calls:
+            shown.pop("tool_calls", None)  # many templates take an empty list for calls
             shown.setdefault("content", "")
         for call in shown.get("tool_calls", ()):
             function = call["function"]

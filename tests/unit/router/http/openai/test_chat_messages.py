@@ -24,6 +24,11 @@ REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
         ({"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"}, {"role": "user", "content": "a", "name": "n"}),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": "a", "tool_calls": []}, {"role": "assistant", "content": "a"}),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [], "reasoning": "r"},
+            {"role": "assistant", "content": "a", **REASONS},
+        ),
         ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [READ_CALL]}),
         (
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
