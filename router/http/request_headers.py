@@ -21,4 +21,6 @@ def api_key(scope: Scope) -> str:
     and spaces around the key do not matter.
     """
     scheme, _, key = header(scope, b"authorization").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else header(scope, b"x-api-key").strip()
+    if scheme.lower() != "bearer":
+        key = header(scope, b"x-api-key")
+    return key.strip(" \t")  # other bytes that Latin-1 takes for spaces may end a character of UTF-8

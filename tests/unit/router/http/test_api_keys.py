@@ -63,6 +63,13 @@ def test_everything_else_needs_one_whatever_the_path_would_be_decoded(path: byte
         assert ask(guarded(tmp_path), path, key, method)["status"] == 401
 
 
+@pytest.mark.parametrize("key", ["clé-à", "Å"])
+def test_a_key_may_end_with_bytes_that_are_spaces_in_latin_1(key: str) -> None:
+    guard = KeyGuard(app, ApiKeys((key,)), lambda _: None)
+    assert ask(guard, key=key.encode())["status"] == 200
+    assert ask(guard, headers=[(b"x-api-key", b" " + key.encode() + b" ")])["status"] == 200
+
+
 def test_a_scope_without_a_raw_path_is_refused(tmp_path: Path) -> None:
     assert ask(guarded(tmp_path), raw_path=None)["status"] == 401
 
