@@ -70,11 +70,26 @@ def test_a_prompt_is_answered_by_the_template_or_continued_as_it_is(folder: Path
     _play(folder, "<think>hm</think>yes", scene)
 
 
+def test_a_client_that_only_loads_the_model_is_told_that_it_is_there(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        for path, body, said in (
+            ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+            ("/api/generate", {"keep_alive": "5m"}, {"response": ""}),
+        ):
+            loaded = (await http.post(path, json={"model": "stub-model", **body})).json()
+            del loaded["created_at"]
+            assert loaded == {"model": "stub-model", **said, "done": True, "done_reason": "load"}
+        assert bench.decode.requests() == []
+
+    _play(folder, "sun", scene)
+
+
 def test_errors_have_ollamas_shape(folder: Path) -> None:
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         for path, body, status, said in (
             ("/api/chat", {**ASKED, "model": "other"}, 404, "other"),
-            ("/api/chat", {"messages": []}, 400, "messages"),
+            ("/api/chat", {"messages": [], "model": "other"}, 404, "other"),
+            ("/api/chat", {**ASKED, "think": "high"}, 400, "reasoning_effort"),
             ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
             ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images"),
         ):

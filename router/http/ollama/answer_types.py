@@ -8,7 +8,8 @@ from typing_extensions import TypedDict
 
 
 class OllamaAnswer(TypedDict):
-    """An answer; durations are in nanoseconds. `message` of a chat, `response` and `thinking` of a prompt."""
+    """An answer; durations are in nanoseconds. `message` of a chat, `response` and `thinking` of a prompt. One that only says
+    that the model is loaded has no counts."""
 
     model: str
     created_at: str
@@ -16,13 +17,13 @@ class OllamaAnswer(TypedDict):
     response: NotRequired[str]
     thinking: NotRequired[str]
     done: Literal[True]
-    done_reason: Literal["stop", "length"]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-    prompt_eval_duration: int
-    eval_count: int
-    eval_duration: int
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
 
 
 class OllamaModels(TypedDict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -65,8 +66,10 @@ class _Call(_Named):
         body: Json = {"model": self.model, "stream": self.stream is not False}
         if self.options is not None:
             body |= self.options.fields()
-        if self.think is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+        if isinstance(self.think, str):
+            body["reasoning_effort"] = self.think
+        elif self.think is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.think}
         if isinstance(self.format, dict):
             body["response_format"] = {
                 "type": "json_schema",
@@ -87,6 +90,7 @@ class OllamaFunction(_Body):
 class OllamaCall(_Body):
     """A tool call of an earlier answer."""
 
+    id: str | None = None
     function: OllamaFunction
 
 
@@ -94,34 +98,64 @@ class OllamaMessage(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = ""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def chat_message(self) -> Json:
-        message: Json = {"role": self.role, "content": self.content, "reasoning_content": self.thinking}
-        if self.tool_calls:
-            message["tool_calls"] = [{"type": "function", "function": dict(call.function)} for call in self.tool_calls]
-        return message
+
+def chat_messages(messages: Sequence[OllamaMessage]) -> list[Json]:
+    """The chat messages that mean the same. Calls and results without ids, as most clients send them, get some: templates of
+    Mistral need nine letters and digits.
+    """
+    found: list[Json] = []
+    unanswered: list[OllamaCall] = []
+    count = 0
+    for message in messages:
+        shown: Json = {"role": message.role, "content": message.content or "", "reasoning_content": message.thinking}
+        found.append(shown)
+        if message.tool_calls:
+            unanswered = []
+            for call in message.tool_calls:
+                count += 1
+                unanswered.append(OllamaCall(id=call.id or f"call{count:05}", function=call.function))
+            shown["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": dict(call.function)} for call in unanswered
+            ]
+        elif message.role == "tool":
+            shown |= {"name": message.tool_name, "tool_call_id": message.tool_call_id or _answered(message, unanswered)}
+    return found
+
+
+def _answered(message: OllamaMessage, unanswered: list[OllamaCall]) -> str | None:
+    """Take out the call whose result a message is: the first one, of its tool if it names one. Returns: its id."""
+    for call in unanswered:
+        if message.tool_name in (None, call.function.name):
+            unanswered.remove(call)
+            return call.id
+    return None
 
 
 class OllamaChatRequest(_Call):
     """Body of `POST /api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = []
+    """Empty: the client only wants the model to be loaded."""
     tools: list[dict[str, Any]] | None = None
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""
         tools = {"tools": self.tools} if self.tools else {}
-        return {**self.shared(), **tools, "messages": [message.chat_message() for message in self.messages]}
+        return {**self.shared(), **tools, "messages": chat_messages(self.messages)}
 
 
 class GenerateRequest(_Call):
     """Body of `POST /api/generate`. `raw`: the prompt is continued, without the chat template."""
 
-    prompt: str
+    prompt: str = ""
+    """Empty: the client only wants the model to be loaded."""
     system: str | None = None
     raw: bool | None = False
     suffix: Literal[""] | None = None

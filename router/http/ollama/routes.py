@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
+from router.http.json_body import Json
 from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaAnswer, OllamaModels
 from router.http.ollama.embeddings import add_ollama_embedding_routes
@@ -36,6 +37,8 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         """Answer a conversation, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama")
         body, size = await parse_as(request, services, OllamaChatRequest, validated)
+        if not body.messages:
+            return _loaded(services, body, {"message": {"role": "assistant", "content": ""}})
         return await _serve_chat(request, services, body, size, chat=True)
 
     @app.post("/api/generate", openapi_extra=_generates(GenerateRequest))
@@ -43,6 +46,8 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         """Answer a prompt, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama")
         body, size = await parse_as(request, services, GenerateRequest, validated)
+        if not body.prompt:
+            return _loaded(services, body, {"response": ""})
         if not body.raw:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = completion_request(body.completion_request(), CompletionRequest)
@@ -61,6 +66,20 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
 
 def _generates(body: Any) -> dict[str, Any]:
     return described(OllamaAnswer, body=body, errors=OF_GENERATION, error=OllamaError, stream=_LINES)
+
+
+def _loaded(services: Services, body: OllamaChatRequest | GenerateRequest, shown: Json) -> Response:
+    """The answer to a client that wants a model to be loaded, which it is."""
+    model = model_for(services.catalog, body.model, "generate")
+    return JsonResponse(
+        {
+            "model": model.name,
+            "created_at": datetime.now(UTC).isoformat(),
+            **shown,
+            "done": True,
+            "done_reason": "load",
+        }
+    )
 
 
 async def _serve_chat(
