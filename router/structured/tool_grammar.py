@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import BadRequest
+from common.engine.grammar.compile import MAX_SOURCE_CHARS
 from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
 from router.output.reasoning import ReasoningTags
 from router.structured.json_schema import embedded_schema
@@ -184,6 +185,7 @@ class _Lark:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self.rules = ["KEYWORD: /[A-Za-z_]\\w*=/"]
+        self._schema_chars = 0
 
     def parts(self, parts: Sequence[str]) -> str:
         """Markers and text, one after the other."""
@@ -213,9 +215,13 @@ class _Lark:
 
     def _json(self, rule: str, schema: dict[str, Any]) -> str:
         try:
-            self.rules.append(f"{rule}: {embedded_schema(schema)}")
+            term = embedded_schema(schema)
         except BadRequest as error:
             raise BadRequest(f"a function's parameters: {error.message}", param="tools") from error
+        self._schema_chars += len(term)
+        if self._schema_chars > MAX_SOURCE_CHARS:  # as Python, each parameter has a copy of the definitions
+            raise BadRequest(f"the parameters take more than {MAX_SOURCE_CHARS} characters of grammar", param="tools")
+        self.rules.append(f"{rule}: {term}")
         return rule
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:

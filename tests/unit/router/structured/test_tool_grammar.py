@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -267,3 +268,14 @@ def test_an_answer_of_a_given_form_may_take_the_calls_place(name: str, otherwise
 def test_functions_that_the_format_cannot_call_are_refused(name: str, parameters: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         tool_grammar(name, [Schema("f", parameters)], _vocabulary(_tokenizer()), parallel=True)
+
+
+def test_definitions_that_each_parameter_would_copy_are_bounded() -> None:
+    parameters = {
+        "properties": {f"p{number}": {"$ref": "#/$defs/large"} for number in range(2000)},
+        "$defs": {"large": {"enum": [f"value {number}" for number in range(4000)]}},
+    }
+    began_s = time.process_time()
+    with pytest.raises(BadRequest, match="parameters take more than 262144 characters"):
+        tool_grammar("pythonic", [Schema("f", parameters)], _vocabulary(_tokenizer()), parallel=True)
+    assert time.process_time() - began_s < 2.0
