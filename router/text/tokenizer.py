@@ -6,7 +6,8 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from common.engine.grammar.compile import checking_tokenizer
 from common.model.config_file import read_json_object
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
+from router.text.pair_layout import PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
@@ -49,13 +51,6 @@ class FimIds(NamedTuple):
     prefix: int
     suffix: int
     middle: int
-
-
-class PairIds(NamedTuple):
-    """A tokenized pair of texts; `second_at`: as in `PoolInput`."""
-
-    token_ids: list[int]
-    second_at: int
 
 
 def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
@@ -141,28 +136,22 @@ class Tokenizer:
 
     def encode_pairs(
         self, first: str, seconds: Sequence[str], *, limit: int | None = None, second_limit: int | None = None
-    ) -> list[PairIds]:
+    ) -> Iterator[PairIds]:
         """The pair of `first` with each of `seconds`, with the special tokens that the model expects.
 
         `limit`: most tokens of a pair; the longer text is cut at its end. `second_limit`: most tokens of a second text.
         """
-        (head,) = self._raw.encode_batch_fast([first], add_special_tokens=False)
-        special = self._raw.num_special_tokens_to_add(is_pair=True)
-        pairs: list[PairIds] = []
-        for tail in self._raw.encode_batch_fast(list(seconds), add_special_tokens=False):
-            lengths = len(head), min(len(tail), len(tail) if second_limit is None else second_limit)
-            if limit is not None:
-                lengths = _fitted(*lengths, max(0, limit - special))
-            whole = head
-            if lengths[0] < len(head):
-                (whole,) = self._raw.encode_batch_fast([first], add_special_tokens=False)
-                whole.truncate(lengths[0])
-            if lengths[1] < len(tail):
-                tail.truncate(lengths[1])
-            joined = self._raw.post_process(whole, tail)
-            types = joined.type_ids
-            pairs.append(PairIds(joined.ids, types.index(1) if 1 in types else 0))
-        return pairs
+        layout = self._pair_layout
+        head = self.encode(first, add_special_tokens=False)
+        room = None if limit is None else max(0, limit - layout.num_special)
+        for tail in self.encode_batch(seconds, add_special_tokens=False):
+            tail = tail[:second_limit]
+            lengths = (len(head), len(tail)) if room is None else _fitted(len(head), len(tail), room)
+            yield layout.join(head[: lengths[0]], tail[: lengths[1]])
+
+    @cached_property
+    def _pair_layout(self) -> PairLayout:
+        return PairLayout(self._raw)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the text's length in tokens, without encoding it: rejects cheaply what cannot fit."""

@@ -1,0 +1,67 @@
+"""Pairs of texts as the tokenizers library joins them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.stub_node import make_model_folder
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, pre_tokenizers, processors
+
+from router.text.tokenizer import Tokenizer
+
+_WORDS = ["a", "b", "[CLS]", "[SEP]", "[UNK]"]
+_SPECIAL = [("[CLS]", 2), ("[SEP]", 3)]
+_PROCESSORS = {
+    "none": None,
+    "bert": processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "roberta": processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "types": processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=_SPECIAL
+    ),
+    "no separator": processors.TemplateProcessing(single="$A", pair="$A $B [SEP]", special_tokens=_SPECIAL),
+    "turned": processors.TemplateProcessing(single="$A", pair="$B:1 [SEP]:1 $A", special_tokens=_SPECIAL),
+}
+
+
+def _tokenizer(folder: Path, name: str) -> tuple[Tokenizer, RawTokenizer]:
+    raw = RawTokenizer(models.WordLevel({word: index for index, word in enumerate(_WORDS)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if (processor := _PROCESSORS[name]) is not None:
+        raw.post_processor = processor
+    model = make_model_folder(folder / "model")
+    (model / "tokenizer.json").write_text(raw.to_str())
+    (model / "tokenizer_config.json").write_text(json.dumps({}))
+    return Tokenizer(model), raw
+
+
+@pytest.mark.parametrize("name", _PROCESSORS)
+def test_pairs_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    tokenizer, raw = _tokenizer(tmp_path, name)
+    texts = ["", "a", "b a", "a b a b b"]
+    for first in texts:
+        for second, (ids, second_at) in zip(texts, tokenizer.encode_pairs(first, texts), strict=True):
+            parts = raw.encode_batch([first, second], add_special_tokens=False)
+            expected = raw.post_process(parts[0], parts[1])
+            assert ids == expected.ids
+            assert second_at == (expected.type_ids.index(1) if 1 in expected.type_ids else 0)
+
+
+@pytest.mark.parametrize("name", _PROCESSORS)
+def test_the_longer_text_is_cut(name: str, tmp_path: Path) -> None:
+    tokenizer, raw = _tokenizer(tmp_path, name)
+    limit = 8 + raw.num_special_tokens_to_add(is_pair=True)
+    for first, second, kept in ((9, 2, (6, 2)), (2, 9, (2, 6)), (9, 9, (4, 4)), (4, 4, (4, 4)), (9, 0, (8, 0))):
+        (pair,) = tokenizer.encode_pairs("a " * first, ["b " * second], limit=limit)
+        assert pair.token_ids == raw.encode("a " * kept[0], "b " * kept[1]).ids
+
+
+def test_a_long_text_is_encoded_once(tmp_path: Path) -> None:
+    tokenizer, _ = _tokenizer(tmp_path, "bert")
+    began_s = time.process_time()
+    pairs = list(tokenizer.encode_pairs("a " * 100_000, ["b"] * 500, limit=64))
+    assert {len(pair.token_ids) for pair in pairs} == {64}
+    assert time.process_time() - began_s < 5.0
