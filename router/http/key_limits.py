@@ -180,6 +180,7 @@ def _name(digest: str) -> str:
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
+    """Changes with the file. Its times alone may not: those of a half-written file may be those of the whole one."""
     try:
         found = file.stat()
     except OSError:

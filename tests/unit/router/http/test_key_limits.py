@@ -60,6 +60,10 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: P
     now += 2
     assert keys.find(b"sk-batch") is None
     assert keys  # without any key left, nobody is let in
+    file.write_text(FILE)
+    os.utime(file, ns=(9, 9))  # it was read while it was written
+    now += 2
+    assert keys.find(b"sk-batch") is not None
 
 
 def test_file_that_cannot_be_read_now_is_read_as_soon_as_it_can(
