@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT
+from router.http.openai.checks import MAX_INT, as_object, with_integers
 
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that the chat call knows by another name."""
@@ -34,6 +34,12 @@ class Options(_Body):
     repeat_penalty: float | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_INT)] | None = None
     mirostat: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_integers(cls, value: Any) -> Any:
+        fields = as_object(value)
+        return value if fields is None else with_integers(fields)
 
     def fields(self) -> Json:
         """The fields of a chat or completion request."""

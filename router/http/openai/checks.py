@@ -41,6 +41,13 @@ def as_object(value: Any) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
+def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an object, whole floats as integers: some clients write every number as a float."""
+    return {
+        name: int(value) if type(value) is float and value.is_integer() else value for name, value in fields.items()
+    }
+
+
 def bounded(value: Any, limit: int, what: str) -> Any:
     """`value`, unless it is too long a list. Checked before the items, because each wrong item creates an error object."""
     if len(items(value) or ()) > limit:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from common.base.errors import BadRequest
-from router.http.openai.checks import ECHO_CHARS, as_object, shorten
+from router.http.openai.checks import ECHO_CHARS, as_object, shorten, with_integers
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 
@@ -50,8 +50,8 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
     """A request of any call. Raises: BadRequest naming the first field that is wrong."""
-    if float in map(type, body.values()):  # some clients write every number as a float
-        body |= {name: int(value) for name, value in body.items() if type(value) is float and value.is_integer()}
+    if float in map(type, body.values()):
+        body |= with_integers(body)
     try:
         return kind.model_validate(body)
     except ValidationError as error:

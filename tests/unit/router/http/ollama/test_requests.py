@@ -59,3 +59,8 @@ def test_ids_of_the_client_are_kept() -> None:
 def test_think_may_be_an_effort(think: Any, effort: str | None, kwargs: Any) -> None:
     body = _chat({"messages": [{"role": "user", "content": "a"}], "think": think})
     assert (body.reasoning_effort, body.chat_template_kwargs) == (effort, kwargs)
+
+
+def test_options_may_write_every_number_as_a_float() -> None:
+    body = _chat({"messages": [{"role": "user", "content": "a"}], "options": {"top_k": 40.0, "num_predict": 8.0}})
+    assert (body.top_k, body.max_tokens) == (40, 8)
