@@ -17,6 +17,8 @@ from router.output.writer import OutputWriter
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+TURN = f"{START}assistant"
+"""The end of a prompt that asks for an answer."""
 _TO = "to="
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([-.\w]+)")

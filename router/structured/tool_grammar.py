@@ -154,13 +154,12 @@ def tool_grammar(
     reasoning = lark.analysis() if format_name == "openai" else lark.before(tags, before)
     called = f"call {more} {lark.parts(markup.close)}"
     if otherwise:
-        final = lark.parts((harmony.CHANNEL, "final", harmony.MESSAGE)) if format_name == "openai" else ""
+        final = lark.final() if format_name == "openai" else ""
         answer = f"({lark.parts(markup.open)} {called} | {final} @{_OTHERWISE})"
     elif forced:
         answer = f"{lark.parts(markup.open)} {called}"
     elif format_name == "openai":
-        final = lark.parts((harmony.CHANNEL, "final", harmony.MESSAGE))
-        answer = f"{lark.messages()} (call | {final} {_regex(_ANYTHING)})"
+        answer = f"{lark.messages()} (call | {lark.final()} {_regex(_ANYTHING)})"
     elif format_name in _UNMARKED:
         unmarked = _UNMARKED[format_name]
         first = f"({lark.first_calls(names, arguments, unmarked)}) {more} {lark.parts((unmarked.close,))}"
@@ -171,6 +170,12 @@ def tool_grammar(
         answer = f"({lark.text_before(markup.open[0])} {lark.parts(markup.open[1:])} {called} | OTHER_TEXT)"
     source = "\n".join([f"start: {reasoning} {answer}", *lark.rules, ""])
     return _joined(source, otherwise) if otherwise else source
+
+
+def final_grammar(answer: str, vocabulary: Vocabulary) -> str:
+    """The source of a grammar under which gpt-oss may reason first and then follows the grammar `answer` on its final channel."""
+    lark = _Lark(vocabulary)
+    return _joined("\n".join([f"start: {lark.analysis()} {lark.final()} @{_OTHERWISE}", *lark.rules, ""]), answer)
 
 
 def _joined(lark: str, otherwise: str) -> str:
@@ -271,6 +276,10 @@ class _Lark:
         """The reasoning of gpt-oss, if the model opens it."""
         self.rules.append(f"analysis: {self._message('analysis')}")
         return "analysis?"
+
+    def final(self) -> str:
+        """What precedes the answer of gpt-oss."""
+        return self.parts((harmony.CHANNEL, "final", harmony.MESSAGE))
 
     def messages(self) -> str:
         """What gpt-oss may write after its first reasoning and before a call or the answer."""

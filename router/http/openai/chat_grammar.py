@@ -5,8 +5,10 @@ from __future__ import annotations
 from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tool_choice import call_grammar
+from router.output import harmony
 from router.served_model import ServedModel
 from router.structured.reasoning import behind_reasoning
+from router.structured.tool_grammar import Vocabulary, final_grammar
 
 
 def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[str, Grammar] | None:
@@ -23,7 +25,10 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
     calls = call_grammar(body, model, prompt, otherwise=source)
     if calls is not None:
         return param, calls
-    tags = model.output_formats.reasoning
+    formats, tokenizer = model.output_formats, model.tokenizer
+    tags = formats.reasoning
     if tags is None:
-        return param, Grammar(source)
-    return param, behind_reasoning(source, tags, prompt, model.tokenizer.token_id)
+        in_channel = formats.tools is not None and formats.tools.name == "openai" and prompt.endswith(harmony.TURN)
+        vocabulary = Vocabulary(tokenizer.special_id, tokenizer.token_id)
+        return param, Grammar(final_grammar(source, vocabulary) if in_channel else source)
+    return param, behind_reasoning(source, tags, prompt, tokenizer.token_id)

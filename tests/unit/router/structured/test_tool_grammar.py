@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from common.base.errors import BadRequest
 from router.output.base import ParsedMessage, parse_whole
 from router.output.formats import choose_formats
-from router.structured.tool_grammar import Before, Schema, Vocabulary, tool_grammar
+from router.structured.tool_grammar import Before, Schema, Vocabulary, final_grammar, tool_grammar
 
 FORMATS = [
     "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
@@ -259,6 +259,22 @@ def test_an_answer_of_a_given_form_may_take_the_calls_place(name: str, otherwise
         assert accepted.is_accepting()
     assert _read(name, answer) == ParsedMessage("yes")
     assert matcher.try_consume_tokens(tokenizer.encode("maybe").ids) == 0
+
+
+@pytest.mark.parametrize("answer", ["start: /yes|no/", LLMatcher.grammar_from_regex("yes|no")])
+def test_gpt_oss_answers_in_a_given_form_on_its_final_channel(answer: str) -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    source = final_grammar(answer, _vocabulary(tokenizer))
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    thought = "<|channel|>analysis<|message|>hm {<|end|><|start|>assistant"
+    for text, message in (
+        ("<|channel|>final<|message|>yes", ParsedMessage("yes")),
+        (thought + "<|channel|>final<|message|>no", ParsedMessage("no", "hm {")),
+    ):
+        assert _accepts(tokenizer, matcher, text)
+        assert _read("openai", text) == message
+    for text in ("yes", "<|channel|>final<|message|>maybe"):
+        assert not _accepts(tokenizer, matcher, text)
 
 
 @pytest.mark.parametrize(
