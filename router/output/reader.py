@@ -17,6 +17,8 @@ Emit = Callable[[str], object]
 
 _MAX_UNDECIDED_CHARS = 65_536
 """Text that may still turn out to be malformed is kept; longer text counts as malformed."""
+_MAX_REREAD_CHARS = 4 * _MAX_UNDECIDED_CHARS
+"""A text that has been read again this much has no more markers: each could let all text behind it be read once more."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
@@ -34,6 +36,8 @@ class TextReader:
         self._text = ""
         self._at = 0
         self._mark: int | None = None
+        self._reread_chars = 0
+        """What `rewind` has gone back, in all."""
         self._ended = False
 
     def feed(self, text: str) -> None:
@@ -55,6 +59,7 @@ class TextReader:
     def rewind(self) -> None:
         """Go back to the mark, if there is one, and drop it."""
         if self._mark is not None:
+            self._reread_chars += self._at - self._mark
             self._at, self._mark = self._mark, None
 
     def unread(self, text: str) -> None:
@@ -140,6 +145,8 @@ class TextReader:
     def _find(self, markers: tuple[str, ...]) -> tuple[int, str | None]:
         """The first position at which a marker is or may begin, and the marker if all of it is there."""
         text, first, found = self._text, len(self._text), None
+        if self._reread_chars > _MAX_REREAD_CHARS:
+            return first, None
         for marker in markers:
             at = text.find(marker[0], self._at, first)
             while at >= 0:

@@ -41,14 +41,15 @@ def reasoning(tags: ReasoningTags, *, opened: bool) -> Format:
             writer.content(space)
             yield from reader.until((), writer.content)
             return
-        held = ""
+        held: list[str] = []
+        """White space at the end of the reasoning."""
 
         def show(text: str) -> None:
-            nonlocal held
-            text = held + text
             shown = text.rstrip()
-            held = text[len(shown) :]
-            writer.reasoning(shown)
+            if shown:
+                writer.reasoning("".join(held) + shown)
+                held.clear()
+            held.append(text[len(shown) :])
 
         if (yield from reader.until((tags.close,), show)) is not None:
             yield from reader.skip_space()

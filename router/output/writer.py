@@ -25,7 +25,8 @@ class OutputWriter:
         self._make_id = make_id
         self._single_call = single_call
         self._content: list[str] = []
-        self._space = ""
+        self._space: list[str] = []
+        """White space at the end of the content."""
         self._after_call = False
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
@@ -34,14 +35,12 @@ class OutputWriter:
 
     def content(self, text: str) -> None:
         """Append content."""
-        text = self._space + text
         shown = text.rstrip()
-        if not shown:
-            self._space = text
-            return
-        self._space = text[len(shown) :]
-        self._content.append(shown)
-        self._after_call = False
+        if shown:
+            self._content += [*self._space, shown]
+            self._space = []
+            self._after_call = False
+        self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
         """Append reasoning."""
@@ -51,7 +50,7 @@ class OutputWriter:
         """Begin the next tool call."""
         self._calls.append(ToolCallDelta(self.num_calls, self._make_id(), name))
         self.num_calls += 1
-        self._space = ""
+        self._space = []
         self._after_call = True
 
     def arguments(self, text: str) -> None:
@@ -65,8 +64,8 @@ class OutputWriter:
     def take(self, *, final: bool = False) -> ParsedDelta:
         """What is new. `final`: nothing follows."""
         if final and not self._after_call:
-            self._content.append(self._space)
-            self._space = ""
+            self._content += self._space
+            self._space = []
         calls = [call for call in self._calls if call.call == 0 or not self._single_call]
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
         self._content, self._reasoning, self._calls = [], [], []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -155,6 +156,39 @@ def test_text_that_is_undecided_for_too_long_is_content() -> None:
     shown = "".join(parser.push(text[at : at + 1000]).content for at in range(0, len(text), 1000))
     assert len(shown) > 60_000
     assert _parse(text + '", "arguments": {}}</tool_call>', "hermes").tool_calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("hermes", '<tool_call>{"a":[\\"'),
+        ("mistral", "[TOOL_CALLS]{1:["),
+        ("openai", "<|channel|>"),
+        ("llama3_json", '<|python_tag|>{"a":[\\"'),
+        ("llama4_pythonic", "<|python_start|>[f(a=["),
+    ],
+)
+def test_markers_whose_calls_never_end_take_time_in_proportion_to_the_text(name: str, unit: str) -> None:
+    text = unit * 3000
+    began_s = time.process_time()
+    assert _parse(text, name) == ParsedMessage(text)
+    parser, message = _parser(_formats(name)), ParsedMessage()
+    for _ in range(3000):
+        message.add(parser.push(unit))
+    message.add(parser.finish())
+    assert message == ParsedMessage(text)
+    assert time.process_time() - began_s < 5.0
+
+
+@pytest.mark.parametrize("begin", ["x", "<think>x"])
+def test_much_white_space_takes_time_in_proportion(begin: str) -> None:
+    parser, message = _parser(_formats("hermes", "qwen3")), ParsedMessage()
+    began_s = time.process_time()
+    for piece in [begin, *[" " * 64] * 10_000, "y"]:
+        message.add(parser.push(piece))
+    message.add(parser.finish())
+    assert len(message.content + message.reasoning) == 640_002
+    assert time.process_time() - began_s < 3.0
 
 
 def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() -> None:
