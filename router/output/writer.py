@@ -30,7 +30,9 @@ class OutputWriter:
         self._after_call = False
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        """What is new of each call."""
+        """What is new of each call, but for its arguments."""
+        self._arguments: list[list[str]] = []
+        """The pieces of each one's arguments."""
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -48,27 +50,33 @@ class OutputWriter:
 
     def call(self, name: str) -> None:
         """Begin the next tool call."""
-        self._calls.append(ToolCallDelta(self.num_calls, self._make_id(), name))
+        self._new(ToolCallDelta(self.num_calls, self._make_id(), name))
         self.num_calls += 1
         self._space = []
         self._after_call = True
 
     def arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
-        if self._calls:
-            last = self._calls[-1]
-            self._calls[-1] = last._replace(arguments=last.arguments + text)
-        else:
-            self._calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
+        if not self._calls:
+            self._new(ToolCallDelta(self.num_calls - 1))
+        self._arguments[-1].append(text)
+
+    def _new(self, call: ToolCallDelta) -> None:
+        self._calls.append(call)
+        self._arguments.append([])
 
     def take(self, *, final: bool = False) -> ParsedDelta:
         """What is new. `final`: nothing follows."""
         if final and not self._after_call:
             self._content += self._space
             self._space = []
-        calls = [call for call in self._calls if call.call == 0 or not self._single_call]
+        calls = [
+            call._replace(arguments="".join(pieces))
+            for call, pieces in zip(self._calls, self._arguments, strict=True)
+            if call.call == 0 or not self._single_call
+        ]
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
-        self._content, self._reasoning, self._calls = [], [], []
+        self._content, self._reasoning, self._calls, self._arguments = [], [], [], []
         return delta
 
 

@@ -191,6 +191,14 @@ def test_much_white_space_takes_time_in_proportion(begin: str) -> None:
     assert time.process_time() - began_s < 3.0
 
 
+def test_arguments_of_many_values_take_time_in_proportion() -> None:
+    arguments = '{"a": [' + "[]," * 150_000 + "[]]}"
+    began_s = time.process_time()
+    message = _parse('<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>", "hermes")
+    assert message.tool_calls[0].arguments == arguments
+    assert time.process_time() - began_s < 3.0
+
+
 def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() -> None:
     message = _parse(
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "openai"
