@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
-_SAMPLE = "a"
+_SAMPLE = "a 1 . é 中"
+"""Every tokenizer has a token for some of it."""
 
 
 class PairIds(NamedTuple):
