@@ -15,12 +15,26 @@ from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_float
 from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.precision import Precision, can_pack
-from common.model.tensor_files import TensorFiles
+from common.model.tensor_files import Part, TensorFiles
 
 _PACK_ROWS_HINT = 16
 """Rows to pack for: oneDNN's format for 16 measured well from 1 to 512."""
 _PACK_MIN_WEIGHTS = 2**17
 """Below, a oneDNN call's own overhead (30-50 us) outweighs what packing gains."""
+
+
+def read_floating(tensors: TensorFiles, name: str, shape: tuple[int, ...] | None, part: Part | None = None) -> Tensor:
+    """As `TensorFiles.read`. Raises: ConfigError also for numbers that mean nothing without the scales of a format."""
+    tensor = tensors.read(name, shape, part)
+    if tensor.dtype == E4M3:
+        raise ConfigError(
+            f"{tensors.file_of(name)}: tensor {name} is FP8, but config.json has no quantization_config for it"
+        )
+    if not tensor.is_floating_point():
+        raise ConfigError(
+            f"{tensors.file_of(name)}: tensor {name} is {tensor.dtype}, which no supported weight format stores"
+        )
+    return tensor
 
 
 class FloatFormat:
@@ -33,15 +47,7 @@ class FloatFormat:
         return True
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        tensor = self._tensors.read(stored.name, stored.shape, stored.part)
-        if tensor.dtype == E4M3:
-            file = self._tensors.file_of(stored.name)
-            raise ConfigError(f"{file}: tensor {stored.name} is FP8, but config.json has no quantization_config")
-        if not tensor.is_floating_point():
-            file = self._tensors.file_of(stored.name)
-            raise ConfigError(
-                f"{file}: tensor {stored.name} is {tensor.dtype}, which no supported weight format stores"
-            )
+        tensor = read_floating(self._tensors, stored.name, stored.shape, stored.part)
         # A clone, because a tensor from safetensors may be a view of the mapped file.
         return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.base.errors import ConfigError
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
+from common.model.formats.floating import read_floating
 from common.model.generic.library import load
 from common.model.tensor_files import Part, TensorFiles
 
@@ -55,7 +56,7 @@ class GenericCheckpoint:
         """As `WeightSource.read`."""
         if name in self._transposed:
             shape, part = shape[::-1], None if part is None else replace(part, dim=1 - part.dim)
-        tensor = self._stored(name, shape, part)
+        tensor = self._stored(name, shape, dtype, part)
         if name in self._transposed:
             tensor = tensor.t()
         # Else the clone of what may be a view of the mapped file.
@@ -65,10 +66,12 @@ class GenericCheckpoint:
             else tensor.clone(memory_format=torch.contiguous_format)
         )
 
-    def _stored(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None) -> Tensor:
         sources = self._find(name)
         if sources.converter is None:
-            return self._files.read(sources.tensors[0][0], shape, part)
+            stored = sources.tensors[0][0]
+            read = read_floating if dtype.is_floating_point else TensorFiles.read
+            return read(self._files, stored, shape, part)
         tensor = self._make(name, shape)
         return tensor if part is None else tensor.narrow(part.dim, part.lo, part.hi - part.lo)
 
@@ -106,7 +109,7 @@ class GenericCheckpoint:
             converter = deepcopy(sources.converter)
             first = next(target for target, each in self._sources.items() if each is sources)
             for source, pattern in sources.tensors:
-                converter.add_tensor(first, source, pattern, self._files.read(source))
+                converter.add_tensor(first, source, pattern, read_floating(self._files, source, None))
             try:
                 made = converter.convert(first, model=self._model, config=self._model.config)
             except (RuntimeError, ValueError, KeyError) as error:

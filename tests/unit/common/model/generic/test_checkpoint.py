@@ -45,3 +45,16 @@ def test_int8_weights_are_made_while_loading(tmp_path: Path) -> None:
     runner = make_runner(folder, model_impl="transformers", quantization="int8")
     [sequence] = drive(runner, [prompt(20, 250)], 16, 4)
     assert len(sequence.generated) == 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_that_need_scales_are_refused_by_name(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    # As files of ModelOpt, whose config.json may say nothing of quantization.
+    folder = write_model(config_of(kind), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if name.startswith("model.layers.1.") and tensors[name].dim() == 2)
+    tensors[name] = tensors[name].mul(8).to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        make_runner(folder, model_impl="transformers")
