@@ -61,6 +61,8 @@ def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = config.number("rope_theta", config.number("rope_theta", default_theta), within=scaling)
     part = config.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0), within=scaling)
+    if part > 1:
+        raise config.error(f"partial_rotary_factor is {part}, more than a whole head")
     rope = RopeConfig(theta, rotated_part=part)
     if kind in ("default", "dynamic", "mrope"):
         return rope

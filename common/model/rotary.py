@@ -54,7 +54,7 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int) -> Tensor:
     if rope.truncates:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    ramp = (torch.arange(inv_freq.size(0), dtype=torch.float32) - first) / max(last - first, 0.001)
     slow = ramp.clamp_(0, 1)
     return inv_freq / rope.factor * slow + inv_freq * (1 - slow)
 
@@ -99,7 +99,8 @@ def make_rotary(
     """What rotates q and k of a layer; parts of heads are rotated by PyTorch's operations."""
     if rope is None:
         return _NoRotary()
-    frequencies, dim = inverse_frequencies(rope, head_dim).to(device), rope.rotated_dim(head_dim)
+    frequencies = inverse_frequencies(rope, head_dim).to(device)
+    dim = 2 * frequencies.size(0)  # an odd number of features is rounded up, as in transformers
     if dim == head_dim:
         return kernels.rotary(frequencies, max_positions, rope.attention_factor)
     return _PartialRotary(TORCH.rotary(frequencies, max_positions, rope.attention_factor), dim)

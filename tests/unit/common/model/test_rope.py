@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import TINY
+from transformers import Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
+from common.base.device import CPU
+from common.base.errors import ConfigError
+from common.kernels.torch_kernels import TORCH
 from common.model.config import load_model_config
-from common.model.rotary import inverse_frequencies
+from common.model.rope import RopeConfig
+from common.model.rotary import inverse_frequencies, make_rotary
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,3 +111,20 @@ def test_rope_scaling_that_was_added_to_what_transformers_5_wrote_counts(tmp_pat
     rope = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 131072, **both})).layers[0].rope
     assert rope is not None
     assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 1e6)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.4, 0.99])
+def test_an_odd_part_of_a_head_is_rounded_up_as_in_transformers(part: float) -> None:
+    """A quarter of 30 features are 7, of which steps could not be computed."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
+    theirs = Phi3Config(hidden_size=60, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope)
+    positions, qk = torch.arange(5), torch.randn(5, 3, 30, generator=torch.Generator().manual_seed(0))
+    cos, sin = Phi3RotaryEmbedding(theirs)(qk, positions[None])
+    expected, _ = apply_rotary_pos_emb(qk[None], qk[None], cos, sin, unsqueeze_dim=2)
+    make_rotary(RopeConfig(rotated_part=part), 30, 16, TORCH, CPU).step(positions, torch.float32).rotate_(qk, 2)
+    torch.testing.assert_close(qk, expected[0], rtol=1e-6, atol=1e-6)
+
+
+def test_more_than_a_whole_head_cannot_be_rotated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="partial_rotary_factor is 1"):
+        load_model_config(write(tmp_path, {**LLAMA, "partial_rotary_factor": 1.5}))
