@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.engine.grammar.compile import checking_tokenizer
-from common.model.config_file import read_json_object
+from router.text.added_tokens import complete, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import PairIds, PairLayout
@@ -25,24 +25,6 @@ from router.text.typed_tokens import SEPARATOR, TypedTokens
 
 _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"))
 """Of Qwen and others, and of CodeLlama."""
-_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if there is no such file."""
-    return read_json_object(path) if path.is_file() else {}
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; each may be written as a string or as an object with its content."""
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = merged.get(name)
-        text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 class FimIds(NamedTuple):
@@ -82,8 +64,9 @@ class Tokenizer:
             raise ConfigError(f"cannot load {file}: {error}") from error
         self._raw.no_truncation()
         self._raw.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(folder, config)
+        config = read_if_there(folder / "tokenizer_config.json")
+        special = special_tokens(folder, config)
+        complete(self._raw, folder, config, special)
         sources = read_templates(folder, config, chat_template)
         templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         self._template = templates.get(DEFAULT)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.stub_node import StubNode, make_model_folder
+from transformers import PreTrainedTokenizerFast
 
 import router.served_model
 from common.base.errors import BadRequest, ConfigError, Unavailable
@@ -330,3 +331,66 @@ def test_a_template_without_reasoning_refuses_an_effort(folder: Path) -> None:
     assert Tokenizer(folder).render_chat(CHAT, effort="none") == "plain"
     with pytest.raises(BadRequest, match="reasoning_effort is not supported"):
         Tokenizer(folder).render_chat(CHAT, effort="low")
+
+
+def lists_tokens(folder: Path, ids: list[int], where: str) -> None:
+    """As after a fine-tune whose tokenizer.json is still that of the base model."""
+    names = ["<|im_start|>", "<|im_end|>"]
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    if where == "added_tokens.json":
+        (folder / where).write_text(json.dumps(dict(zip(names, ids, strict=True))))
+        set_config(folder, eos_token=names[1])
+        return
+    listed = {str(i): {"content": name, "special": True, **flags} for i, name in zip(ids, names, strict=True)}
+    set_config(folder, eos_token=names[1], added_tokens_decoder=listed)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_only_other_files_list_are_tokens_as_in_transformers(tmp_path: Path, where: str) -> None:
+    """Prompts had their letters, and no answer ended."""
+    folder = make_model_folder(tmp_path / "model")
+    first = len(Tokenizer(folder).pieces._tokenizer.get_vocab())
+    lists_tokens(folder, [first, first + 1], where)
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
+    text = "<|im_start|>the fox<|im_end|>"
+    ids = theirs.encode(text)
+    assert (ids[0], ids[-1]) == (first, first + 1)
+    assert ours.encode(text) == ids
+    assert ours.eos_token_id == theirs.eos_token_id == first + 1
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
+def test_a_listed_token_that_cannot_have_its_id_is_refused(tmp_path: Path, where: str) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    lists_tokens(folder, [1000, 1001], where)
+    with pytest.raises(ConfigError, match=rf"{where} gives the token '<.im_start.>' the id 1000"):
+        Tokenizer(folder)
+
+
+def test_a_broken_list_of_added_tokens_is_refused(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    for listed in ({"3": "text"}, {"x": {"content": "a"}}, [1], {"3": {}}):
+        set_config(folder, added_tokens_decoder=listed)
+        with pytest.raises(ConfigError, match="does not list added tokens"):
+            Tokenizer(folder)
+
+
+def test_the_end_token_is_special_whatever_tokenizer_json_says(tmp_path: Path) -> None:
+    """It stood in answers."""
+    folder = make_model_folder(tmp_path / "model")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"special": true', '"special": false'))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
+    ids = ours.encode("fox</s>")
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True) == "fox"
+
+
+def test_the_older_map_of_special_tokens_goes_first_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|assistant|>"}))
+    for changes in ({}, {"added_tokens_decoder": {}}):
+        set_config(folder, **changes)
+        expected = PreTrainedTokenizerFast.from_pretrained(folder).eos_token_id
+        assert Tokenizer(folder).eos_token_id == expected

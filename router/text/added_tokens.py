@@ -1,0 +1,89 @@
+"""Special tokens by name, and tokens that a model's files add to tokenizer.json, as transformers reads them. Router process, at
+start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import AddedToken, Tokenizer
+
+from common.base.errors import ConfigError
+from common.model.config_file import read_json_object
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_LISTED = "added_tokens_decoder"
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if there is no such file. Raises: ConfigError."""
+    return read_json_object(path) if path.is_file() else {}
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; each may be written as a string or as an object with its content. `config`: the content of
+    tokenizer_config.json; special_tokens_map.json goes first where that is of the older kind, without a list of added tokens."""
+    mapped = read_if_there(folder / "special_tokens_map.json")
+    merged = {**mapped, **config} if _LISTED in config else {**config, **mapped}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json or added_tokens.json lists and tokenizer.json lacks or has with other flags.
+    `special`: of `special_tokens`; those that are added tokens become special ones.
+
+    Raises: ConfigError for a list that is broken, or that gives a token an id which it cannot have.
+    """
+    is_listed = _LISTED in config
+    file = folder / ("tokenizer_config.json" if is_listed else "added_tokens.json")
+    known = _known(tokenizer)
+    try:
+        listed = _listed(config[_LISTED]) if is_listed else _legacy(read_if_there(file), {*special.values()}, known)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{file} does not list added tokens by their ids") from error
+    for token_id, token in sorted(listed.items()):
+        is_new = tokenizer.token_to_id(token.content) is None
+        if repr(known.get(token.content)) != repr(token):
+            _add(tokenizer, token)
+        if is_new and tokenizer.token_to_id(token.content) != token_id:
+            raise ConfigError(
+                f"{file} gives the token {token.content!r} the id {token_id}, which cannot follow those of tokenizer.json; "
+                "save the tokenizer again with transformers"
+            )
+    for text in special.values():
+        named = _known(tokenizer).get(text)
+        if named is not None and not named.special:
+            named.special = True
+            _add(tokenizer, named)
+
+
+def _add(tokenizer: Tokenizer, token: AddedToken) -> None:
+    cast("Any", tokenizer).add_tokens([token])
+
+
+def _known(tokenizer: Tokenizer) -> dict[str, AddedToken]:
+    return {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def _listed(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, AddedToken]:
+    return {
+        int(token_id): AddedToken(entry["content"], **{flag: entry[flag] for flag in _FLAGS if flag in entry})
+        for token_id, entry in entries.items()
+    }
+
+
+def _legacy(ids: Mapping[str, int], special: set[str], known: Mapping[str, AddedToken]) -> dict[int, AddedToken]:
+    """What added_tokens.json adds to the `known` tokens."""
+    return {
+        int(token_id): AddedToken(text, normalized=text not in special, special=text in special)
+        for text, token_id in ids.items()
+        if text not in known
+    }
