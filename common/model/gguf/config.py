@@ -69,8 +69,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         for key, value in own.items()
         if value is not None
     }
-    if file.metadata.get(f"{architecture}.expert_count"):
-        raise ConfigError(f"{path}: mixtures of experts are not supported")
+    _check(file, architecture, raw)
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise ConfigError(f"{path} holds no tensor token_embd.weight")
@@ -90,22 +89,42 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _check(file: GgufFile, architecture: str, raw: dict[str, Any]) -> None:
+    """Raises: ConfigError for what the file needs and native families do not have."""
+    if file.metadata.get(f"{architecture}.expert_count"):
+        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
+    if file.metadata.get("split.count", 1) > 1:
+        raise ConfigError(f"{file.path} is one part of a model; join them with llama-gguf-split --merge")
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int):
+        head_dim = raw.get("head_dim", hidden // max(1, heads))
+        for name in ("rope.dimension_count", "attention.value_length"):
+            own = file.metadata.get(f"{architecture}.{name}", head_dim)
+            if own != head_dim:
+                raise ConfigError(f"{file.path}: {name} {own} differs from a head's {head_dim}, which is not supported")
+
+
 def _read_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
-    factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None:
-        if factors.kind != GGMLQuantizationType.F32:
-            raise ConfigError(f"{file.path}: tensor rope_freqs.weight is {factors.kind.name}, not F32")
-        numbers = np.fromfile(file.path, "<f4", (factors.hi - factors.lo) // 4, offset=factors.lo)
-        return {"rope_type": "factors", "factors": numbers.tolist()}
-    kind = file.metadata.get(f"{architecture}.rope.scaling.type")
-    if kind in (None, "none"):
-        return None
     prefix = f"{architecture}.rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     unknown = sorted(given.keys() - _SCALING_KEYS.keys() - {"type", "finetuned", "attn_factor"})
     if unknown:
         raise ConfigError(f"{file.path}: {prefix}{unknown[0]} is not supported")
+    # As in llama.cpp; files of 2023 have the older key.
+    kind = given.get("type", "linear")
+    given.setdefault("factor", file.metadata.get(f"{architecture}.rope.scale_linear", 0.0))
+    is_scaled = kind != "none" and not (kind == "linear" and given["factor"] in (0, 1))
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        if is_scaled:
+            raise ConfigError(f"{file.path}: rope_freqs.weight together with rope.scaling is not supported")
+        if factors.kind != GGMLQuantizationType.F32:
+            raise ConfigError(f"{file.path}: tensor rope_freqs.weight is {factors.kind.name}, not F32")
+        numbers = np.fromfile(file.path, "<f4", (factors.hi - factors.lo) // 4, offset=factors.lo)
+        return {"rope_type": "factors", "factors": numbers.tolist()}
+    if not is_scaled:
+        return None
     scaling = {_SCALING_KEYS[key]: value for key, value in given.items() if key in _SCALING_KEYS}
     if kind == "yarn" and "attn_factor" in given:  # a factor of YaRN's own, which depends on the factor of the context
-        scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given.get("factor", 1.0))) + 1.0)
+        scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given["factor"])) + 1.0)
     return {"rope_type": kind, **scaling}

@@ -32,6 +32,11 @@ def test_the_config_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
 
 def scaled(file: Path, **more: float) -> ModelConfig:
     """A file without layers' weights whose context YaRN has made four times as long."""
+    return written(file, more, yarn=True)
+
+
+def written(file: Path, floats: dict[str, float], numbers: dict[str, int] | None = None, *, yarn: bool) -> ModelConfig:
+    """`floats`: of the rope's scaling; `numbers`: any others."""
     writer = GGUFWriter(file, "qwen2")
     writer.add_context_length(131072)
     writer.add_embedding_length(64)
@@ -41,11 +46,14 @@ def scaled(file: Path, **more: float) -> ModelConfig:
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
-    writer.add_rope_scaling_type(RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_rope_scaling_orig_ctx_len(32768)
-    for key, value in more.items():
-        writer.add_float32(f"qwen2.rope.scaling.{key}", value)
+    if yarn:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32768)
+    for key, value in floats.items():
+        writer.add_float32(f"qwen2.rope.{key}" if key == "scale_linear" else f"qwen2.rope.scaling.{key}", value)
+    for key, number in (numbers or {}).items():
+        writer.add_uint32(key, number)
     writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -66,6 +74,30 @@ def test_yarn_is_that_of_the_original_context(tmp_path: Path) -> None:
     assert other.attention_factor == pytest.approx(0.5 * rope.attention_factor)
     with pytest.raises(ConfigError, match=r"rope\.scaling\.yarn_log_multiplier is not supported"):
         scaled(tmp_path / "c.gguf", yarn_log_multiplier=0.1)
+
+
+def test_scaling_without_a_type_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
+    """Files of 2023 have one number; their answers were noise."""
+    for key in ("factor", "scale_linear"):
+        rope = written(tmp_path / f"{key}.gguf", {key: 8.0}, yarn=False).layers[0].rope
+        assert rope is not None
+        assert (rope.kind, rope.factor) == ("linear", 8.0)
+    rope = written(tmp_path / "one.gguf", {"scale_linear": 1.0}, yarn=False).layers[0].rope
+    assert rope is not None
+    assert rope.kind == "default"
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "message"),
+    [
+        ("qwen2.rope.dimension_count", 16, r"rope\.dimension_count 16 differs from a head's 32"),
+        ("qwen2.attention.value_length", 64, r"attention\.value_length 64 differs from a head's 32"),
+        ("split.count", 3, "is one part of a model"),
+    ],
+)
+def test_what_native_families_lack_is_refused(tmp_path: Path, key: str, number: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        written(tmp_path / "a.gguf", {}, {key: number}, yarn=False)
 
 
 def test_nodes_and_routers_take_a_file_as_the_model(tmp_path: Path) -> None:
