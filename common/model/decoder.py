@@ -39,9 +39,10 @@ class DecoderModel:
         self.mesh = build.mesh
         self.device = build.device
         self._heads = build.heads(config.attention)
-        tied = config.tie_word_embeddings and build.lm_head
-        needed = place.is_first_stage or (place.is_last_stage and tied)
-        vocabulary = build.vocabulary(f"{names.embedding}.weight") if needed else None
+        embedding, lm_head = f"{names.embedding}.weight", f"{names.lm_head}.weight"
+        tied = build.weights.tied(embedding, lm_head) if config.tie_word_embeddings and build.lm_head else None
+        needed = place.is_first_stage or (place.is_last_stage and tied is not None)
+        vocabulary = build.vocabulary(tied or embedding) if needed else None
         self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
         learned = config.ends.positions
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
@@ -66,8 +67,7 @@ class DecoderModel:
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             if build.lm_head:
-                lm_head = names.embedding if tied else names.lm_head
-                self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
+                self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied else None)
         self._rope, layers = _with_rotary(build, layers)
         self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
         on_progress(parts, parts)

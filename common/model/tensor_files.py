@@ -5,6 +5,7 @@ A rank that holds a slice of a tensor asks for that `Part`; only its bytes are r
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,6 +17,8 @@ from torch import Tensor
 from common.base.errors import ConfigError
 from common.model.files import is_torch_file, read_header, weight_files
 from common.model.torch_file import read_torch_header
+
+log = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -161,6 +164,22 @@ class TensorFiles:
         Raises: as `read`.
         """
         return TensorFiles(self._path, self._prefix).read(name, shape, part)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same, in the narrower of their dtypes; read as by `view`. Raises: as `read`."""
+        files = TensorFiles(self._path, self._prefix)
+        one, two = files.read(name), files.read(other)
+        dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
+        return torch.equal(one.to(dtype), two.to(dtype))
+
+    def tied(self, embedding: str, lm_head: str) -> str | None:
+        """As `WeightSource.tied`."""
+        if embedding not in self or lm_head not in self:
+            return lm_head if lm_head in self else embedding
+        if self.are_equal(embedding, lm_head):
+            return embedding
+        log.warning("the LM head is not tied to the embedding, as config.json says: %s holds another one", lm_head)
+        return None
 
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor. Raises: ConfigError if none does."""

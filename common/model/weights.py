@@ -43,6 +43,11 @@ class WeightSource(Protocol):
         """The single value of the first of these tensors that exists."""
         ...
 
+    def tied(self, embedding: str, lm_head: str) -> str | None:
+        """The name of the tensor that is both, where config.json says that they are tied. As in transformers, the one that is
+        stored; None: both are, and differ."""
+        ...
+
 
 class CheckpointWeights:
     """The weight files of one directory, each tensor in the format that holds it."""
@@ -87,6 +92,10 @@ class CheckpointWeights:
             raise ConfigError(f"{file}: tensor {name} has {value.numel()} numbers instead of one")
         return float(value.float())
 
+    def tied(self, embedding: str, lm_head: str) -> str | None:
+        """As `WeightSource.tied`."""
+        return self._tensors.tied(embedding, lm_head)
+
     def _format_of(self, name: str) -> LinearFormat:
         return next(each for each in self._formats if each.holds(name))
 
@@ -126,3 +135,7 @@ class DummyWeights:
     def read_scalar(self, names: Sequence[str], default: float) -> float:
         """The default: no scales are drawn."""
         return default
+
+    def tied(self, embedding: str, lm_head: str) -> str:
+        """The embedding."""
+        return embedding

@@ -91,6 +91,14 @@ class GenericCheckpoint:
         """The default: no scales are stored."""
         return default
 
+    def tied(self, embedding: str, lm_head: str) -> str | None:
+        """As `WeightSource.tied`."""
+        sources = [self._sources[name] for name in (embedding, lm_head) if name in self._sources]
+        if len(sources) < 2 or any(each.converter is not None for each in sources):
+            return embedding
+        names = [each.tensors[0][0] for each in sources]
+        return None if self._files.tied(names[0], names[1]) is None else embedding
+
     def _own(self, name: str) -> str | None:
         """`name`, or the parameter that it is tied to, or one that is tied to it."""
         others = [self._aliases.get(name), *(alias for alias, target in self._aliases.items() if target == name)]

@@ -178,7 +178,8 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     """Read this rank's share of the weights."""
     config, place = build.config, build.mesh.place
     assert isinstance(config, GenericConfig)
-    tied = config.tie_word_embeddings
+    both = f"{names.embedding}.weight", f"{names.lm_head}.weight"
+    tied = config.tie_word_embeddings and build.weights.tied(*both) is not None
     loader = ModuleLoader(build, causal, TensorParallelPlan(config.tp_plan))
     parts = len(build.layer_numbers) + 2
     embedding, lm_head = causal.get_input_embeddings(), causal.get_output_embeddings()

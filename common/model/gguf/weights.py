@@ -127,6 +127,10 @@ class GgufWeights:
         """The default: GGUF files hold no scales of KV."""
         return default
 
+    def tied(self, embedding: str, lm_head: str) -> str:
+        """The embedding: a file with an LM head does not say that they are tied."""
+        return embedding
+
     def _groups(self, tensor: GgufTensor) -> GroupWeight:
         bits, group, block_bytes, read = _GROUPS[tensor.kind]
         out, columns = tensor.shape

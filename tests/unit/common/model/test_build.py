@@ -205,6 +205,9 @@ class _Counting:
     def linear(self, stacked: Any, bias: Any, target: Any) -> None:
         return None
 
+    def tied(self, embedding: str, lm_head: str) -> str | None:
+        return self._source.tied(embedding, lm_head)
+
 
 @pytest.mark.parametrize(("name", "tied"), [("one-kv-head", True), ("llama", False)])
 def test_a_stage_reads_its_own_layers_and_only_the_ends_the_vocabulary(
