@@ -45,7 +45,7 @@ def describe(path: Path) -> GenericConfig:
     generation_file = path / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     dtype = str(config.dtype or "float32").removeprefix("torch.")
-    longest = int(config.max_position_embeddings)
+    longest = int(_of_text(config, "max_position_embeddings", cls.__name__))
     return GenericConfig(
         architecture=cls.__name__,
         hidden_size=model.get_input_embeddings().embedding_dim,
@@ -104,7 +104,7 @@ def read_config(path: Path) -> Any:
 
 
 def _check_kinds(config: Any, name: str) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_KINDS
     if kinds:
         raise ConfigError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}, and only full and sliding attention are implemented; "
@@ -116,9 +116,10 @@ def _check_kinds(config: Any, name: str) -> None:
 
 def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> tuple[LayerDescription, ...]:
     modules = [call.module for call in calls]
-    if len(set(modules)) != len(modules) or len(modules) != config.num_hidden_layers:
+    num_layers = _of_text(config, "num_hidden_layers", name)
+    if len(set(modules)) != len(modules) or len(modules) != num_layers:
         raise ConfigError(
-            f"{name} calls attention {len(modules)} times in {config.num_hidden_layers} layers; architectures whose every "
+            f"{name} calls attention {len(modules)} times in {num_layers} layers; architectures whose every "
             "layer attends once work"
         )
     for call in calls:
@@ -139,6 +140,14 @@ def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> t
             "values of %d numbers are padded to %d in the KV cache, as wide as keys", calls[0].v_dim, calls[0].k_dim
         )
     return tuple(_layer(call, model) for call in calls)
+
+
+def _of_text(config: Any, key: str, name: str) -> Any:
+    """A value of config.json, which may keep it with the text part of a model that also takes images."""
+    value = getattr(config.get_text_config(), key, None)
+    if value is None:
+        raise ConfigError(f"the config of {name} has no {key}, which is not supported")
+    return value
 
 
 def _shape(call: AttentionCall) -> tuple[int, int, int, int]:

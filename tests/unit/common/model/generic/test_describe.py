@@ -74,3 +74,12 @@ def test_nodes_with_other_longest_contexts_agree_unless_the_rope_depends_on_it(
     described = describe(tmp_path)
     found = {fingerprint(tmp_path, described.for_context(length), "dummy", "float32", 0) for length in (64, 128)}
     assert len(found) == 1 + differs
+
+
+def test_the_text_part_of_a_config_says_how_many_layers_and_positions_there_are(tmp_path: Path) -> None:
+    """A node of Fuyu ended with a traceback."""
+    text = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 96}
+    described = describe(
+        folder_of(tmp_path, "fuyu", "FuyuForCausalLM", text_config={**text, "model_type": "persimmon"})
+    )
+    assert (described.num_layers, described.max_context) == (2, 96)
