@@ -43,7 +43,10 @@ def read_pooling(path: Path, default: Pooling) -> Pooling:
     named = raw.get("pooling_mode")
     if named in get_args(Pooling):
         return cast("Pooling", named)
-    if len(found) != 1:
+    others = [
+        key for key, value in raw.items() if key.startswith("pooling_mode_") and key not in _POOLING_KEYS and value
+    ]
+    if len(found) != 1 or others:  # vectors of several modes are joined
         raise ConfigError(f"{file}: exactly one of {', '.join(_POOLING_KEYS)} must be set")
     return found[0]
 

@@ -65,6 +65,10 @@ def dense(folder: Path) -> None:
         (lambda folder: (folder / "modules.json").write_text("{"), "is not a list of sentence-transformers' modules"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer\.json in"),
         (lambda folder: change(folder / "1_Pooling" / "config.json", pooling_mode_cls_token=True), "exactly one of"),
+        (
+            lambda folder: change(folder / "1_Pooling" / "config.json", pooling_mode_weightedmean_tokens=True),
+            "exactly one of",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, spoil: Callable[[Path], object], why: str) -> None:
