@@ -10,13 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from common.base.errors import BadRequest, NotFound, Unavailable
 from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
 from common.control.messages import NodeRecord, Role, Task
-from common.model.hub import model_name
 from router import served_model
 from router.output.formats import check_names
 from router.preloads import Preloads
@@ -94,7 +92,7 @@ class ModelCatalog:
     def _choose_main(self, found: Mapping[str, list[NodeRecord]]) -> None:
         """Find the main model. `found`: the records of each name, the oldest first."""
         given = self._given
-        names = {*self._served_names, *([] if given is None else [model_name(Path(given.path)), given.path])}
+        names = {*self._served_names, *([] if given is None else [given.name, given.path])}
 
         def fits(model: RegisteredModel) -> bool:
             if given is None or model.name in names or model is self._main:

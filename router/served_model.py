@@ -83,7 +83,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     eos = set(facts.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    shown = name or model_name(Path(name_or_path))
+    shown = name or model_name(path)
     defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else NEUTRAL
     digest = tokenizer_digest(path)
     eos_ids = frozenset(eos)

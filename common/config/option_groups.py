@@ -98,7 +98,10 @@ class ModelOptions:
     """The model and how its weights are loaded."""
 
     model: str = option(
-        "demo", "Model folder, GGUF file or hub name; demo is a small model that is included.", "Model", "--model-path"
+        "demo",
+        "Model folder, GGUF file or hub name, ORG/NAME or ORG/NAME@REVISION; demo is a small model that is included.",
+        "Model",
+        "--model-path",
     )
     served_model_name: str | None = option(
         None,

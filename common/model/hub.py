@@ -11,6 +11,8 @@ from common.base.errors import ConfigError
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
 """The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `common.tools.demo`."""
+_REPOSITORY = "models--"
+"""How a repository's folder in the hub's cache begins."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -24,7 +26,12 @@ def model_folder(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """The model's name in the API, unless another one is given."""
+    """The model's name in the API, unless another one is given. path: from `resolve_model`."""
+    if path == DEMO_MODEL_PATH:
+        return "demo"
+    repository = path.parent.parent.name  # of a snapshot: models--ORG--NAME/snapshots/COMMIT
+    if path.parent.name == "snapshots" and repository.startswith(_REPOSITORY):
+        return repository.removeprefix(_REPOSITORY).replace("--", "/")
     return path.stem if is_gguf(path) else path.name
 
 
@@ -32,7 +39,7 @@ def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
     """The model's directory or GGUF file: `name_or_path` itself if it exists, else a hub snapshot of its small and
     weight files, or with `config_only` of what says which kind of model it is.
 
-    "demo" is the small model that comes with kvrelay.
+    "demo" is the small model that comes with kvrelay. ORG/NAME@REVISION is a commit, tag or branch on the hub.
 
     Raises: ConfigError if there is neither a directory nor a snapshot.
     """
@@ -43,8 +50,11 @@ def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
         return DEMO_MODEL_PATH
     if path.exists():
         raise ConfigError(f"model path {name_or_path} is neither a directory nor a GGUF file")
-    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+    name, at, revision = name_or_path.partition("@")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(f"model directory {name_or_path} does not exist")
+    if at and not revision:
+        raise ConfigError(f"{name_or_path} names no revision after the @")
     # Imported here because it costs half a second, which a start from a local directory need not pay.
     import httpx
     from huggingface_hub import snapshot_download
@@ -54,9 +64,9 @@ def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
     if config_only:
         patterns = ["config.json", "modules.json"]
     try:
-        folder = Path(snapshot_download(name_or_path, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
         if not config_only and not any(folder.glob("*.safetensors")):
-            snapshot_download(name_or_path, allow_patterns=["pytorch_model*.bin"])
+            snapshot_download(name, revision=revision or None, allow_patterns=["pytorch_model*.bin"])
         return folder
     except HFValidationError as error:
         raise ConfigError(f"{name_or_path} is neither a directory nor a valid hub model name") from error

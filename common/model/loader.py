@@ -24,7 +24,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
 from common.model.formats.on_the_fly import weight_bits
 from common.model.generic.config import GenericConfig
-from common.model.hub import is_gguf
+from common.model.hub import is_gguf, model_name
 from common.model.packed_weights import PackedWeights
 from common.model.precision import Precision
 from common.model.rank_model import OnProgress, RankModel
@@ -92,7 +92,7 @@ def load_model(
         else:
             model = DecoderModel(build(_open_weights(path, config, load_format, seed, device)), on_progress)
     release_free_memory()
-    log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
+    log.info("loaded %s from %s in %.1f s", config.architecture, model_name(path), time.monotonic() - started)
     return model
 
 

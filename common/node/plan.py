@@ -99,7 +99,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
         pp_layers=stages,
     )
     names = listed("served_model_name", config.served_model_name)
-    name = names[0] if names else config.model if config.model == "demo" else model_name(path)
+    name = names[0] if names else model_name(path)
     tokenizer = tokenizer_digest(path)
     if not tokenizer and config.load_format != "dummy":
         raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
 from common.control.messages import Role
+from common.model.hub import model_name
 from router.http.answer_types import Health, Load, ModelCard, ModelList, Ready, ServerInfo, Version
 from router.http.openapi import described
 from router.http.responses import JsonResponse
@@ -131,7 +132,7 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": _STARTED_S,
         "owned_by": "kvrelay",
-        "root": model.folder.name if model.adapter is None else model.name,
+        "root": model_name(model.folder) if model.adapter is None else model.name,
         "parent": None if model.adapter is None else model.root,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,

@@ -72,7 +72,7 @@ def plan_children(
         children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
     for place in routers:
         router = {"host": config.host, "port": str(place.port), "redis_url": redis_url, "cluster": config.cluster}
-        router |= {"preload": json.dumps([each.model for each in models if each.generates])}
+        router |= {"preload": json.dumps([str(each.path) for each in models if each.generates])}
         router |= {"admin_token": admin_token, "admin_port": str(place.admin_port), "admin_host": ADMIN_HOST}
         spec = _service(place.name, RouterConfig, config, sources, router, None)
         children.append(replace(spec, url=place.url))
