@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-all test-matrix test-faults soak check bench bench-router bench-peers check-api check-clients check-load check-newcomer check-arm check-sanitizers fuzz gpu-check gpu-bench install clean
+.PHONY: run test test-all test-matrix test-faults soak check bench bench-router bench-peers check-api check-clients check-load check-newcomer check-arm check-sanitizers audit fuzz gpu-check gpu-bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -16,9 +16,10 @@ check-load: ; @scripts/check-load
 check-newcomer: ; @scripts/check-newcomer
 check-arm: ; @scripts/check-arm
 check-sanitizers: ; @scripts/check-sanitizers
+audit: ; @scripts/audit
 fuzz: ; @scripts/fuzz $(if $(SECONDS),--seconds $(SECONDS))
 soak: ; @scripts/soak $(if $(MINUTES),--minutes $(MINUTES))
 gpu-check: ; @scripts/gpu-check
 gpu-bench: ; @scripts/gpu-bench
 install: ; @scripts/install
-clean: ; rm -rf .venv .venv-gpu build dist bench-results .bench-peers .check-api .check-arm .check-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ; rm -rf .venv .venv-audit .venv-gpu build dist bench-results .bench-peers .check-api .check-arm .check-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache

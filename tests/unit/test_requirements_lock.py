@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tomllib
 
 from packaging.requirements import Requirement
@@ -38,3 +40,10 @@ def test_gpu_runs_install_every_dependency_but_torch_which_the_image_has() -> No
 def test_the_pins_that_were_chosen_by_hand_are_kept() -> None:
     locked = pins("requirements.lock")
     assert {name: locked.get(name) for name in pins("constraints.txt")} == pins("constraints.txt")
+
+
+def test_an_audit_that_reaches_no_database_is_no_success() -> None:
+    environ = {**os.environ, "OSV_URL": "http://127.0.0.1:9/v1/query"}
+    done = subprocess.run([ROOT / "scripts" / "audit"], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "cannot be reached, nothing was looked up" in done.stderr
