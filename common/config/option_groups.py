@@ -99,7 +99,7 @@ class ModelOptions:
 
     model: str = option(
         "demo",
-        "Model folder, GGUF file or hub name, ORG/NAME or ORG/NAME@REVISION; demo is a small model that is included.",
+        "Model folder, GGUF file or hub name, also ORG/NAME@REVISION; demo is included.",
         "Model",
         "--model-path",
     )
