@@ -98,10 +98,7 @@ class ModelOptions:
     """The model and how its weights are loaded."""
 
     model: str = option(
-        "demo",
-        "Model folder, GGUF file or hub name, also ORG/NAME@REVISION; demo is included.",
-        "Model",
-        "--model-path",
+        "demo", "Model folder, GGUF file, hub name or ORG/NAME@REVISION; demo is included.", "Model", "--model-path"
     )
     served_model_name: str | None = option(
         None,
