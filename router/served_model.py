@@ -52,6 +52,8 @@ class ServedModel:
     """Where it was loaded from: a folder, a file or a name."""
     hidden_size: int = 0
     """Width of a vector, for models that embed."""
+    changed_s: float = 0.0
+    """When its folder was last changed, at the time of loading; Unix time."""
 
 
 class LoadOptions(NamedTuple):
@@ -102,6 +104,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         base=shown,
         root=shown,
         path=name_or_path,
+        changed_s=folder.stat().st_mtime,
     )
 
 
@@ -121,6 +124,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
         frozenset(),
         tokenizer_digest=tokenizer_digest(path),
         path=info.path,
+        changed_s=folder.stat().st_mtime,
     )
 
 

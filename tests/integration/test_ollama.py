@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,19 @@ def test_a_prompt_is_answered_by_the_template_or_continued_as_it_is(folder: Path
         assert [model["name"] for model in (await http.get("/api/tags")).json()["models"]] == ["stub-model"]
 
     _play(folder, "<think>hm</think>yes", scene)
+
+
+def test_models_are_listed_when_their_folder_is_gone(tmp_path: Path) -> None:
+    folder = make_tool_model(tmp_path / "stub-model")
+    changed_s = folder.stat().st_mtime
+
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        shutil.rmtree(folder)
+        listed = await http.get("/api/tags")
+        assert listed.status_code == 200
+        assert datetime.fromisoformat(listed.json()["models"][0]["modified_at"]).timestamp() == pytest.approx(changed_s)
+
+    _play(folder, "sun", scene)
 
 
 def test_a_client_that_only_loads_the_model_is_told_that_it_is_there(folder: Path) -> None:

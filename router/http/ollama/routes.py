@@ -95,11 +95,10 @@ async def _serve_chat(
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
-    changed = datetime.fromtimestamp(model.folder.stat().st_mtime, UTC)
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": changed.isoformat(),
+        "modified_at": datetime.fromtimestamp(model.changed_s, UTC).isoformat(),
         "size": 0,
         "digest": model.tokenizer_digest,
         "details": {"format": "", "family": "", "families": None, "parameter_size": "", "quantization_level": ""},
