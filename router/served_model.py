@@ -12,9 +12,9 @@ from llguidance import LLTokenizer
 from common.base.errors import ConfigError
 from common.config.option_groups import GenerationConfig
 from common.control.messages import Adapter, ModelInfo, Task
-from common.model.facts import read_facts
+from common.model.facts import read_architecture, read_facts
 from common.model.fingerprint import tokenizer_digest
-from common.model.hub import model_folder, model_name, resolve_model
+from common.model.hub import is_gguf, model_folder, model_name, resolve_model
 from router.output.formats import OutputFormats, choose_formats
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.structured.checker import GrammarChecker
@@ -54,6 +54,8 @@ class ServedModel:
     """Width of a vector, for models that embed."""
     changed_s: float = 0.0
     """When its folder was last changed, at the time of loading; Unix time."""
+    architecture: str = ""
+    """As `common.model.facts.ModelFacts.architecture`."""
 
 
 class LoadOptions(NamedTuple):
@@ -105,6 +107,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         root=shown,
         path=name_or_path,
         changed_s=folder.stat().st_mtime,
+        architecture=facts.architecture,
     )
 
 
@@ -125,6 +128,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
         tokenizer_digest=tokenizer_digest(path),
         path=info.path,
         changed_s=folder.stat().st_mtime,
+        architecture="" if is_gguf(path) else read_architecture(folder),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+from common.base.errors import ConfigError
 from common.model.config import UnknownArchitecture, load_model_config, token_ids
 from common.model.config_file import ConfigFile, read_json_object
 
@@ -18,6 +19,8 @@ class ModelFacts(NamedTuple):
     max_context: int
     """The longest context that the model is made for, in tokens; nodes may serve less."""
     eos_token_ids: tuple[int, ...]
+    architecture: str
+    """Its class in transformers, such as `LlamaForCausalLM`; empty if config.json names none."""
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -27,12 +30,28 @@ def read_facts(path: Path) -> ModelFacts:
     """
     try:
         config = load_model_config(path)
-        return ModelFacts(config.vocab_size, config.max_context, config.eos_token_ids)
+        return ModelFacts(config.vocab_size, config.max_context, config.eos_token_ids, config.architecture)
     except UnknownArchitecture:
         file = ConfigFile(path / "config.json")
     generation_file = path / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     key = next((key for key in _POSITION_KEYS if file.raw.get(key) is not None), _POSITION_KEYS[0])
     return ModelFacts(
-        file.integer("vocab_size"), file.integer(key, _ANY_CONTEXT), token_ids(file, generation, "eos_token_id")
+        file.integer("vocab_size"),
+        file.integer(key, _ANY_CONTEXT),
+        token_ids(file, generation, "eos_token_id"),
+        _architecture(file.raw),
     )
+
+
+def read_architecture(folder: Path) -> str:
+    """`ModelFacts.architecture` of the model in a directory, of any kind; empty if its config.json cannot be read."""
+    try:
+        return _architecture(read_json_object(folder / "config.json"))
+    except ConfigError:
+        return ""
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else ""

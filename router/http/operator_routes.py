@@ -68,7 +68,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     def is_ready() -> bool:
         if services.dispatcher.draining:
             return False
-        return any(_is_served(nodes, model) for model in services.catalog.models)
+        return any(is_served(nodes, model) for model in services.catalog.models)
 
     @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -120,7 +120,7 @@ def _prefill_mode(nodes: NodeTable) -> str:
     return "local: no prefill node, decode nodes compute prompts themselves"
 
 
-def _is_served(nodes: NodeTable, model: ServedModel) -> bool:
+def is_served(nodes: NodeTable, model: ServedModel) -> bool:
     """Whether there is a node that can answer requests for the model alone."""
     role: Role = "decode" if model.task == "generate" else "prefill"
     return len(nodes.fleets(model.base).by_role[role]) > 0

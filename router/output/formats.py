@@ -100,6 +100,11 @@ class OutputFormats(NamedTuple):
     reasoning: ReasoningTags | None = None
 
     @property
+    def separate_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self.reasoning is not None or self.tools is _HARMONY
+
+    @property
     def names(self) -> tuple[str, str]:
         """What separates tool calls and reasoning from content, for the log."""
         tools = "none" if self.tools is None else self.tools.name

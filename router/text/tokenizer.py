@@ -156,6 +156,11 @@ class Tokenizer:
         """The source of the chat template for requests with tools; empty if there is none."""
         return "" if self._tool_template is None else self._tool_template.source
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._tool_template is not None and self._tool_template.uses_tools
+
     def token_id(self, token: str) -> int | None:
         """The id of `token`; None if it is no single token."""
         return self._raw.token_to_id(token)

@@ -34,6 +34,11 @@ def main(url: str) -> None:
         8,
     ]
     assert len(client.embeddings(model="stub-embed", prompt="a").embedding) == 64
+    shown = client.show("stub-model")
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert (shown.modelinfo or {})["llama.context_length"] > 0
+    assert client.show("stub-embed").capabilities == ["embedding"]
+    assert [model.model for model in client.ps().models] == ["stub-model", "stub-embed"]
     try:
         client.chat(model="other", messages=ASKED)
         raise AssertionError("a model that does not exist answered")

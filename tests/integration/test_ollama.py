@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Awaitable, Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.router_bench import Bench, play, script_of
-from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
+from support.stub_node import MAX_LEN, make_model_folder
+from support.tool_model import CALLS, TEMPLATE, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "time")]
@@ -24,13 +25,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tool_model(tmp_path_factory.mktemp("ollama") / "stub-model")
 
 
-def _play(folder: Path, answer: str, scene: Callable[[Bench, httpx.AsyncClient], Awaitable[None]]) -> None:
+def _play(
+    folder: Path, answer: str, scene: Callable[[Bench, httpx.AsyncClient], Awaitable[None]], **options: Any
+) -> None:
     async def with_http(bench: Bench) -> None:
         async with httpx.AsyncClient(base_url=bench.stack.url, timeout=20) as http:
             await scene(bench, http)
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    play(folder, with_http, script=script_of(answer, tokenizer), vocab_size=VOCAB_SIZE)
+    play(folder, with_http, script=script_of(answer, tokenizer), vocab_size=VOCAB_SIZE, **options)
 
 
 def test_a_chat_with_calls_is_the_same_whole_and_in_lines(folder: Path) -> None:
@@ -97,6 +100,49 @@ def test_a_client_that_only_loads_the_model_is_told_that_it_is_there(folder: Pat
         assert bench.decode.requests() == []
 
     _play(folder, "sun", scene)
+
+
+def test_a_model_is_shown_with_its_context_and_what_it_can_do(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        for body in ({"model": "stub-model"}, {"name": "stub-model:latest", "verbose": True}, {}):
+            answer = await http.post("/api/show", json=body)
+            assert "x-kvrelay-ignored" not in answer.headers
+            shown = answer.json()
+            assert shown["capabilities"] == ["completion", "tools", "thinking"]
+            assert shown["template"] == TEMPLATE
+            assert (shown["details"]["family"], shown["details"]["format"]) == ("llama", "safetensors")
+            info = shown["model_info"]
+            assert info[f"{info['general.architecture']}.context_length"] == MAX_LEN
+        unknown = await http.post("/api/show", json={"model": "other"})
+        assert (unknown.status_code, "other" in unknown.json()["error"]) == (404, True)
+
+    _play(folder, "sun", scene)
+
+
+def test_a_model_without_formats_only_completes(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "stub-model", vocab_size=VOCAB_SIZE)
+
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        shown = (await http.post("/api/show", json={"model": "stub-model"})).json()
+        assert shown["capabilities"] == ["completion"]
+
+    _play(folder, "sun", scene)
+
+
+def test_clients_learn_the_version_and_which_models_run(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        for path in ("/api/version", "/api/ps", "/api/tags"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.post("/api/show", json={"model": "stub-model"})).status_code == 401
+        http.headers["authorization"] = "Bearer key"
+        version = (await http.get("/api/version")).json()["version"]
+        assert [int(part) for part in version.split(".")] >= [0, 6, 4]  # what editors ask for
+        (running,) = (await http.get("/api/ps")).json()["models"]
+        assert (running["name"], running["model"], running["context_length"]) == ("stub-model", "stub-model", MAX_LEN)
+        assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC)
+        assert running["size_vram"] == 0
+
+    _play(folder, "sun", scene, config={"api_key": "key"}, api_key="key")
 
 
 def test_errors_have_ollamas_shape(folder: Path) -> None:

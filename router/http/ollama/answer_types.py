@@ -32,6 +32,26 @@ class OllamaModels(TypedDict):
     models: list[dict[str, Any]]
 
 
+class OllamaModel(TypedDict):
+    """What is known of a model. `template`: its chat template. `model_info`: as in GGUF files, among others
+    `general.architecture` and `{architecture}.context_length`."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    license: str
+    modified_at: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
+
+
+class OllamaVersion(TypedDict):
+    """The version of ollama whose calls these are."""
+
+    version: str
+
+
 class OllamaEmbeddings(TypedDict):
     """Answer of `POST /api/embed`; durations are in nanoseconds."""
 

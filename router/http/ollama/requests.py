@@ -179,6 +179,19 @@ class GenerateRequest(_Call):
         return {"max_tokens": None, **self.shared(), "prompt": self.prompt}
 
 
+class ShowRequest(_Named):
+    """Body of `POST /api/show`. `name`: what `model` was called earlier."""
+
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"options", "system", "template"})
+    name: Annotated[str, Field(max_length=1024)] | None = None
+    verbose: bool | None = None
+
+    @property
+    def wanted(self) -> str | None:
+        """Name of the model."""
+        return self.model or (self.name and self.name.removesuffix(":latest"))
+
+
 class EmbedRequest(_Named):
     """Body of `POST /api/embed`. `truncate`: cut what is longer than the model takes."""
 

@@ -1,4 +1,4 @@
-"""ollama's `/api/chat`, `/api/generate` and `/api/tags`, and its embeddings. Runs on the router's event loop."""
+"""ollama's calls: `/api/chat` and `/api/generate`; those of the other files. Runs on the router's event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from starlette.responses import Response
 from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
 from router.http.model_choice import model_for
-from router.http.ollama.answer_types import OllamaAnswer, OllamaModels
+from router.http.ollama.answer_types import OllamaAnswer
 from router.http.ollama.embeddings import add_ollama_embedding_routes
+from router.http.ollama.model_routes import add_ollama_model_routes
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
 from router.http.openai.build_request import caller_of, completion_generation
@@ -23,13 +24,13 @@ from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve
 from router.http.services import Services
-from router.served_model import ServedModel
 
 _LINES = "application/x-ndjson"
 
 
 def add_ollama_routes(app: FastAPI, services: Services) -> None:
     """Add all of them to the application."""
+    add_ollama_model_routes(app, services)
     add_ollama_embedding_routes(app, services)
 
     @app.post("/api/chat", openapi_extra=_generates(OllamaChatRequest))
@@ -57,11 +58,6 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
         return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))
-
-    @app.get("/api/tags", openapi_extra=described(OllamaModels, error=OllamaError))
-    async def ollama_tags() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served models, under each of their names."""
-        return JsonResponse({"models": [_card(model) for model in services.catalog.models]})
 
 
 def _generates(body: Any) -> dict[str, Any]:
@@ -92,14 +88,3 @@ async def _serve_chat(
     return await serve(
         request, services, prepared.model, [prepared.generation.request], form, stream=bool(wanted.stream)
     )
-
-
-def _card(model: ServedModel) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "model": model.name,
-        "modified_at": datetime.fromtimestamp(model.changed_s, UTC).isoformat(),
-        "size": 0,
-        "digest": model.tokenizer_digest,
-        "details": {"format": "", "family": "", "families": None, "parameter_size": "", "quantization_level": ""},
-    }

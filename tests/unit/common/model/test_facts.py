@@ -18,7 +18,7 @@ def write(folder: Path, **values: object) -> Path:
 
 def test_facts_are_read_for_an_unknown_architecture(tmp_path: Path) -> None:
     facts = read_facts(write(tmp_path, vocab_size=100, n_positions=512, eos_token_id=[2, 3]))
-    assert facts == (100, 512, (2, 3))
+    assert facts == (100, 512, (2, 3), "OtherForCausalLM")
 
 
 def test_without_a_limit_the_nodes_decide_on_the_context(tmp_path: Path) -> None:

@@ -345,6 +345,10 @@ def test_ollamas_calls_embed_and_cut_what_is_too_long(folder: Path) -> None:
         assert [len(each) for each in answer["embeddings"]] == [2, 2]
         answered = await client.http.post("/api/embed", json={"input": "a", "truncat": True})
         assert answered.headers["x-kvrelay-ignored"] == "truncat"
+        shown = await client.post("/api/show", model=MODEL)
+        assert shown["capabilities"] == ["embedding"]
+        assert (shown["details"]["family"], shown["model_info"]["bert.embedding_length"]) == ("bert", WIDTH)
+        assert [each["name"] for each in (await client.http.get("/api/ps")).json()["models"]] == [MODEL]
         older = await client.post("/api/embeddings", model=MODEL, prompt="the fox")
         np.testing.assert_allclose(older["embedding"], vectors(ids, normalize=False)[0])
         refused = await client.http.post("/api/embed", json={"input": "fox " * 600, "truncate": False})
