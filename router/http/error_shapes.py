@@ -9,6 +9,8 @@ from typing_extensions import TypedDict
 from common.base.errors import KvRelayError
 from router.http.json_body import Json, error_body
 
+MESSAGES_PATH = "/v1/messages"
+"""Begin of the paths of Anthropic's calls."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -49,7 +51,7 @@ def anthropic_error(error: KvRelayError) -> Json:
 
 def shaped_error(path: str, error: KvRelayError) -> Json:
     """An error in the shape of the API that the path belongs to; OpenAI's if none."""
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES_PATH):
         return anthropic_error(error)
     if path.startswith("/api/"):
         return {"error": error.message or error.code}

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from router.requests.generation import Generation
 
+OF_MESSAGES = "msg"
+"""Prefix of the ids of Anthropic's calls."""
 _ID_BYTES = 12
 _pool: list[str] = []
 """Random parts of ids to come: the system is asked for many at once."""
@@ -35,9 +37,10 @@ class RequestIds(NamedTuple):
         return RequestIds(f"{prefix}-{_random_hex()}", printable(client))
 
     def headers(self) -> RawHeaders:
-        """`x-request-id` is the client's own if it gave one."""
+        """`x-request-id` is the client's own if it gave one. Anthropic's clients look for `request-id`."""
         own = self.own.encode()
-        return [(b"x-request-id", self.client.encode() or own), (b"x-kvrelay-request-id", own)]
+        shown = [(b"x-request-id", self.client.encode() or own), (b"x-kvrelay-request-id", own)]
+        return [*shown, (b"request-id", own)] if self.own.startswith(OF_MESSAGES) else shown
 
 
 def _random_hex() -> str:

@@ -10,9 +10,10 @@ from starlette.types import Receive, Scope, Send
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
-from router.http.error_shapes import shaped_error
+from router.http.error_shapes import MESSAGES_PATH, shaped_error
 from router.http.json_body import to_json
-from router.http.response_headers import RawHeaders
+from router.http.request_headers import header
+from router.http.response_headers import OF_MESSAGES, RawHeaders, RequestIds
 
 
 class EventStream(Response):
@@ -51,6 +52,8 @@ class JsonResponse(Response):
 def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None = None) -> JsonResponse:
     """An error with its status, in the shape of the API that the path belongs to."""
     extra = list(headers or [])
+    if scope["path"].startswith(MESSAGES_PATH) and all(name != b"request-id" for name, _ in extra):
+        extra += RequestIds.make(OF_MESSAGES, header(scope, b"x-request-id")).headers()
     retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
     if retry_after is not None:
         extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))

@@ -45,7 +45,7 @@ _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
 _SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
-_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "x-kvrelay-ignored", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "request-id", "x-kvrelay-ignored", "retry-after")
 
 
 def bind(host: str, port: int) -> socket.socket:

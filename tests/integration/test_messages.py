@@ -161,3 +161,30 @@ def test_errors_have_anthropics_shape_and_its_header_is_a_key(folder: Path) -> N
         assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
 
     _play(folder, "sun", scene, api_key="secret")
+
+
+def test_every_answer_has_the_header_in_which_clients_look_for_its_id(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        seen: set[str] = set()
+        key = {"x-api-key": "secret", "x-request-id": "mine"}
+        for path, body, headers, status in (
+            ("", ASKED, key, 200),
+            ("", ASKED | {"stream": True}, key, 200),
+            ("/count_tokens", {"messages": ASKED["messages"]}, key, 200),
+            ("", ASKED, {}, 401),
+            ("", {}, key, 400),
+            ("/count_tokens", {}, key, 400),
+            ("", ASKED | {"model": "other"}, key, 404),
+            ("/batches", {}, key, 404),
+        ):
+            answer = await http.post(f"/v1/messages{path}", json=body, headers=headers)
+            assert answer.status_code == status
+            (request_id,) = answer.headers.get_list("request-id")
+            assert answer.headers["x-request-id"] == headers.get("x-request-id", request_id)
+            seen.add(request_id)
+        assert len(seen) == 8
+        bench.prefill.fail_with = bench.decode.fail_with = ("engine_error", "scripted")
+        failed = await http.post("/v1/messages", json=ASKED, headers=key)
+        assert failed.headers["request-id"] == failed.headers["x-kvrelay-request-id"]
+
+    _play(folder, "sun", scene, api_key="secret")

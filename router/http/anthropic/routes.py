@@ -14,6 +14,7 @@ from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_BODIES, OF_GENERATION, described
+from router.http.response_headers import OF_MESSAGES
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
@@ -34,7 +35,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     )
     async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like Anthropic's endpoint of the same name."""
-        assign_ids(request, "msg")
+        assign_ids(request, OF_MESSAGES)
         body, size = await parse_as(request, services, MessagesRequest, _chat_request)
         chat = await prepare_chat(request, services, body, size)
         form = MessagesFormat(format_options(request, body, chat.model), chat.model.tokenizer, chat.parsers())
@@ -46,10 +47,11 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The number of prompt tokens that `/v1/messages` would use."""
+        ids = assign_ids(request, OF_MESSAGES)
         body, size = await parse_as(request, services, CountTokensRequest, _chat_request)
         model = services.catalog.get(body.model)
-        ids = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model)))
-        return JsonResponse({"input_tokens": len(ids)}, headers=warnings_of(request))
+        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model)))
+        return JsonResponse({"input_tokens": len(tokens)}, headers=ids.headers() + warnings_of(request))
 
 
 def _chat_request(fields: Json, kind: type[CountTokensRequest]) -> ChatRequest:
