@@ -129,7 +129,7 @@ class OutputFormats(NamedTuple):
     ) -> Callable[[], OutputParser] | None:
         """Makes the parser of one answer; None if all of its text is content.
 
-        `prompt`: the rendered text. `functions`: those the model may call. `single_call`: further calls are dropped.
+        `prompt`: the rendered text, or that of `ReasoningTags.prompt_before`. `functions`: those the model may call. `single_call`: further calls are dropped.
         `with_reasoning`: false drops it.
         """
         new_parser = self._parser(prompt, functions, single_call=single_call, make_id=make_id)
@@ -147,8 +147,9 @@ class OutputFormats(NamedTuple):
         return lambda: _ReasoningThenTools(self._reasoning_parser(prompt), new_tools())
 
     def _reasoning_parser(self, prompt: str) -> OutputParser:
-        assert self.reasoning is not None
-        return FormatParser(reasoning(self.reasoning, opened=self.reasoning.opened_by(prompt)))
+        tags = self.reasoning
+        assert tags is not None
+        return FormatParser(reasoning(tags, opened=tags.opened_by(prompt), begun=prompt == tags.open))
 
 
 def choose_formats(

@@ -26,9 +26,24 @@ class ReasoningTags(NamedTuple):
         """Whether the prompt ends with an end of the reasoning, so that the answer has none."""
         return prompt[-200:].rstrip().endswith(self.close)
 
+    def prompt_before(self, prompt: str, prefill: str) -> str:
+        """What counts as the prompt of an answer that continues the text `prefill`, with which `prompt` ends: only a tag, which
+        says whether the answer begins within the reasoning (`open`) or behind it; the prompt itself if the text is empty
+        or no more than a tag.
+        """
+        text = prefill.strip()
+        if text in ("", self.open, self.close):
+            return prompt
+        opened, closed = text.rfind(self.open), text.rfind(self.close)
+        if opened == closed:  # no tag: the template can have opened the reasoning before the text
+            before = prompt.rstrip().removesuffix(text)
+            return self.open if before.rstrip().endswith(self.open) else self.close
+        return self.open if opened > closed else self.close
 
-def reasoning(tags: ReasoningTags, *, opened: bool) -> Format:
-    """The format. White space around the tags is dropped. `opened`: the text begins within the reasoning.
+
+def reasoning(tags: ReasoningTags, *, opened: bool, begun: bool = False) -> Format:
+    """The format. White space around the tags is dropped. `opened`: the text begins within the reasoning; `begun`: and behind
+    the first words of it.
 
     Without the opening tag (unless `opened`) all text is content, without the closing one all is reasoning.
     """
@@ -41,7 +56,7 @@ def reasoning(tags: ReasoningTags, *, opened: bool) -> Format:
             writer.content(space)
             yield from reader.until((), writer.content)
             return
-        held: list[str] = []
+        held = [space] if begun else []
         """White space at the end of the reasoning."""
 
         def show(text: str) -> None:

@@ -178,3 +178,24 @@ def test_a_forced_call_reaches_the_nodes_as_a_grammar(folder: Path) -> None:
             )
 
     _play(folder, CALLS, scene)
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("prefill", "answer", "reasoning", "content"),
+    [("Hello, I", " am here", None, " am here"), ("<think>hm", " so</think>yes", " so", "yes")],
+)
+def test_an_answer_that_continues_a_message_goes_on_with_its_reasoning_or_its_content(
+    folder: Path, parser: str, prefill: str, answer: str, reasoning: str | None, content: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        said = await bench.client.chat.completions.create(
+            model="stub-model",
+            messages=[*ASKED, {"role": "assistant", "content": prefill}],
+            extra_body={"continue_final_message": True, "add_generation_prompt": False},
+        )
+        message = said.choices[0].message.model_dump()
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        assert _prompt(bench, folder).endswith(f"<|assistant|>{prefill}")
+
+    _play(folder, answer, scene, reasoning_parser=parser)

@@ -105,6 +105,9 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     last = body.messages[-1]
     if body.echo and last.role == "assistant":
         request = replace(request, echo=last.content or "")
+    tags = model.output_formats.reasoning
+    if body.continue_final_message and tags is not None:
+        text = tags.prompt_before(text, last.content or "")
     functions = frozenset(tool.function.name for tool in body.offered_tools)
     new_parser = model.output_formats.parser(
         text,

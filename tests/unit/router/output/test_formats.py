@@ -238,6 +238,41 @@ def test_reasoning_of_r1_begins_without_a_tag() -> None:
     assert parse_whole(new_parser(), "hm</think>yes") == ParsedMessage("yes", "hm")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("before", "prefill", "text", "reasoning", "content"),
+    [
+        ("", "Hello, I", " am here", "", " am here"),
+        ("<think>\n\n</think>\n\n", "Hello, I", " am here", "", " am here"),
+        ("", "<think>\nhm", " so\n</think>\n\nyes", " so", "yes"),
+        ("<think>\n\n</think>\n\n", "<think>\nhm", " so</think>yes", " so", "yes"),
+        ("<think>\n", "hm", " so</think>yes", " so", "yes"),
+        ("", "<think>hm</think>yes", ", sir", "", ", sir"),
+        ("", "<think>hm</think>\n", "yes", "", "yes"),
+        ("", "<think>\n", "\nhm</think>yes", "hm", "yes"),
+        ("", "<think>hm", "</think>yes", "", "yes"),
+    ],
+)
+def test_an_answer_that_continues_a_text_begins_where_that_ends(
+    name: str, before: str, prefill: str, text: str, reasoning: str, content: str
+) -> None:
+    formats = _formats(reasoning=name)
+    assert formats.reasoning is not None
+    new_parser = formats.parser(formats.reasoning.prompt_before(f"<|assistant|>{before}{prefill}", prefill), ())
+    assert new_parser is not None
+    assert parse_whole(new_parser(), text) == ParsedMessage(content, reasoning)
+
+
+@pytest.mark.parametrize("prefill", ["", " \n"])
+def test_an_answer_that_continues_nothing_begins_as_any_other(prefill: str) -> None:
+    for name, text in (("qwen3", "<think>hm</think>yes"), ("deepseek_r1", "hm</think>yes")):
+        tags = _formats(reasoning=name).reasoning
+        assert tags is not None
+        new_parser = _formats(reasoning=name).parser(tags.prompt_before("<|assistant|>" + prefill, prefill), ())
+        assert new_parser is not None
+        assert parse_whole(new_parser(), text) == ParsedMessage("yes", "hm")
+
+
 def test_calls_are_read_only_behind_the_reasoning() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     message = _parse(f"<think>I could {call}</think>\n\n{call}", "hermes", "qwen3")

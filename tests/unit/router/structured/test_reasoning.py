@@ -60,3 +60,13 @@ def test_a_model_may_open_its_reasoning_or_answer_at_once(source: str) -> None:
 def test_a_prompt_that_closed_the_reasoning_leaves_the_answer(source: str) -> None:
     assert accepts(source, "x<think>\n\n</think>\n\n", [*b"12"])
     assert not accepts(source, "x<think>\n\n</think>\n\n", [*b"<think>why</think>12"])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_prompt_that_ends_within_an_answer_leaves_the_rest_of_it(source: str) -> None:
+    within = TAGS.prompt_before("x<think>hm", "<think>hm")
+    assert accepts(source, within, [*b" so</think>12"])
+    assert not accepts(source, within, [*b"12"])
+    behind = TAGS._replace(always=True).prompt_before("xNumber: ", "Number: ")
+    assert accepts(source, behind, [*b"12"])
+    assert not accepts(source, behind, [*b"why</think>12"])
