@@ -103,9 +103,10 @@ class OutputFormat(_Body):
 
 
 class OutputConfig(_Body):
-    """How the answer looks."""
+    """How the answer looks, and how long the model reasons, where its chat template knows `reasoning_effort`."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountTokensRequest(_Body):
@@ -115,6 +116,8 @@ class CountTokensRequest(_Body):
         {"cache_control", "container", "context_management", "inference_geo", "speed"}
     )
     """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
+    KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"output_config": frozenset(OutputConfig.model_fields)}
+    """Names within objects; others are unknown."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -133,12 +136,21 @@ class CountTokensRequest(_Body):
             body["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
         if self.tool_choice is not None:
             body |= _tool_choice(self.tool_choice)
-        if self.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        body["chat_template_kwargs"] = self._template_variables()
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"name": "answer", "schema": self.output_config.format.schema_, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
+
+    def _template_variables(self) -> Json:
+        """Those that say how the model reasons; a chat template that does not know them ignores them."""
+        variables: Json = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            effort = self.output_config.effort
+            variables["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort  # what templates know
+        return variables
 
     def _chat_messages(self) -> list[Json]:
         messages: list[Json] = []

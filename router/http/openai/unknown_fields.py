@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from common.base.errors import BadRequest
-from router.http.openai.checks import shorten
+from router.http.openai.checks import as_object, shorten
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.response_headers import printable
@@ -49,9 +49,15 @@ def known_fields(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:
-    """The names in a body that no known API has."""
+    """The names in a body that no known API has, or that have no effect here: also in the objects of `KNOWN_WITHIN`, if the kind
+    has that, as `object.name`.
+    """
     known = known_fields(kind)
-    return [] if body.keys() <= known else [name for name in body if name not in known]
+    names = [] if body.keys() <= known else [name for name in body if name not in known]
+    within: dict[str, frozenset[str]] = getattr(kind, "KNOWN_WITHIN", {})
+    for field, inner in within.items():
+        names += [f"{field}.{name}" for name in as_object(body.get(field)) or () if name not in inner]
+    return names
 
 
 def refuse_unknown(names: list[str], kind: type[BaseModel]) -> None:

@@ -91,6 +91,8 @@ class ResponsesRequest(BodyModel):
         {"background_options", "context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
     )
     """Fields of OpenAI's call that have no effect here, beside those of all calls."""
+    KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"text": frozenset(TextConfig.model_fields)}
+    """Names within objects; others are unknown, such as OpenAI's `text.verbosity`."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -51,3 +51,10 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
 def test_thinking_sets_the_templates_variable() -> None:
     assert _chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
     assert _chat(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(("effort", "shown"), [("low", "low"), ("high", "high"), ("xhigh", "high"), ("max", "high")])
+def test_the_effort_is_a_variable_of_the_template(effort: str, shown: str) -> None:
+    assert _chat(output_config={"effort": effort}).chat_template_kwargs == {"reasoning_effort": shown}
+    both = _chat(output_config={"effort": effort}, thinking={"type": "disabled"})
+    assert both.chat_template_kwargs == {"reasoning_effort": shown, "enable_thinking": False}

@@ -22,6 +22,15 @@ def test_only_fields_that_no_api_has_are_unknown() -> None:
     assert unknown_fields(body, CompletionRequest) == ["temprature", "messages", "x"]
 
 
+def test_names_within_objects_are_unknown_too() -> None:
+    text = {"format": {"type": "text"}, "verbosity": "low"}
+    assert unknown_fields({"input": "x", "text": text, "y": 1}, ResponsesRequest) == ["y", "text.verbosity"]
+    config = {"format": None, "effort": "low", "efort": "low"}
+    assert unknown_fields({"messages": [], "output_config": config}, MessagesRequest) == ["output_config.efort"]
+    for odd in (None, "text", [1]):
+        assert unknown_fields({"text": odd}, ResponsesRequest) == []
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("temprature", "; did you mean 'temperature'?"), ("max_token", "; did you mean 'max_tokens'?"), ("@#", "")],
