@@ -20,6 +20,8 @@ from router.requests.request import Delta, Outcome
 
 _PORTION = 32
 """Deltas formatted in a row before other tasks of the event loop run: there can be thousands of deltas."""
+_THREAD_CHARS = 16_384
+"""Longer answers are formatted on a thread, so that streams go on."""
 
 
 class Answer:
@@ -89,7 +91,11 @@ class Answer:
         if options.returned < options.samples:
             kept = most_likely(deltas, options.samples, options.returned)
             generations, deltas = [generations[index] for index in kept], [deltas[index] for index in kept]
-        shown = form.whole(generations, deltas)
+        size = sum(len(delta.text) for parts in deltas for delta in parts)
+        if size <= _THREAD_CHARS:
+            shown = form.whole(generations, deltas)
+        else:
+            shown = await asyncio.to_thread(form.whole, generations, deltas)
         if options.returned < options.samples:
             shown["usage"] = usage(self.generations, options.samples)
         body = to_json(shown)

@@ -14,6 +14,7 @@ from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
+_MOST_UNCOUNTED_CHARS = 1024
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _OWN_FIELDS: dict[str, Json] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}, "function_call": {}}
 
@@ -35,6 +36,9 @@ class ResponsesFormat(ParsedFormat):
         self._text: list[str] = []
         """The text or the arguments of the open item."""
         self._sequence = 0
+        self._reasoning_tokens = 0
+        self._uncounted = ""
+        """The end of the reasoning, whose tokens are not counted yet."""
 
     def opening(self, generation: Generation, index: int) -> list[Json]:
         begun = self._response("in_progress")
@@ -43,6 +47,7 @@ class ResponsesFormat(ParsedFormat):
     def events(self, parsed: ParsedDelta) -> list[Json]:
         found: list[Json] = []
         if parsed.reasoning:
+            self._count_reasoning(parsed.reasoning)
             found += self._add_text("reasoning", parsed.reasoning)
         if parsed.content:
             found += self._add_text("message", parsed.content)
@@ -144,10 +149,20 @@ class ResponsesFormat(ParsedFormat):
             "usage": None if generation is None else self._usage(generation),
         }
 
+    def _count_reasoning(self, text: str) -> None:
+        """Count the tokens of all but the last words: at the end of a long answer other streams would wait for it."""
+        self._uncounted += text
+        if len(self._uncounted) > _MOST_UNCOUNTED_CHARS:
+            cut = max(0, self._uncounted.rfind(" ")) or len(self._uncounted)
+            self._reasoning_tokens += self._num_tokens(self._uncounted[:cut])
+            self._uncounted = self._uncounted[cut:]
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
+
     def _usage(self, generation: Generation) -> Json:
         prompt, completion = len(generation.request.engine.prompt_ids), generation.completion_tokens
-        thoughts = [part["text"] for item in self._items if item["type"] == "reasoning" for part in item["content"]]
-        reasoning = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in thoughts)
+        reasoning = self._reasoning_tokens + self._num_tokens(self._uncounted)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
@@ -163,3 +164,18 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
                 assert found == sorted(set(found))
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize(("size", "on_loop"), [(1_000, True), (100_000, False)])
+def test_a_long_answer_is_written_on_a_thread(size: int, on_loop: bool) -> None:
+    """Its text may have to be parsed, and its reasoning to be tokenized."""
+    threads: list[int] = []
+
+    def whole(*_: object) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return {}
+
+    form = cast("Any", SimpleNamespace(options=FormatOptions("r", "m"), whole=whole))
+    deltas = [[Delta("a" * (size // 10), [0], None)] * 10]
+    assert asyncio.run(Answer().whole(form, deltas)) == b"{}"
+    assert [each == threading.get_ident() for each in threads] == [on_loop]

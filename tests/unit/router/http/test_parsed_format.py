@@ -13,6 +13,7 @@ from router.http.ollama.ollama_format import OllamaFormat
 from router.http.parsed_format import arguments_object
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.output.hermes import read_hermes
+from router.output.reasoning import ReasoningTags, reasoning
 from router.output.writer import FormatParser
 from router.requests.request import Delta, Outcome
 
@@ -30,6 +31,7 @@ ENDED = cast(
 )
 BEGUN, REST = '<tool_call>{"name": "f", "arguments": {"a": 1', "}}</tool_call> Done."
 OPTIONS = FormatOptions("r-1", "m")
+THINK = reasoning(ReasoningTags("<think>", "</think>"), opened=False)
 NO_TOKENIZER = cast("Any", None)
 
 
@@ -71,3 +73,23 @@ def test_arguments_that_are_no_json_object_stay_text(text: str) -> None:
 @pytest.mark.parametrize(("text", "found"), [("", {}), ('{"a": [1, 1e308]}', {"a": [1, 1e308]})])
 def test_arguments_are_an_object(text: str, found: Any) -> None:
     assert arguments_object(text) == found
+
+
+def test_reasoning_is_counted_as_it_arrives() -> None:
+    """Not at the end, where 100,000 characters took a tenth of a second of the event loop."""
+    encoded: list[str] = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return [0] * text.count(" ")
+
+    form = ResponsesFormat(OPTIONS, cast("Any", SimpleNamespace(encode=encode)), [FormatParser(THINK)], {})
+    ended = cast("Any", SimpleNamespace(**{**vars(ENDED), "completion_tokens": 30_000}))
+    for text in ["<think>why", *[" and", " so"] * 10_000, " longer" * 500, "</think>", "yes"]:
+        form.delta(Delta(text, [1], None), 0)
+    assert max(map(len, encoded)) < 5_000
+    form.closing(ended, 0, Delta("", [], None))
+    assert len(encoded[-1]) < 1_100
+    assert "".join(encoded).count(" ") == 20_500
+    assert form.response is not None
+    assert form.response["usage"]["output_tokens_details"]["reasoning_tokens"] == 20_500
