@@ -94,7 +94,9 @@ def listed(name: str, value: str | None) -> list[str]:
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
-    """Raises: ConfigError if `value` is not finite or out of range."""
+    """Raises: ConfigError if `value` is not finite, out of range, or not UTF-8; it is not quoted, as it may be secret."""
+    if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):  # bytes that Python cannot read
+        raise ConfigError(f"{name} must be UTF-8")
     if value is None or isinstance(value, str):
         return
     if not (value == value and abs(value) != float("inf")):

@@ -30,3 +30,11 @@ def test_a_number_that_nothing_could_work_with_is_refused(name: str) -> None:
     """Redis, the node's record, the size in bytes and OpenMP once failed with it, each in words of its own."""
     with pytest.raises(ConfigError, match=f"{name} must be at most"):
         resolve(DecodeConfig, flags={name: str(10**21)}, environ={}, file=None)
+
+
+@pytest.mark.parametrize("name", ["api_key", "cluster", "model", "node_id"])
+def test_text_that_is_not_utf_8_is_refused_without_quoting_it(name: str) -> None:
+    """The router and nodes ended with a traceback, some of them only after they had read the model."""
+    cls = RouterConfig if name == "api_key" else DecodeConfig
+    with pytest.raises(ConfigError, match=f"^{name} must be UTF-8$"):
+        resolve(cls, flags={}, environ={f"KVRELAY_{name.upper()}": "caf\udce9"}, file=None)
