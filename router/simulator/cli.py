@@ -29,6 +29,9 @@ format or are synthetic: conversations that share system prompts. Node costs are
   kvrelay simulate --trace trace.jsonl --goodput 0.9 --hardware prefill_token_s=80e-6,link_bytes_s=3e9
 """
 
+_LEAST, _MAX_NODES, _MAX_BLOCK_TOKENS = 1e-6, 100_000, 2**20
+"""Bounds of what can be simulated: virtual times stay finite, a run begins."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
@@ -41,12 +44,12 @@ Requests = Annotated[
 ]
 RateScale = Annotated[float, typer.Option(help="Factor on the trace's request rate.")]
 Rate = Annotated[float, typer.Option(help="Synthetic requests per second.")]
-Prefill = Annotated[int, typer.Option(min=0, help="Number of prefill nodes.")]
-Decode = Annotated[int, typer.Option(min=1, help="Number of decode nodes.")]
+Prefill = Annotated[int, typer.Option(min=0, max=_MAX_NODES, help="Number of prefill nodes.")]
+Decode = Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Number of decode nodes.")]
 Policy = Annotated[str, typer.Option(help="Policy, or several to compare, separated by commas.")]
 CacheBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each prefill node.")]
 DecodeBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each decode node.")]
-BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens per block, as in the trace.")]
+BlockTokens = Annotated[int, typer.Option(min=1, max=_MAX_BLOCK_TOKENS, help="Tokens per block, as in the trace.")]
 IndexDelay = Annotated[float, typer.Option(min=0, help="Seconds until a new block is in the index.")]
 LocalPrefill = Annotated[int | None, typer.Option(min=0, help="As the router option of this name.")]
 SloTtft = Annotated[float, typer.Option(help="Objective: maximum seconds to the first token.")]
@@ -60,7 +63,8 @@ Admit = Annotated[
 MaxWaiting = Annotated[int, typer.Option(min=1, help="With --admission: as the router option of this name.")]
 MaxQueueWait = Annotated[float, typer.Option(min=0, help="With --admission: as the router option of this name.")]
 Goodput = Annotated[
-    float | None, typer.Option(help="Find the highest rate at which this share of requests meets both objectives.")
+    float | None,
+    typer.Option(min=0, max=1, help="Find the highest rate at which this share of requests meets both objectives."),
 ]
 Costs = Annotated[str, typer.Option(metavar="NAME=VALUE,...", help="Node costs, see router/simulator/hardware.py.")]
 Seed = Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")]
@@ -124,8 +128,10 @@ def simulate_command(
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+        if not _LEAST <= value <= 1 / _LEAST:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be above 0, from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
+            )
 
 
 def _check_output(json_file: Path | None, goodput: float | None, plot: Path | None) -> None:

@@ -15,7 +15,7 @@ from common.base.errors import ConfigError
 from common.cli import check_writable, flowing, run_checked
 from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.load.measure import ask_server, measure
-from common.tools.load.options import check_usage, takes_plan
+from common.tools.load.options import MAX_RATE, MAX_SECONDS, check_usage, takes_plan
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadFailed
@@ -55,9 +55,13 @@ def _result_option(name: str, help: str, **more: Any) -> Any:
 
 
 SloTtft = Annotated[
-    float | None, _result_option("--slo-ttft", "Goodput objective: maximum seconds to the first token.")
+    float | None,
+    _result_option("--slo-ttft", "Goodput objective: maximum seconds to the first token.", min=1e-6, max=MAX_SECONDS),
 ]
-SloTpot = Annotated[float | None, _result_option("--slo-tpot", "Goodput objective: maximum seconds per later token.")]
+SloTpot = Annotated[
+    float | None,
+    _result_option("--slo-tpot", "Goodput objective: maximum seconds per later token.", min=1e-6, max=MAX_SECONDS),
+]
 MaxErrors = Annotated[
     float,
     _result_option("--max-error-rate", "Exit with code 1 if a larger share of requests fails.", min=0.0, max=1.0),
@@ -106,22 +110,27 @@ def sweep(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     duration: Annotated[
-        float, typer.Option("--duration", help="Seconds at each rate.", rich_help_panel="Pace", min=0.1)
+        float,
+        typer.Option("--duration", help="Seconds at each rate.", rich_help_panel="Pace", min=0.1, max=MAX_SECONDS),
     ] = 20.0,
     rates: Annotated[
         str, typer.Option("--rates", help="These rates and no others, such as 1,2,4.", rich_help_panel="Pace")
     ] = "",
     first_rate: Annotated[
-        float, typer.Option("--first-rate", help="Rate that is tried first.", rich_help_panel="Pace", min=0.01)
+        float,
+        typer.Option("--first-rate", help="Rate that is tried first.", rich_help_panel="Pace", min=0.01, max=MAX_RATE),
     ] = 1.0,
     highest_rate: Annotated[
-        float, typer.Option("--highest-rate", help="No rate above this is tried.", rich_help_panel="Pace", min=0.01)
+        float,
+        typer.Option(
+            "--highest-rate", help="No rate above this is tried.", rich_help_panel="Pace", min=0.01, max=MAX_RATE
+        ),
     ] = 1000.0,
     precision: Annotated[
         float, _result_option("--precision", "Find the highest rate to within this share of it.", min=0.01, max=1.0)
     ] = 0.1,
     attainment: Annotated[
-        float, _result_option("--attainment", "Share of requests that must be inside the objectives.", max=1.0)
+        float, _result_option("--attainment", "Share of requests that must be inside the objectives.", min=0.0, max=1.0)
     ] = 0.9,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
@@ -160,7 +169,9 @@ def ab(
     plan: LoadPlan,
     url_b: Annotated[str, typer.Option("--url-b", help="The other server, B.", rich_help_panel="Server")],
     model_b: Annotated[str, typer.Option("--model-b", help="Its model.", rich_help_panel="Server")] = "",
-    rounds: Annotated[int, _result_option("--rounds", "Runs of each server, one after the other.", min=2)] = 6,
+    rounds: Annotated[
+        int, _result_option("--rounds", "Runs of each server, one after the other.", min=2, max=10_000)
+    ] = 6,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     json_file: JsonFile = None,
@@ -212,8 +223,8 @@ def _rates(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise typer.BadParameter(f"--rates is a list of numbers such as 1,2,4, not {text!r}") from None
-    if not all(0 < rate < float("inf") for rate in rates):
-        raise typer.BadParameter("--rates must be above 0")
+    if not all(0 < rate <= MAX_RATE for rate in rates):
+        raise typer.BadParameter(f"--rates must be above 0 and at most {MAX_RATE:g}")
     return rates
 
 

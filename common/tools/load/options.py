@@ -26,37 +26,70 @@ _URL = "Server URL; by default that of this user's only `kvrelay up`, else port 
 _LONGEST = "Long contexts: unique tokens vary log-uniformly from --suffix-tokens to this; 0: they do not vary."
 _RAMP = "Rate at the start, which grows linearly to --rate within --duration."
 
+MAX_RATE, MAX_SECONDS = 1e5, 1e8
+_MAX_COUNT, _MAX_TOKENS = 100_000, 10_000_000
+"""Beyond all that can be run: with more, a run would not end, or take all memory before its first request."""
+
 _OPTIONS = {
     "url": _option(str | None, "--url", _URL, "Server"),
     "model": _option(str, "--model", "Model name; by default the first that the server lists.", "Server"),
     "api_key": _option(str, "--api-key", "Bearer token.", "Server", envvar=ENV_PREFIX + "API_KEY"),
     "concurrency": _option(
-        int, "--concurrency", "Closed loop: number of concurrent requests or sessions.", "Pace", min=0
+        int, "--concurrency", "Closed loop: number of concurrent requests or sessions.", "Pace", min=0, max=_MAX_COUNT
     ),
-    "rate": _option(float, "--rate", "Open loop: mean number of requests or sessions per second.", "Pace", min=0.0),
+    "rate": _option(
+        float, "--rate", "Open loop: mean number of requests or sessions per second.", "Pace", min=0.0, max=MAX_RATE
+    ),
     "burstiness": _option(
-        float, "--burstiness", "Shape of the gaps: 1 is Poisson, lower is burstier, higher more even.", "Pace", min=0.01
+        float,
+        "--burstiness",
+        "Shape of the gaps: 1 is Poisson, lower is burstier, higher more even.",
+        "Pace",
+        min=0.01,
+        max=1e6,
     ),
-    "burst_size": _option(int, "--burst-size", "Open loop: requests that arrive at a time.", "Pace", min=1),
-    "ramp_from": _option(float | None, "--ramp-from", _RAMP, "Pace", min=0.0),
+    "burst_size": _option(
+        int, "--burst-size", "Open loop: requests that arrive at a time.", "Pace", min=1, max=_MAX_COUNT
+    ),
+    "ramp_from": _option(float | None, "--ramp-from", _RAMP, "Pace", min=0.0, max=MAX_RATE),
     "requests": _option(int, "--requests", "Total number of requests, or of sessions.", "Pace", min=0),
-    "duration_s": _option(float, "--duration", "Seconds during which requests are started.", "Pace", min=0.0),
-    "warmup": _option(int, "--warmup", "Requests sent before the measurement and not counted.", "Pace", min=0),
-    "timeout_s": _option(float, "--timeout", "Maximum seconds per request.", "Pace", min=0.001),
+    "duration_s": _option(
+        float, "--duration", "Seconds during which requests are started.", "Pace", min=0.0, max=MAX_SECONDS
+    ),
+    "warmup": _option(
+        int, "--warmup", "Requests sent before the measurement and not counted.", "Pace", min=0, max=_MAX_COUNT
+    ),
+    "timeout_s": _option(float, "--timeout", "Maximum seconds per request.", "Pace", min=0.001, max=MAX_SECONDS),
     "processes": _option(int, "--processes", "Number of sending processes.", "Pace", min=1, max=64),
     "chat": _option(
         bool, "--chat", "Send text to /v1/chat/completions instead of token ids to /v1/completions.", "Prompts"
     ),
-    "prefixes": _option(int, "--prefixes", "Number of different shared prefixes.", "Prompts", min=1),
-    "prefix_tokens": _option(int, "--prefix-tokens", "Tokens per prefix.", "Prompts", min=0),
-    "suffix_tokens": _option(int, "--suffix-tokens", "Unique tokens at the end of each prompt.", "Prompts", min=0),
-    "output_tokens": _option(int, "--output-tokens", "Tokens per answer.", "Prompts", min=1),
-    "longest_tokens": _option(int, "--longest-tokens", _LONGEST, "Prompts", min=0),
-    "turns": _option(int, "--turns", "Chat sessions of this many requests, each with all before it.", "Prompts", min=1),
-    "think_s": _option(float, "--think-time", "Mean seconds between the turns of a session.", "Prompts", min=0.0),
+    "prefixes": _option(int, "--prefixes", "Number of different shared prefixes.", "Prompts", min=1, max=_MAX_TOKENS),
+    "prefix_tokens": _option(int, "--prefix-tokens", "Tokens per prefix.", "Prompts", min=0, max=_MAX_TOKENS),
+    "suffix_tokens": _option(
+        int, "--suffix-tokens", "Unique tokens at the end of each prompt.", "Prompts", min=0, max=_MAX_TOKENS
+    ),
+    "output_tokens": _option(int, "--output-tokens", "Tokens per answer.", "Prompts", min=1, max=_MAX_TOKENS),
+    "longest_tokens": _option(int, "--longest-tokens", _LONGEST, "Prompts", min=0, max=_MAX_TOKENS),
+    "turns": _option(
+        int,
+        "--turns",
+        "Chat sessions of this many requests, each with all before it.",
+        "Prompts",
+        min=1,
+        max=_MAX_COUNT,
+    ),
+    "think_s": _option(
+        float, "--think-time", "Mean seconds between the turns of a session.", "Prompts", min=0.0, max=MAX_SECONDS
+    ),
     "tools": _option(bool, "--tools", "Agents: every turn but the last one of a session calls a tool.", "Prompts"),
     "vocab_size": _option(
-        int, "--vocab-size", "Token ids are below this; 0: the size that the server reports.", "Prompts", min=0
+        int,
+        "--vocab-size",
+        "Token ids are below this; 0: the size that the server reports.",
+        "Prompts",
+        min=0,
+        max=2**31,
     ),
     "seed": _option(int, "--seed", "Random seed for prompts and arrivals.", "Prompts"),
     "temperature": _option(float, "--temperature", "Sampling temperature; 0 is greedy.", "Prompts", min=0.0, max=2.0),
@@ -68,7 +101,7 @@ _OPTIONS = {
     ),
     "trace": _option(str, "--trace", "Trace to replay: Mooncake's JSON lines or Azure's CSV.", "Trace"),
     "scale": _option(int, "--scale", f"Divide all lengths by this; must divide {TRACE_BLOCK}.", "Trace", min=1),
-    "rate_scale": _option(float, "--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6),
+    "rate_scale": _option(float, "--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6, max=1e6),
 }
 _DEFAULTS: dict[str, Any] = {"url": None, "model": "", "vocab_size": 0}
 """Where they are not those of `LoadPlan`: what the server is asked for."""

@@ -86,8 +86,8 @@ class Runner:
             # Built early, so that it can be sent on time.
             stream = self._stream(job) if isinstance(job, Job) else None
             wait_s = self._start_s + job.at_s - time.perf_counter()
-            if wait_s > _AHEAD_S:
-                await asyncio.sleep(wait_s)
+            # Also where it is late: else nothing would be sent until all jobs are built, and Ctrl-C would not end it.
+            await asyncio.sleep(wait_s if wait_s > _AHEAD_S else 0)
             work = self._session(job) if isinstance(job, Session) else self._report(job, stream)
             task = asyncio.ensure_future(work)
             tasks.add(task)

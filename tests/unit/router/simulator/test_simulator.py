@@ -344,6 +344,23 @@ def test_the_command_says_what_is_wrong_in_one_sentence(arguments: list[str]) ->
     assert shown.output.count("kvrelay:") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "code"),
+    [
+        ("--rate", "1e-320", 78),  # ended with a traceback, as too large a block did
+        ("--block-tokens", "1000000000000000000000", 2),
+        ("--rate", "inf", 78),
+        ("--rate-scale", "inf", 78),
+        ("--slo-ttft", "inf", 78),
+        ("--prefill", "100000000", 2),  # began only after minutes
+        ("--goodput", "2", 2),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(option: str, value: str, code: int) -> None:
+    shown = CliRunner().invoke(cli.app, ["--requests", "5", option, value])
+    assert (shown.exit_code, option in shown.output) == (code, True)
+
+
 MOONCAKE = os.environ.get("MOONCAKE_TRACE", "")
 
 

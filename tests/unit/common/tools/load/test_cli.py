@@ -169,3 +169,19 @@ def test_wrong_usage_is_named_before_anything_is_sent(args: list[str], words: st
     code, output = command(*args)
     assert code == 2, output
     assert words in output
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e308", "-1"])
+@pytest.mark.parametrize("option", ["--rate", "--duration", "--timeout", "--burstiness", "--slo-ttft", "--think-time"])
+def test_what_no_run_could_carry_out_is_refused(option: str, value: str) -> None:
+    """A run with `--rate 1e308 --duration 1` or `--burstiness 1e308` never ended."""
+    code, output = command("run", "--url", "http://127.0.0.1:1", option, value)
+    assert (code, f"Invalid value for '{option}'" in output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--rates", "1,1e300"), ("--highest-rate", "inf"), ("--precision", "nan"), ("--slo-tpot", "0")],
+)
+def test_a_sweep_that_could_not_end_is_refused(option: str, value: str) -> None:
+    assert command("sweep", "--url", "http://127.0.0.1:1", "--slo-ttft", "1", option, value)[0] == 2

@@ -121,6 +121,33 @@ def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
     play(serve, scene)
 
 
+def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
+    """Otherwise nothing would be sent, and Ctrl-C not be seen, until a generator that cannot keep up has built them all."""
+    answered: list[Outcome] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(whole_answer())
+
+    async def scene(url: str) -> None:
+        plan = LoadPlan(url=url, model="m", prefix_tokens=4, suffix_tokens=4, rate=1e5, requests=300)
+        workload = Workload(plan)
+        jobs, seen = workload.jobs, []
+
+        def watched(process: int = 0) -> Any:
+            for job in jobs(process):
+                seen.append(len(answered))
+                yield job
+
+        workload.jobs = watched  # type: ignore[method-assign]
+        await Runner(plan, workload, 0, answered.append).run(time.perf_counter())
+        assert len(answered) == 300
+        assert seen[-1] > 0
+
+    play(serve, scene)
+
+
 def chat_answer(**delta: object) -> bytes:
     events = (event(choices=[{"index": 0, "delta": delta}]), event(choices=[], usage=USAGE), b"[DONE]")
     return _ANSWER + chunk(b"".join(b"data: " + data + b"\n\n" for data in events)) + b"0\r\n\r\n"
