@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
@@ -52,7 +53,9 @@ def wait_before_retry_s(attempt: int, headers: Mapping[str, str]) -> float:
     asked_s = 0.0
     with contextlib.suppress(ValueError):  # a date, which our router does not send
         asked_s = float(headers.get("retry-after", ""))
-    growing_s = 0.25 * 2**attempt * random.uniform(0.5, 1.0)
+    if math.isnan(asked_s):
+        asked_s = 0.0
+    growing_s = 0.25 * 2 ** min(attempt, 16) * random.uniform(0.5, 1.0)
     # Spread, so that requests refused together do not come back together.
     return min(max(asked_s * random.uniform(1.0, 1.25), growing_s), _LONGEST_WAIT_S)
 

@@ -136,6 +136,8 @@ def test_the_servers_own_deadline_is_an_answer(waits: list[float]) -> None:
 def test_waits_grow_and_are_bounded() -> None:
     assert wait_before_retry_s(1, {}) <= 0.5
     assert wait_before_retry_s(30, {}) == 30.0
+    assert wait_before_retry_s(2000, {}) == 30.0  # hours later: 2.0**2000 is no number
+    assert 0 <= wait_before_retry_s(1, {"retry-after": "nan"}) <= 0.5
     assert wait_before_retry_s(1, {"retry-after": "3600"}) == 30.0
     assert wait_before_retry_s(1, {"retry-after": "Mon, 01 Jan 2035 00:00:00 GMT"}) <= 0.5
 
