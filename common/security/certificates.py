@@ -55,14 +55,7 @@ class Authority:
         if (folder / CA).exists():
             raise ConfigError(f"{folder} holds a certificate authority already")
         key = ec.generate_private_key(ec.SECP256R1())
-        name = _name("kvrelay certificate authority")
-        builder = (
-            _builder(name, name, key.public_key(), _CA_DAYS)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        )
-        certificate = builder.sign(key, hashes.SHA256())
+        certificate = _of_authority(key)
         try:
             (folder / _ISSUED).mkdir(parents=True)
             _write(folder / _CA_KEY, _pem(key))
@@ -73,15 +66,37 @@ class Authority:
         authority._publish_revoked(x509.CertificateRevocationListBuilder())
         return authority
 
-    def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> None:
+    @property
+    def ends(self) -> datetime.datetime:
+        """When its certificate, and with it every one that it has issued, is valid no more."""
+        return self._certificate.not_valid_after_utc
+
+    def renew(self) -> None:
+        """A new certificate of the same key and name: what the authority has issued is valid with either one.
+
+        Its `ca.pem` and `crl.pem` have to reach every service's folder. Raises: ConfigError if a file cannot be read or written.
+        """
+        revoked = self._revoked()[1]
+        self._certificate = _of_authority(self._key)
+        try:
+            self._publish_revoked(revoked)
+            _write(self.folder / CA, self._certificate.public_bytes(serialization.Encoding.PEM))
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.folder}: {error.strerror}") from error
+
+    def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> bool:
         """Write a new key and certificate of a service into `folder`; of an earlier one they take the place.
 
-        Raises: ConfigError if the folder cannot be written.
+        Returns whether it ends before `days` have passed, as it ends with the authority. Raises: ConfigError if the folder
+        cannot be written, or the authority has ended.
         """
+        wanted = _now() + datetime.timedelta(days=days)
+        if self.ends <= _now():
+            raise ConfigError(f"the authority in {self.folder} ended on {self.ends:%Y-%m-%d}: `kvrelay keys renew` it")
         key = ec.generate_private_key(ec.SECP256R1())
         public = key.public_key()
         builder = (
-            _builder(_name(name), self._certificate.subject, public, days)
+            _builder(_name(name), self._certificate.subject, public, min(wanted, self.ends))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(
@@ -96,12 +111,12 @@ class Authority:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.pem", encoded)
-            _write(folder / CA, (self.folder / CA).read_bytes())
-            self.copy_revoked(folder)
+            self.copy_all(folder)
             _write(folder / KEY, _pem(key))
             _write(folder / CERTIFICATE, encoded)
         except OSError as error:
             raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
+        return wanted - self.ends > datetime.timedelta(hours=1)
 
     def revoke(self, name: str) -> int:
         """Revoke all certificates of a service; the new `crl.pem` has to reach every service's folder.
@@ -109,10 +124,7 @@ class Authority:
         Returns how many were not revoked yet. Raises: ConfigError if it has issued none for the service, or a file of the
         authority cannot be read or written.
         """
-        known = _read(self.folder / REVOKED, x509.load_pem_x509_crl)
-        builder = x509.CertificateRevocationListBuilder()
-        for entry in known:
-            builder = builder.add_revoked_certificate(entry)
+        known, builder = self._revoked()
         issued = [_read(file, x509.load_pem_x509_certificate) for file in (self.folder / _ISSUED).glob("*.pem")]
         serials = [each.serial_number for each in issued if each.subject == _name(name)]
         if not serials:
@@ -132,29 +144,54 @@ class Authority:
         """Copy the list of revoked certificates into a service's folder. Raises: OSError."""
         _write(folder / REVOKED, (self.folder / REVOKED).read_bytes())
 
+    def copy_all(self, folder: Path) -> None:
+        """Copy the authority's certificate, too. Raises: OSError."""
+        _write(folder / CA, (self.folder / CA).read_bytes())
+        self.copy_revoked(folder)
+
+    def _revoked(self) -> tuple[x509.CertificateRevocationList, x509.CertificateRevocationListBuilder]:
+        """The list of revoked certificates, and a new one that begins with these. Raises: ConfigError."""
+        known = _read(self.folder / REVOKED, x509.load_pem_x509_crl)
+        builder = x509.CertificateRevocationListBuilder()
+        for entry in known:
+            builder = builder.add_revoked_certificate(entry)
+        return known, builder
+
     def _publish_revoked(self, builder: x509.CertificateRevocationListBuilder) -> None:
         now = _now()
         built = (
             builder.issuer_name(self._certificate.subject)
             .last_update(now - _BACKDATED)
             .next_update(now + datetime.timedelta(days=_CRL_DAYS))
+            # By its key: authorities have the same name, and OpenSSL would take the list of another one in `crl.pem`.
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         _write(self.folder / REVOKED, built.public_bytes(serialization.Encoding.PEM))
 
 
+def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name, public = _name("kvrelay certificate authority"), key.public_key()
+    builder = (
+        _builder(name, name, public, _now() + datetime.timedelta(days=_CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+    return builder.sign(key, hashes.SHA256())
+
+
 def _builder(
-    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, until: datetime.datetime
 ) -> x509.CertificateBuilder:
-    now = _now()
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(_now() - _BACKDATED)
+        .not_valid_after(until)
     )
 
 

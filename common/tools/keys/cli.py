@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -9,7 +10,7 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import flowing, run_checked
-from common.security.names import REVOKED, ROLES, ServiceRole
+from common.security.names import CA, REVOKED, ROLES, ServiceRole
 
 if TYPE_CHECKING:
     from common.security.certificates import Authority
@@ -55,6 +56,12 @@ def issue(
     run_checked(lambda: _issue(folder, name, role, days))
 
 
+@app.command("renew")
+def renew(folder: _Folder) -> None:
+    """Renew the authority for ten years, and update its certificate in every service's folder; its key stays."""
+    run_checked(lambda: _renew(folder))
+
+
 @app.command("revoke")
 def revoke(folder: _Folder, name: _Name) -> None:
     """Revoke all certificates of a service, and update the list of revoked ones in every service's folder."""
@@ -65,8 +72,7 @@ def _init(folder: Path, days: int) -> None:
     """Raises: ConfigError."""
     authority = _open(folder, create=True)
     for name, role in _SERVICES.items():
-        authority.issue(name, role, folder / name, days)
-        print(folder / name)
+        _issue_one(authority, folder / name, role, days)
     print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
 
 
@@ -76,8 +82,23 @@ def _issue(folder: Path, name: str, role: str, days: int) -> None:
         raise ConfigError(f"--role must be one of {', '.join(ROLES)}, not {role!r}")
     if Path(name).name != name or name in ("", ".", "..", "ca"):
         raise ConfigError(f"{name!r} cannot be the name of a service's folder")
-    _open(folder).issue(name, cast(ServiceRole, role), folder / name, days)
-    print(folder / name)
+    _issue_one(_open(folder), folder / name, cast(ServiceRole, role), days)
+
+
+def _issue_one(authority: Authority, folder: Path, role: ServiceRole, days: int) -> None:
+    """Raises: ConfigError."""
+    ends_early = authority.issue(folder.name, role, folder, days)
+    print(
+        f"{folder} (ends with its authority on {authority.ends:%Y-%m-%d}: see `keys renew`)" if ends_early else folder
+    )
+
+
+def _renew(folder: Path) -> None:
+    """Raises: ConfigError."""
+    authority = _open(folder)
+    authority.renew()
+    print(f"the authority is valid until {authority.ends:%Y-%m-%d}; issue certificates that ended with it again")
+    _update(folder, authority, (CA, REVOKED), authority.copy_all)
 
 
 def _revoke(folder: Path, name: str) -> None:
@@ -85,19 +106,25 @@ def _revoke(folder: Path, name: str) -> None:
     authority = _open(folder)
     count = authority.revoke(name)
     print(f"revoked {count} certificates of {name}" if count else f"all certificates of {name} were revoked before")
+    _update(folder, authority, (REVOKED,), authority.copy_revoked)
+
+
+def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Callable[[Path], None]) -> None:
+    """Copy what the authority has changed into every service's folder that can be written. Raises: ConfigError for others."""
     failed: list[str] = []
-    for service in sorted(folder.glob(f"*/{REVOKED}")):
-        if service.parent == authority.folder:
+    for service in sorted(file.parent for file in folder.glob(f"*/{REVOKED}")):
+        if service == authority.folder:
             continue
+        names = " and ".join(str(service / name) for name in files)
         try:
-            authority.copy_revoked(service.parent)
+            copy(service)
         except OSError as error:
-            failed.append(f"{service} ({error.strerror})")
+            failed.append(f"{names} ({error.strerror})")
         else:
-            print(f"updated {service}; copy it to the service's host")
+            print(f"updated {names}; copy to the service's host")
     if failed:
         raise ConfigError(
-            f"cannot write {', '.join(failed)}: run this again, or copy {authority.folder / REVOKED} there"
+            f"cannot write {', '.join(failed)}: run this again, or copy {' and '.join(files)} there from {authority.folder}"
         )
 
 

@@ -67,6 +67,24 @@ def test_a_revoked_nodes_signature_is_not_believed_and_a_renewed_one_signs_again
     router.check(b"content", *node.sign(b"content"), "node")
 
 
+def test_services_of_two_authorities_believe_each_other_with_both_in_their_files(tmp_path: Path) -> None:
+    """Only the first in `ca.pem` and `crl.pem` counted, where TLS takes all."""
+    for name in ("one", "two"):
+        Authority.create(tmp_path / name).issue(name, "node", tmp_path / f"node-{name}", 1)
+    Authority(tmp_path / "two").revoke("two")
+    Authority(tmp_path / "two").issue("three", "node", tmp_path / "node-three", 1)
+    both = tmp_path / "router"
+    both.mkdir()
+    for file in ("ca.pem", "crl.pem"):
+        (both / file).write_bytes((tmp_path / "one" / file).read_bytes() + (tmp_path / "two" / file).read_bytes())
+    for name in ("one", "three"):
+        Signer(both).check(b"content", *Signer(tmp_path / f"node-{name}").sign(b"content"), "node")
+    with pytest.raises(ProtocolError, match="revoked"):
+        Signer(both).check(b"content", *Signer(tmp_path / "node-two").sign(b"content"), "node")
+    with pytest.raises(ProtocolError, match="another authority"):
+        Signer(both).check(b"content", *signer("node").sign(b"content"), "node")
+
+
 @pytest.mark.parametrize("first", ["cert.pem", "key.pem"])
 def test_a_folder_that_is_being_copied_signs_nothing_until_it_is_whole(tmp_path: Path, first: str) -> None:
     """A renewal of the lease that fell between the two files once signed with the old key and the new certificate, for ever."""

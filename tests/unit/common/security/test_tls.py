@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import ssl
 from pathlib import Path
@@ -81,6 +82,36 @@ def test_certificates_are_revoked_and_renewed_without_a_restart(tmp_path: Path) 
     assert authority.revoke("node") == 1
     authority.copy_revoked(tmp_path / "router")
     assert not asyncio.run(greet(node, router.for_client()))
+
+
+def test_services_of_two_authorities_trust_each_other_with_both_in_their_files(tmp_path: Path) -> None:
+    """While one replaces the other. Both have one name, and OpenSSL took the list of revoked certificates of the wrong one."""
+    old, new = Authority.create(tmp_path / "old"), Authority.create(tmp_path / "new")
+    old.issue("router", "router", tmp_path / "router", 1)
+    new.issue("node", "node", tmp_path / "node", 1)
+
+    def copy() -> None:
+        for role, file in itertools.product(("router", "node"), ("ca.pem", "crl.pem")):
+            both = [(tmp_path / name / file).read_bytes() for name in ("old", "new")]
+            (tmp_path / role / file).write_bytes(b"".join(both))
+
+    copy()
+    router, node = Credentials(str(tmp_path / "router")), Credentials(str(tmp_path / "node"))
+    assert asyncio.run(greet(node, router.for_client()))
+    old.revoke("router")
+    copy()
+    assert not asyncio.run(greet(node, router.for_client()))
+
+
+def test_what_a_renewed_authority_has_issued_is_valid_with_its_old_and_its_new_certificate(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    authority.issue("router", "router", tmp_path / "router", 1)
+    authority.issue("node", "node", tmp_path / "node", 1)
+    authority.renew()
+    authority.issue("node", "node", tmp_path / "node", 1)  # with the new ca.pem; the router has the old one
+    router, node = Credentials(str(tmp_path / "router")), Credentials(str(tmp_path / "node"))
+    assert (tmp_path / "router" / "ca.pem").read_bytes() != (tmp_path / "node" / "ca.pem").read_bytes()
+    assert asyncio.run(greet(node, router.for_client()))
 
 
 def test_half_written_files_leave_the_old_certificate_in_use(tmp_path: Path) -> None:

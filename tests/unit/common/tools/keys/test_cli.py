@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
+from unittest.mock import patch
 
+from cryptography import x509
 from typer.testing import CliRunner
 
 from common.security.tls import Credentials
@@ -61,3 +64,23 @@ def test_a_damaged_file_of_the_authority_is_named(tmp_path: Path) -> None:
     assert f"{issued} cannot be read" in keys("revoke", str(tmp_path), "decode", code=78)
     (tmp_path / "ca" / "crl.pem").unlink()
     assert "crl.pem cannot be read" in keys("revoke", str(tmp_path), "decode", code=78)
+
+
+def test_certificates_end_with_their_authority_which_can_be_renewed(tmp_path: Path) -> None:
+    """`--days` beyond it promised years in which no service would have let another one in."""
+    folder = str(tmp_path)
+    ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3650)
+    early = f"(ends with its authority on {ends:%Y-%m-%d}"
+    assert keys("init", folder, "--days", "36500").count(early) == 4
+    assert early in keys("issue", folder, "a", "--role", "node", "--days", "3652")
+    assert early not in keys("issue", folder, "a", "--role", "node", "--days", "3650")
+    assert x509.load_pem_x509_certificate((tmp_path / "a" / "cert.pem").read_bytes()).not_valid_after_utc <= ends
+    in_ten_years = ends + datetime.timedelta(days=1)
+    with patch("common.security.certificates._now", lambda: in_ten_years):
+        assert "`kvrelay keys renew` it" in keys("issue", folder, "a", "--role", "node", code=78)
+        said = keys("renew", folder)
+        assert f"valid until {in_ten_years + datetime.timedelta(days=3650):%Y-%m-%d}" in said
+        keys("issue", folder, "a", "--role", "node", "--days", "3650")
+    for file in ("ca.pem", "crl.pem"):
+        assert str(tmp_path / "router" / file) in said.replace("\n", "")
+        assert (tmp_path / "router" / file).read_bytes() == (tmp_path / "ca" / file).read_bytes()
