@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from common.cli import run_checked
-from common.tools.admin.client import AdminRefused, AdminUnreachable, connect
+from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect
 from common.tools.admin.options import Url
 
 _SHOWN = 10
@@ -36,7 +36,8 @@ def _watch(url: str | None, interval_s: float, count: int | None) -> None:
     from common.tools.admin import show
 
     console = show.console()
-    view = show.overview(*_look(url))  # a cluster that does not answer at first is an error
+    client = connect(url, os.environ)
+    view = show.overview(*_look(client))  # a cluster that does not answer at first is an error
     with (
         Live(view, console=console, screen=False, auto_refresh=False)
         if console.is_terminal
@@ -47,8 +48,9 @@ def _watch(url: str | None, interval_s: float, count: int | None) -> None:
             for _ in itertools.count(1) if count is None else range(1, count):
                 time.sleep(interval_s)
                 try:
-                    view = show.overview(*_look(url))
-                except (AdminUnreachable, AdminRefused) as error:
+                    client = _connect_again(url, client.url)
+                    view = show.overview(*_look(client))
+                except (AdminUnreachable, AdminRefused, AdminUsage) as error:
                     live.update(show.group(view, show.cell(error.message)), refresh=True)
                 else:
                     live.update(view, refresh=True)
@@ -72,8 +74,15 @@ class _Lines:
         self._console.print(view)
 
 
-def _look(url: str | None) -> tuple[Any, Any, list[dict[str, Any]]]:
-    client = connect(url, os.environ)
+def _connect_again(url: str | None, before: str) -> AdminClient:
+    """As at first: the cluster may have restarted elsewhere. If others have started meanwhile, to that of `before`."""
+    try:
+        return connect(url, os.environ)
+    except AdminUsage:
+        return connect(before, os.environ)
+
+
+def _look(client: AdminClient) -> tuple[Any, Any, list[dict[str, Any]]]:
     requests = client.get(f"/requests?limit={_SHOWN}")["requests"]
     running = [summary for summary in requests if summary["outcome"] == "running"]
     return client.get("/status"), client.get("/nodes"), running
