@@ -22,6 +22,7 @@ import redis
 
 from common.base.errors import ConfigError
 from common.base.process import tied_command
+from common.base.temporary_folder import temporary_folder
 
 START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
@@ -113,7 +114,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Raises: ConfigError if there is no server program, or it does not answer in time."""
-        self._directory = self._directory or tempfile.mkdtemp(prefix="kvrelay-redis-")
+        self._directory = self._directory or tempfile.mkdtemp(prefix="kvrelay-redis-", dir=temporary_folder())
         try:
             for attempt in range(1, _PORT_ATTEMPTS + 1):
                 self.port = self.port or free_port()

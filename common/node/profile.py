@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.base import stack_sampler
 from common.base.errors import Unavailable
+from common.base.temporary_folder import temporary_folder
 
 _HEAD_BYTES = 65_536
 _EVENTS, _LAST_FIELD = b'"traceEvents": [', b'"traceName": '
@@ -29,7 +30,10 @@ def node_profile(duration_s: float) -> bytes:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     recorder = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
-    with ThreadPoolExecutor(1, thread_name_prefix="profile") as thread, tempfile.TemporaryDirectory() as folder:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="profile") as thread,
+        tempfile.TemporaryDirectory(dir=temporary_folder()) as folder,
+    ):
         recorder.start()
         stacks = thread.submit(stack_sampler.record, duration_s).result()
         recorder.stop()

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from common.base.errors import ConfigError, KvRelayError
+from common.base.temporary_folder import temporary_folder
 from common.config.sources import SUPERVISOR_VARIABLE
 
 _POLL_S = 0.05
@@ -35,7 +36,7 @@ class LocalCluster:
 
         Raises: ConfigError or ClusterFailed with the reason that it gave.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-cluster-")
+        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-cluster-", dir=temporary_folder())
         self._pid_file, self._log_file = (Path(self._folder.name, name) for name in ("pids.json", "log"))
         own = ["--host", "127.0.0.1", "--port", "0", "--routers", "1", "--pid-file", str(self._pid_file)]
         self._command = [sys.executable, "-m", "common.cli", "up", *arguments, *own]

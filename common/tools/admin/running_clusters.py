@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
 from common.base.process import start_ticks
+from common.base.temporary_folder import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RunningCluster:
 def runtime_folder(environ: Mapping[str, str]) -> Path:
     """Folder of the files: below $XDG_RUNTIME_DIR, or a folder of this user below the temporary folder."""
     base = environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "kvrelay" if base else Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
+    return Path(base) / "kvrelay" if base else temporary_folder() / f"kvrelay-{os.getuid()}"
 
 
 @contextlib.contextmanager

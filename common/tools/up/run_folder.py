@@ -10,6 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from common.base.file_lock import try_lock
+from common.base.temporary_folder import temporary_folder
 
 _PREFIX = "kvrelay-up-"
 _MARK = "locked"
@@ -25,7 +26,7 @@ def run_folder() -> Generator[Path]:
     this user's runs that were killed are removed.
     """
     _remove_dead()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_folder()))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -38,7 +39,7 @@ def run_folder() -> Generator[Path]:
 
 
 def _remove_dead() -> None:
-    for mark in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARK}"):
+    for mark in temporary_folder().glob(f"{_PREFIX}*/{_MARK}"):
         with contextlib.suppress(OSError):
             if os.lstat(mark.parent).st_uid != os.getuid():
                 continue

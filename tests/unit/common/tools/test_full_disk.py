@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import resource
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ from common.node.profile import node_profile
 from common.security.certificates import Authority
 from common.tools.admin import bundle, options
 from common.tools.admin.cli import app as admin
-from common.tools.admin.running_clusters import RunningCluster, announced
+from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
 from common.tools.api_client import ApiAnswer
 from common.tools.batch.output_file import OutputFile
 from common.tools.load.results import write_report, write_result
 from common.tools.up.pid_file import PidEntry, PidFile
+from common.tools.up.run_folder import run_folder
 
 
 @contextlib.contextmanager
@@ -118,3 +120,14 @@ def test_a_cluster_that_cannot_be_announced_runs(tmp_path: Path, caplog: pytest.
 def test_a_new_authority_is_refused(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(ConfigError, match="cannot write"):
         Authority.create(tmp_path / "ca")
+
+
+def test_a_cluster_is_found_and_its_folder_made_where_no_temporary_file_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's `tempfile` writes a file to find its folder: `kvrelay up`, `admin` and `load` ended with its traceback."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with full_disk():
+        assert runtime_folder({}).name == f"kvrelay-{os.getuid()}"
+        with run_folder() as folder, pytest.raises(ConfigError, match=f"cannot write {folder / 'ca'}: File too large"):
+            Authority.create(folder / "ca")
