@@ -37,6 +37,8 @@ class Child:
         """The current process is usable."""
         self.started_s = 0.0
         """Start of the current process, by `time.monotonic`."""
+        self.started_at = 0.0
+        """The same by the wall clock, as it was then."""
         self.address = ""
         self.incarnation = ""
         """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
@@ -54,7 +56,7 @@ class Child:
 
     async def start(self) -> None:
         self.ready = False
-        self.started_s = time.monotonic()
+        self.started_s, self.started_at = time.monotonic(), time.time()
         self.last_line = ""
         self._process = await self._fork() or await self._execute()
         assert self._process.stdout is not None

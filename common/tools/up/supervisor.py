@@ -315,7 +315,8 @@ class Supervisor:
         record = self._records.get(child.spec.node_id or "")
         if record is None or record.peer.incarnation == child.incarnation:
             return False
-        if record.started_at < time.time() - (time.monotonic() - child.started_s):
+        # The wall clock may have been set since the child started, or since it registered.
+        if record.started_at < min(child.started_at, time.time() - (time.monotonic() - child.started_s)):
             return False  # record of an earlier process: in a shared Redis it remains for one lease
         child.incarnation = record.peer.incarnation
         child.address = record.peer.control_address
