@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ class OutputFile:
         except OSError as error:
             raise BadBatch(f"cannot write {path}: {error.strerror}") from None
         try:
+            if not stat.S_ISREG(
+                os.fstat(self._descriptor).st_mode
+            ):  # a pipe would be read before it is written, for ever
+                raise BadBatch(f"cannot write {path}: it is not a file, in which a stopped batch could go on")
             if not try_lock(self._descriptor):
                 raise BadBatch(f"{path} is being written by another batch")
             self._read()
@@ -106,7 +111,7 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with contextlib.suppress(OSError):  # a pipe or a special file
+            with contextlib.suppress(OSError):  # `add` has said what is wrong, or the system's cache holds it
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)

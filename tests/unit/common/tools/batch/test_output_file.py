@@ -103,3 +103,14 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "folder")
     with pytest.raises(BadBatch, match="cannot write"):
         OutputFile(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """`-o /dev/stdout` of a pipeline waited for ever, as the results of earlier runs were read from it."""
+    path = Path("/dev/null")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(BadBatch, match="not a file"):
+        OutputFile(path)
