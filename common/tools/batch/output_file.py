@@ -96,7 +96,8 @@ class OutputFile:
             "response": response,
             "error": error,
         }
-        rest = memoryview(to_json(line) + b"\n")
+        encoded = to_json(line) + b"\n"
+        rest = memoryview(encoded)
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -104,7 +105,14 @@ class OutputFile:
                 os.fsync(self._descriptor)
                 self._synced_s = time.monotonic()
         except OSError as failure:
+            if rest:
+                self._cut_off(len(encoded) - len(rest))
             raise BatchFailed(f"cannot write {self.path}: {failure.strerror}") from None
+
+    def _cut_off(self, size_bytes: int) -> None:
+        """Remove the part of a line that was written: a request that ends now could add its result to the same line."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - size_bytes)
 
     def __enter__(self) -> OutputFile:
         return self

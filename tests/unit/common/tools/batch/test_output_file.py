@@ -97,6 +97,28 @@ def test_a_full_disk_ends_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             output.add("a", GOOD)
 
 
+def test_a_result_that_was_written_in_part_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ended just then added its line to the part, and the batch could never go on with its file."""
+    write, room = os.write, 20
+
+    def filling(descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(28, "No space left on device")
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        monkeypatch.setattr(output_file.os, "write", filling)
+        with pytest.raises(BatchFailed, match="No space left"):
+            output.add("a", GOOD)
+        room = 10**6
+        output.add("b", GOOD)
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        assert output.finished == {"b"}
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadBatch, match="cannot write"):
         OutputFile(tmp_path / "nowhere" / "out.jsonl")
