@@ -24,6 +24,11 @@ _STOP_S = 30.0
 """Time for the services to end in order, before they are killed."""
 
 
+def own_key(api_key: str) -> str:
+    """The key to send to a cluster of one's own, whose router takes any of those in the option `api_key`."""
+    return next((key.strip() for key in api_key.split(",") if key.strip()), "")
+
+
 class ClusterFailed(KvRelayError):
     """The cluster could not start, or ended by itself."""
 

@@ -15,7 +15,7 @@ from common.base.errors import KvRelayError, from_code
 from common.config.service_configs import UpConfig
 from common.control.messages import PromptLogprobs, TokenLogprobs
 from common.tools.api_client import ApiAnswer, ApiClient, run_workers
-from common.tools.local_cluster import LocalCluster
+from common.tools.local_cluster import LocalCluster, own_key
 from kvrelay.engine import CLOSED, load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
@@ -58,11 +58,16 @@ class ClusterEngine:
     def _client(self) -> ApiClient:
         config, url = self._config, self._cluster.url
         timeout_s = config.request_timeout_s
-        return ApiClient(url, config.api_key, connections=_MOST_IN_FLIGHT, timeout_s=timeout_s, attempts=_ATTEMPTS)
+        key = own_key(config.api_key)
+        return ApiClient(url, key, connections=_MOST_IN_FLIGHT, timeout_s=timeout_s, attempts=_ATTEMPTS)
 
     async def _model_card(self) -> dict[str, Any]:
         async with self._client() as client:
-            return (await client.get("/v1/models")).body["data"][0]
+            answer = await client.get("/v1/models")
+        if answer.status_code != 200:  # a file of API keys does not say which one to send
+            error: dict[str, Any] = answer.body.get("error") or {}
+            raise KvRelayError(f"the local cluster refuses its own client: {error.get('message')}")
+        return answer.body["data"][0]
 
     def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()

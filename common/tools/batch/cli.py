@@ -87,17 +87,19 @@ def batch(
         from common.tools.api_client import ApiClient
         from common.tools.batch.input_file import BadBatch, check_lines
         from common.tools.batch.output_file import OutputFile
+        from common.tools.local_cluster import own_key
 
         custom_ids = check_lines(input_file)
         if output_file.exists() and output_file.samefile(input_file):
             raise BadBatch("the output file must not be the input file")
+        key = api_key if cluster is None else own_key(api_key)
         with OutputFile(output_file) as output:
             if foreign := output.finished - custom_ids:
                 raise BadBatch(f"{output_file} has a result for {min(foreign)!r}, which {input_file} does not ask for")
             before = len(output.finished)
             if before < len(custom_ids):
                 with _server(url, cluster) as address:
-                    client = ApiClient(address, api_key, connections=concurrency, timeout_s=timeout, attempts=attempts)
+                    client = ApiClient(address, key, connections=concurrency, timeout_s=timeout, attempts=attempts)
                     _run(client, input_file, output, concurrency, len(custom_ids))
             _report(output, before)
 

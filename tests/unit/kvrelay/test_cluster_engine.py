@@ -103,6 +103,28 @@ def test_a_cluster_starts_within_an_asyncio_loop(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(start()).model.max_model_len == 64
 
 
+class ClientWithKey(SilentClient):
+    """A client of a server that wants the key `one`."""
+
+    def __init__(self, url: str, api_key: str, **options: Any) -> None:
+        super().__init__(url, api_key, **options)
+        self._key = api_key
+
+    async def get(self, path: str) -> ApiAnswer:
+        if self._key != "one":
+            return ApiAnswer(401, "", {"error": {"message": "a valid API key is needed"}})
+        return await super().get(path)
+
+
+def test_the_cluster_gets_one_of_its_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got all of them as one key, was refused, and ended with a KeyError."""
+    monkeypatch.setattr(cluster_engine, "LocalCluster", FakeCluster)
+    monkeypatch.setattr(cluster_engine, "ApiClient", ClientWithKey)
+    assert ClusterEngine(UpConfig(api_key="one, two"), []).model.name == "demo"
+    with pytest.raises(KvRelayError, match="a valid API key is needed"):
+        ClusterEngine(UpConfig(api_key_file="keys.toml"), [])
+
+
 def error_of_call(engine: ClusterEngine, end: Callable[[], None]) -> BaseException | None:
     """What a call raises during which `end` runs."""
     with ThreadPoolExecutor(1) as pool:
