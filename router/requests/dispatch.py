@@ -184,10 +184,7 @@ class Dispatcher:
 
         Raises: as `check_room`.
         """
-        self.check_room(model, len(requests), requests[0].tenant)
-        state = self.state(model)
-        if state.table.waiting + len(requests) > self._config.max_waiting:
-            state.admission_queue.make_room(requests[0].tenant)
+        state = self._take_room(model, len(requests), requests[0].tenant)
         generations: list[Generation] = []
         siblings = Siblings()
         try:
@@ -206,7 +203,7 @@ class Dispatcher:
 
         Raises: as `check_room`.
         """
-        self.check_room(model, len(parts), tenant)
+        self._take_room(model, len(parts), tenant)
         for part in parts:
             part.enter()
         self._start_soon(parts)
@@ -280,6 +277,14 @@ class Dispatcher:
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )
+
+    def _take_room(self, model: str, count: int, tenant: Tenant) -> RouterState:
+        """Make room for `count` more in a full queue: refuse a request of somebody who has more there. Raises: as `check_room`."""
+        self.check_room(model, count, tenant)
+        state = self.state(model)
+        if state.table.waiting + count > self._config.max_waiting:
+            state.admission_queue.make_room(tenant)
+        return state
 
     async def run(self) -> None:
         """Renew the leases at the nodes and expire queued requests; never returns."""

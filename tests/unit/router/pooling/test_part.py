@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,29 @@ def test_a_call_of_more_parts_than_may_wait_is_refused(model_folder: Path) -> No
         assert await asyncio.gather(*running) == [expected(work())] * 4
 
     play(model_folder, scene, count=1, max_waiting=3, max_num_seqs=1)
+
+
+def test_calls_of_many_users_do_not_overfill_the_queue(model_folder: Path) -> None:
+    """A client chooses `user` freely. One with fewer parts in the queue takes another one's place, not a further one."""
+
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        (node,) = nodes
+        node.gate.clear()
+        running = [asyncio.create_task(run(stack, work(), f"call{number}")) for number in range(4)]
+        await node.until(lambda: bool(node.pooling))
+        dispatcher = stack.router.dispatcher
+        full = dispatcher.waiting
+        for number in range(6):
+            wanted = replace(work(), tenant=Tenant("", f"user{number}"))
+            running.append(asyncio.create_task(run(stack, wanted, f"other{number}")))
+            await asyncio.sleep(0.01)
+            assert dispatcher.waiting == full
+        node.gate.set()
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert ended.count(expected(work())) == 4
+        assert sum(isinstance(each, Overloaded) for each in ended) == 6
+
+    play(model_folder, scene, count=1, max_waiting=2, max_num_seqs=1)
 
 
 def test_the_node_with_the_least_work_is_picked_of_those_that_take_the_input() -> None:
