@@ -158,11 +158,14 @@ class RegisteredModel:
             return self._refuse(f"{error}; give the router a folder with --model")
         except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
             return self._refuse(f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log", error)
+        latest = self._wanted or info  # nodes may have come and gone meanwhile
+        if (latest.path, latest.tokenizer, latest.task) != (info.path, info.tokenizer, info.task):
+            return False  # their files are loaded at once
         if info.tokenizer not in (model.tokenizer_digest, ""):
             return self._refuse(f"tokenizer.json in {info.path} on this machine differs from that of the nodes")
         self.is_refused = False
         self._files = model
-        self._serve(model, info)
+        self._serve(model, latest)
         log.info("serving %s from %s", info.name, info.path)
         self._on_loaded()
         return True

@@ -248,6 +248,40 @@ def test_files_on_a_mount_that_hangs_take_one_thread_however_often_nodes_change(
     play(monkeypatch, scene)
 
 
+def test_nodes_that_register_while_files_are_loaded_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Membership is reported only when it changes: what is served after loading stays until then."""
+    begins, goes_on = threading.Event(), threading.Event()
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        def load(path: str, name: str | None, options: LoadOptions) -> ServedModel:
+            begins.set()
+            goes_on.wait(10)
+            return folders.load(path, name, options)
+
+        monkeypatch.setattr(served_model, "load", load)
+
+        async def registers(*records: NodeRecord) -> None:
+            goes_on.clear()
+            begins.clear()
+            catalog.accept([record("a0", records[0].model.name)])
+            await asyncio.to_thread(begins.wait, 10)
+            catalog.accept(list(records))
+            goes_on.set()
+            await listed(catalog, records[0].model.name)
+
+        try:
+            await registers(record("a0", "a"), record("a1", "a", max_model_len=32))
+            assert catalog.get("a").max_model_len == 32
+            catalog.accept([])
+            await listed(catalog)
+            await registers(record("b1", "b", path="/m/new", tokenizer="t-/m/new"))
+            assert (catalog.get("b").path, catalog.get("b").tokenizer_digest) == ("/m/new", "t-/m/new")
+        finally:
+            goes_on.set()
+
+    play(monkeypatch, scene, remembered_s=0.01)
+
+
 def test_adapters_are_served_by_name_with_the_weights_that_most_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, other = Adapter("x", "1"), Adapter("x", "2"), Adapter("b", "3")
 
