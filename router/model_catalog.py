@@ -53,6 +53,8 @@ class ModelCatalog:
         self._remembered_s = remembered_s
         self._given: ServedModel | None = None
         """The configured model."""
+        self._records: list[NodeRecord] = []
+        """What nodes have registered."""
         self._registered: dict[str, RegisteredModel] = {}
         """All that nodes registered, by that name; the oldest first."""
         self._main: RegisteredModel | None = None
@@ -75,6 +77,7 @@ class ModelCatalog:
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Return the nodes whose models this router can serve. What the configuration leaves open comes from them."""
+        self._records = records
         found: defaultdict[str, list[NodeRecord]] = defaultdict(list)
         for record in sorted(records, key=lambda record: record.started_at):
             found[record.model.name].append(record)
@@ -126,7 +129,8 @@ class ModelCatalog:
         model = self._registered.pop(name)
         model.close()
         self._main = None if model is self._main else self._main
-        self._publish()
+        # Another one may be the main model now.
+        self.accept([record for record in self._records if record.model.name in self._registered])
 
     def get(self, name: str | None) -> ServedModel:
         """The model that a client named; None: the one to use if the client names none.

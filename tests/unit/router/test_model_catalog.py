@@ -165,6 +165,20 @@ def test_a_model_without_nodes_is_known_for_a_while(monkeypatch: pytest.MonkeyPa
     play(monkeypatch, scene, remembered_s=0.05)
 
 
+def test_another_model_is_the_main_one_when_the_main_one_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        a, b = record("a0", "a"), record("b0", "b", started_at=1.0)
+        catalog.accept([a, b])
+        await listed(catalog, "prod", "b")
+        catalog.accept([b])
+        assert catalog.get("prod").base == "a"  # the dispatcher answers 503
+        async with asyncio.timeout(10):
+            while not catalog.models or catalog.get("prod").base != "b":
+                await asyncio.sleep(0.001)
+
+    play(monkeypatch, scene, served_model_name="prod", chat_template="T", remembered_s=0.05)
+
+
 def test_the_roles_of_a_model_are_known_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(catalog: ModelCatalog, folders: Folders) -> None:
         a, pooling = record("a0", "a", role="prefill"), record("e0", "e", task="embed", role="prefill", started_at=1.0)
