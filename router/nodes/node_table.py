@@ -89,10 +89,10 @@ class NodeTable:
         replaced: list[Node] = []
         relisted = False
         for node in list(self._nodes.values()):
-            was_usable = node.usable
+            did_work = node.works
             node.listed = node.incarnation in listed
             self._fleets.sync(node)
-            relisted |= node.usable and not was_usable
+            relisted |= node.works and not did_work
             if names.get(node.node_id, node.incarnation) != node.incarnation:
                 replaced.append(node)
                 self._close_link(node)

@@ -169,6 +169,22 @@ def test_node_that_is_listed_again_while_its_link_stood_is_told_as_usable() -> N
     play(scene)
 
 
+def test_a_draining_node_that_is_listed_again_is_told_to_the_streams_that_wait_for_it() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        node.draining = True
+        view.table.tick()
+        async with asyncio.timeout(20):
+            while view.table.usable("decode"):
+                await asyncio.sleep(0.001)
+        view.table.update([])
+        assert not view.changed.is_set()
+        view.table.update([node.record])
+        assert len(view.table.fleets("stub-model").finishing) == 1
+        assert view.changed.is_set()
+
+    play(scene)
+
+
 def test_silence_is_not_judged_when_the_router_itself_stalled() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
