@@ -213,11 +213,14 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """Whether the node has answered a ping within the last half lease."""
-        node = self._nodes.get(incarnation)
-        return (
-            node is not None and node.last_pong_s is not None and self._clock() - node.last_pong_s < self._lease_s / 2
-        )
+        """Whether the node has answered a ping within the last half lease, or would have, had this event loop not stalled."""
+        node, now = self._nodes.get(incarnation), self._clock()
+        if node is None:
+            return False
+        if node.last_pong_s is None:
+            return node.listed and self.rejoining
+        asked_just_now = len(node.pings) == 1 and now - self._last_tick_s < self._lease_s / 6
+        return now - node.last_pong_s < self._lease_s / 2 or not node.pings or asked_just_now
 
     def send(
         self,

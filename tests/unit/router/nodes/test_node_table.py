@@ -185,6 +185,36 @@ def test_a_draining_node_that_is_listed_again_is_told_to_the_streams_that_wait_f
     play(scene)
 
 
+@pytest.mark.parametrize("stall_s", [0.9, 2.0, 4.0])
+def test_a_node_answers_whatever_the_router_itself_missed(stall_s: float) -> None:
+    """Directory drops a node that does not answer for as long as Redis takes no writes."""
+
+    async def scene(view: View, node: StubNode) -> None:
+        table = view.table
+        view.clock.advance(1.0)  # the usual pause between pings
+        assert table.answers(node.incarnation)
+        view.clock.advance(stall_s)
+        assert table.answers(node.incarnation), "it was not asked"
+        table.tick()
+        assert table.answers(node.incarnation), "its answer could not be read yet"
+
+    play(scene)
+
+
+def test_a_node_that_is_silent_for_half_a_lease_does_not_answer() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        node.pings_answered = False
+        view.clock.advance(1.0)
+        view.table.tick()
+        assert view.table.answers(node.incarnation)
+        view.clock.advance(0.5)
+        assert not view.table.answers(node.incarnation)
+        view.table.tick()
+        assert not view.table.answers(node.incarnation)
+
+    play(scene)
+
+
 def test_silence_is_not_judged_when_the_router_itself_stalled() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
