@@ -100,17 +100,19 @@ class RegisteredModel:
     def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """The nodes with the same tokenizer as this router.
 
-        If there is none and the configuration does not name the model, all nodes: the router then loads their tokenizer.
+        If there is none and the configuration does not name the model, those with the tokenizer of the oldest one that
+        decodes: the router then loads that.
         """
         ours = self._given or self._files
-        if ours is None:
-            return records
-        same = [record for record in records if record.model.tokenizer in (ours.tokenizer_digest, "")]
-        if not same and self._given is None:
-            return records
+        same = [] if ours is None else _with_tokenizer(records, ours.tokenizer_digest)
+        whose = "this router's"
+        if not same and self._given is None and records:
+            oldest = next((record for record in records if record.role == "decode"), records[0])
+            same = _with_tokenizer(records, oldest.model.tokenizer) if oldest.model.tokenizer else records
+            whose = f"that of {oldest.peer.node_id}"
         for record in records:
             if record not in same:
-                self._ignore(record, f"its tokenizer.json for {self.name} differs from this router's")
+                self._ignore(record, f"its tokenizer.json for {self.name} differs from {whose}")
         return same
 
     def _ignore(self, record: NodeRecord, why: str) -> None:
@@ -187,6 +189,11 @@ class RegisteredModel:
             task=info.task,
             hidden_size=info.hidden_size,
         )
+
+
+def _with_tokenizer(records: list[NodeRecord], digest: str) -> list[NodeRecord]:
+    """The nodes with this tokenizer, and those that do not tell."""
+    return [record for record in records if record.model.tokenizer in (digest, "")]
 
 
 def _adapters(records: list[NodeRecord]) -> list[Adapter]:

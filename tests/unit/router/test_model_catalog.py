@@ -204,6 +204,27 @@ def test_nodes_of_one_name_with_another_task_are_ignored_and_named_once(
     assert caplog.text.count("odd is ignored: its model a is for 'embed', that of an older node for 'generate'") == 1
 
 
+def test_nodes_of_another_tokenizer_are_ignored_before_the_files_are_loaded_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router that starts finds both: nothing tells it to look again when it has loaded the files of the older one."""
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        records = [
+            record("p0", "a", role="prefill", tokenizer="new"),
+            record("a0", "a", started_at=1.0, tokenizer="t-/m/a"),
+            record("a1", "a", started_at=2.0, tokenizer="new", max_model_len=8),
+            record("a2", "a", started_at=3.0),
+        ]
+        assert ids(catalog.accept(records)) == ["a0", "a2"]
+        await listed(catalog, "a")
+        assert catalog.get("a").max_model_len == 64
+        assert ids(catalog.accept(records)) == ["a0", "a2"]
+
+    play(monkeypatch, scene)
+    assert caplog.text.count("a1 is ignored: its tokenizer.json for a differs from that of a0") == 1
+
+
 def test_a_model_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(catalog: ModelCatalog, folders: Folders) -> None:
         catalog.accept([record("b0", "b", tokenizer="another"), record("a0", "a", started_at=1.0)])
