@@ -190,8 +190,8 @@ class Attempts:
         self._place_again(wanted, answer)
 
     def _on_no_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
-        nodes = self._router.nodes
-        if self._router.fleets.finishing.nodes:
+        nodes, fleets = self._router.nodes, self._router.fleets
+        if fleets.finishing.nodes and not fleets.by_role["decode"].nodes:
             error = Unavailable("every decode node that is left is draining; try again later")
         else:
             error.__traceback__ = None  # its frames refer to the request, which would wait for the garbage collector

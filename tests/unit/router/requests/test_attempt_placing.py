@@ -41,6 +41,7 @@ class World:
         self.waits: dict[str, Callable[..., None]] = {}
         self.rejoining = False
         self.finishing = Fleet("decode")
+        self.by_role = {"decode": Fleet("decode")}
         self.story = Story("r")
         self.token_ids: list[int] = []
         parts = dict.fromkeys(
@@ -204,6 +205,11 @@ def test_a_new_request_without_a_node_is_refused_at_once() -> None:
     answer = world.place()
     assert isinstance(answer, f.Unplaceable)
     assert "draining" in answer.error.message
+    world.placement = Unavailable("no decode node has LoRA adapter 'a' now")
+    world.by_role["decode"].add("e", "e")
+    answer = world.place()
+    assert isinstance(answer, f.Unplaceable)
+    assert "LoRA adapter" in answer.error.message, "only some are draining"
 
 
 @pytest.mark.parametrize("why", ["retry", "admitted", "sibling admitted", "rejoining"])
