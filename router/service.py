@@ -100,5 +100,6 @@ def _directory(router: Router, config: RouterConfig) -> Directory:
         poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
         grace_s=config.lease_s,
         answers=router.dispatcher.nodes.answers,
+        idle=lambda: router.dispatcher.nodes.idle,
         tls_dir=config.tls_dir,
     )

@@ -34,8 +34,10 @@ _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
 """Factor of the poll interval while no node is known, and for so long after the first: the start of a cluster waits for these
 polls."""
+_WHEN_IDLE = 2.0
+"""Factor of it while nothing happens."""
 LEASE_IN_REDIS = 5 / 6
-"""Part of the lease after which a record expires; the router's poll interval makes up the rest."""
+"""Part of the lease after which a record expires; the router's poll interval makes up the rest, unless all nodes are idle."""
 
 HEAL = """
 local function heal(key, kind)
@@ -270,9 +272,11 @@ class Directory:
         *,
         grace_s: float = MembershipOptions.lease_s,
         answers: Callable[[str], bool] = lambda _: False,
+        idle: Callable[[], bool] = lambda: False,
         clock: Clock = monotonic,
         tls_dir: str | None = None,
     ) -> None:
+        """idle: whether polls may be twice as far apart."""
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._checked = CheckedRecords(Records(cluster, tls_dir), clock)
@@ -280,6 +284,7 @@ class Directory:
         self._poll_s = poll_s
         self._grace_s = grace_s
         self._answers = answers
+        self._idle = idle
         self._clock = clock
         self._records: dict[str, NodeRecord] = {}
         self._grace_until = float("-inf")
@@ -317,7 +322,8 @@ class Directory:
                 now_s = monotonic()
                 if not self._records:
                     start_until_s = now_s + _START_S
-                period_s = self._poll_s * (_AT_A_START if now_s < start_until_s else 1.0)
+                factor = _AT_A_START if now_s < start_until_s else _WHEN_IDLE if self._idle() else 1.0
+                period_s = self._poll_s * factor
                 await asyncio.sleep(until_next(period_s, now_s))
         finally:
             await self.close()

@@ -75,10 +75,14 @@ class NodeTable:
         self._fleets = Fleets()
 
     @property
+    def idle(self) -> bool:
+        """Whether all nodes answer and none has anything to do."""
+        return all(node.works and not node.legs and node.load.idle for node in self._nodes.values())
+
+    @property
     def tick_s(self) -> float:
-        """Seconds until the next `tick`: more while all nodes answer and are idle."""
-        idle = all(node.works and not node.legs and node.load.idle for node in self._nodes.values())
-        return self._lease_s / (PINGS_WHEN_IDLE if idle else PINGS_PER_LEASE)
+        """Seconds until the next `tick`."""
+        return self._lease_s / (PINGS_WHEN_IDLE if self.idle else PINGS_PER_LEASE)
 
     # -- membership
 

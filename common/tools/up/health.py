@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,6 +29,22 @@ async def redis_answers(url: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+async def redis_lives(url: str) -> bool:
+    """Whether the Redis of `kvrelay up` still answers, without the milliseconds that a client of its own takes."""
+    address = urlsplit(url)
+    try:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"PING\r\n")
+        return await reader.readline() == b"+PONG\r\n"
+    except OSError:
+        return False
+    finally:
+        writer.close()
 
 
 class HealthProbe:
