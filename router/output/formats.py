@@ -129,8 +129,8 @@ class OutputFormats(NamedTuple):
     ) -> Callable[[], OutputParser] | None:
         """Makes the parser of one answer; None if all of its text is content.
 
-        `prompt`: the rendered text, or that of `ReasoningTags.prompt_before`. `functions`: those the model may call. `single_call`: further calls are dropped.
-        `with_reasoning`: false drops it.
+        `prompt`: the rendered text, or that of `ReasoningTags.prompt_before`. `functions`: those the model may call.
+        `single_call`: further calls are dropped. `with_reasoning`: false drops it.
         """
         new_parser = self._parser(prompt, functions, single_call=single_call, make_id=make_id)
         return new_parser if with_reasoning or new_parser is None else lambda: WithoutReasoning(new_parser())

@@ -42,7 +42,8 @@ def _literal(text: str) -> str:
 
 
 def text_grammar(grammar: str) -> str:
-    """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Takes up to a second: call it on a thread.
+    """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Takes up to a second: call it on a
+    thread.
 
     Raises: BadRequest.
     """
