@@ -93,6 +93,11 @@ def listed(name: str, value: str | None) -> list[str]:
     return [part.strip() for part in parts]
 
 
+def api_keys(value: str) -> tuple[str, ...]:
+    """The keys of the option `api_key`, separated by commas."""
+    return tuple(key.strip() for key in value.split(",") if key.strip())
+
+
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
     """Raises: ConfigError if `value` is not finite, out of range, or not UTF-8; it is not quoted, as it may be secret."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):  # bytes that Python cannot read

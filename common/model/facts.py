@@ -20,7 +20,7 @@ class ModelFacts(NamedTuple):
     """The longest context that the model is made for, in tokens; nodes may serve less."""
     eos_token_ids: tuple[int, ...]
     architecture: str
-    """Its class in transformers, such as `LlamaForCausalLM`; empty if config.json names none."""
+    """The model's class in transformers, such as `LlamaForCausalLM`; empty if config.json names none."""
 
 
 def read_facts(path: Path) -> ModelFacts:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.base.errors import ConfigError, KvRelayError
 from common.base.temporary_folder import temporary_folder
+from common.config.fields import api_keys
 from common.config.sources import SUPERVISOR_VARIABLE
 
 _POLL_S = 0.05
@@ -26,7 +27,7 @@ _STOP_S = 30.0
 
 def own_key(api_key: str) -> str:
     """The key to send to a cluster of one's own, whose router takes any of those in the option `api_key`."""
-    return next((key.strip() for key in api_key.split(",") if key.strip()), "")
+    return next(iter(api_keys(api_key)), "")
 
 
 class ClusterFailed(KvRelayError):

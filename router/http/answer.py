@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import DisconnectListener
 from router.fast.yield_turn import yield_turn
 from router.http.format import Format
 from router.http.json_body import Json, to_json
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.base_format import usage
 from router.http.openai.samples import most_likely
 from router.requests.generation import Generation
@@ -20,8 +22,6 @@ from router.requests.request import Delta, Outcome
 
 _PORTION = 32
 """Deltas formatted in a row before other tasks of the event loop run: there can be thousands of deltas."""
-_THREAD_CHARS = 16_384
-"""Longer answers are formatted on a thread, so that streams go on."""
 
 
 class Answer:
@@ -92,10 +92,7 @@ class Answer:
             kept = most_likely(deltas, options.samples, options.returned)
             generations, deltas = [generations[index] for index in kept], [deltas[index] for index in kept]
         size = sum(len(delta.text) for parts in deltas for delta in parts)
-        if size <= _THREAD_CHARS:
-            shown = form.whole(generations, deltas)
-        else:
-            shown = await asyncio.to_thread(form.whole, generations, deltas)
+        shown = await maybe_on_thread(size, partial(form.whole, generations, deltas))
         if options.returned < options.samples:
             shown["usage"] = usage(self.generations, options.samples)
         body = to_json(shown)

@@ -18,6 +18,7 @@ from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
 from router.http.model_choice import model_for
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.base_format import usage
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
@@ -36,8 +37,6 @@ from router.served_model import ServedModel
 
 _T = TypeVar("_T")
 
-_THREAD_BYTES = 16_384
-"""Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
 _IDS = "kvrelay.ids"
 """Key of a request's `RequestIds` in its ASGI scope."""
 _WARNINGS = "kvrelay.warnings"
@@ -108,14 +107,9 @@ async def parse_by(
 async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
     """`work` on the body, and the body's size in bytes."""
     data = await read_body(request, services.max_body_bytes, services.body_deadlines)
-    body = work(data) if len(data) <= _THREAD_BYTES else await asyncio.to_thread(work, data)
+    body = await maybe_on_thread(len(data), lambda: work(data))
     await yield_turn()
     return body, len(data)
-
-
-async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
-    """`work()` on the event loop if the body is small, else on a thread."""
-    return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
 
 
 async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:

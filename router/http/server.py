@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from common.base.errors import ConfigError
 from common.base.process import allow_files
 from common.cluster.membership import Directory
-from common.config.fields import listed
+from common.config.fields import api_keys, listed
 from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
 from common.control.http_server import HttpServer
@@ -132,7 +132,7 @@ def http_server(
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
         api_keys=ApiKeys(
-            tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+            api_keys(config.api_key),
             Path(config.api_key_file) if config.api_key_file else None,
         ),
         responses=responses,

@@ -30,9 +30,9 @@ class OutputWriter:
         self._after_call = False
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        """What is new of each call, but for its arguments."""
+        """The new part of each call, without its arguments."""
         self._arguments: list[list[str]] = []
-        """The pieces of each one's arguments."""
+        """The new pieces of the arguments of each of `_calls`."""
         self.num_calls = 0
 
     def content(self, text: str) -> None:

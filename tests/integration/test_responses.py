@@ -245,8 +245,8 @@ def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, clus
 def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_ahead(
     redis_server: RedisServer, cluster: str, what: str
 ) -> None:
-    """Of a key of another type, the bound on the number was lost. With a list full of entries that a router had stored while its
-    clock was ahead, each new response was removed as the oldest, at once."""
+    """Where the list's key had another type, responses were stored without a bound on their number. Where the list was full of
+    entries from a router whose clock was ahead, each new response was removed at once, as the oldest."""
     ids = [f"resp-{index:024x}" for index in range(4)]
     key = Keys(cluster).responses
     redis = Redis.from_url(redis_server.url)

@@ -52,9 +52,8 @@ class OutputFile:
         except OSError as error:
             raise BadBatch(f"cannot write {path}: {error.strerror}") from None
         try:
-            if not stat.S_ISREG(
-                os.fstat(self._descriptor).st_mode
-            ):  # a pipe would be read before it is written, for ever
+            # A pipe would be read before it is written, for ever.
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise BadBatch(f"cannot write {path}: it is not a file, in which a stopped batch could go on")
             if not try_lock(self._descriptor):
                 raise BadBatch(f"{path} is being written by another batch")

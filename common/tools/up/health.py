@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from common.base.errors import ConfigError
-from common.cluster.redis_client import check_redis
 
 _TIMEOUT_S = 2.0
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - recognized, not bound
@@ -23,28 +22,18 @@ def connect_host(host: str) -> str:
 
 
 async def redis_answers(url: str) -> bool:
-    """Whether Redis at `url` is ready for commands."""
-    try:
-        await check_redis(url)
-    except ConfigError:
-        return False
-    return True
-
-
-async def redis_lives(url: str) -> bool:
-    """Whether the Redis of `kvrelay up` still answers, without the milliseconds that a client of its own takes."""
+    """Whether the Redis of `kvrelay up` is ready for commands; without the milliseconds that a client of its own takes."""
     address = urlsplit(url)
     try:
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    except OSError:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.readline() == b"+PONG\r\n"
+            finally:
+                writer.close()
+    except OSError:  # TimeoutError is one
         return False
-    try:
-        writer.write(b"PING\r\n")
-        return await reader.readline() == b"+PONG\r\n"
-    except OSError:
-        return False
-    finally:
-        writer.close()
 
 
 class HealthProbe:

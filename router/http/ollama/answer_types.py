@@ -33,7 +33,7 @@ class OllamaModels(TypedDict):
 
 
 class OllamaModel(TypedDict):
-    """What is known of a model. `template`: its chat template. `model_info`: as in GGUF files, among others
+    """The description of a model. `template`: its chat template. `model_info`: keys as in the metadata of GGUF files, such as
     `general.architecture` and `{architecture}.context_length`."""
 
     modelfile: str

@@ -16,13 +16,14 @@ from router.http.ollama.embeddings import add_ollama_embedding_routes
 from router.http.ollama.model_routes import add_ollama_model_routes
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
-from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve
+from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
 
 _LINES = "application/x-ndjson"

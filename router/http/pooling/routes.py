@@ -14,6 +14,7 @@ from starlette.responses import Response
 from common.base.errors import BadRequest
 from router.http.json_body import Json
 from router.http.model_choice import model_for
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.parse_body import validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.pooling.answer_types import Embeddings, PoolingAnswer, Ranking, Scores
@@ -21,7 +22,7 @@ from router.http.pooling.format import head, ranking, scores, shown_scores, show
 from router.http.pooling.inputs import comparison_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from router.http.pooling.serve import EmbeddedInputs, admitted_caller, serve_embeddings, serve_pooled
-from router.http.serve import assign_ids, maybe_on_thread, parse_as
+from router.http.serve import assign_ids, parse_as
 from router.http.services import Services
 
 _Endpoint = Callable[[Request], Any]

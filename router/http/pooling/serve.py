@@ -15,12 +15,13 @@ from common.control.disconnects import listener_of
 from router.http.client import count_tokens
 from router.http.json_body import Json, to_json
 from router.http.model_choice import model_for
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import Caller, caller_of
 from router.http.pooling.inputs import embedding_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
 from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
-from router.http.serve import maybe_on_thread, warnings_of, with_client_id
+from router.http.serve import warnings_of, with_client_id
 from router.http.services import Services
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from common.base.errors import NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
+from router.http.on_thread import maybe_on_thread
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_GENERATION, described
@@ -21,7 +22,7 @@ from router.http.responses_api.answer_types import DeletedResponse, ResponseObje
 from router.http.responses_api.input_items import InputItem, chat_messages
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.http.responses_api.responses_request import ResponsesRequest
-from router.http.serve import assign_ids, format_options, maybe_on_thread, parse_as, prepare_chat, serve
+from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])

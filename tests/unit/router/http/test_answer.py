@@ -168,7 +168,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
 
 @pytest.mark.parametrize(("size", "on_loop"), [(1_000, True), (100_000, False)])
 def test_a_long_answer_is_written_on_a_thread(size: int, on_loop: bool) -> None:
-    """Its text may have to be parsed, and its reasoning to be tokenized."""
+    """Parsing its text and tokenizing its reasoning would hold up the streams of others."""
     threads: list[int] = []
 
     def whole(*_: object) -> dict[str, Any]:
