@@ -30,7 +30,7 @@ class StepRows:
     @classmethod
     def split(cls, values: Tensor, num_rows: int) -> StepRows:
         """values: [(2 + tables) * num_rows], one part after the other."""
-        token_ids, positions, *slots = values.split(num_rows)
+        token_ids, positions, *slots = values.view(-1, num_rows).unbind()
         return cls(token_ids, positions, tuple(slots))
 
     def first(self, num_rows: int) -> StepRows:

@@ -179,22 +179,28 @@ class ModelRunner:
     def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
         if not step.samples:
             return self._sampler.empty(self._device) if self._mesh.place.tp_rank == 0 else None
-        rows = to_device([spec.row for spec in step.samples], self._device)
-        logits = self._model.logits(hidden.index_select(0, rows))
+        if len(step.samples) < hidden.size(0):
+            hidden = hidden.index_select(0, self._sampled_rows(step))
+        logits = self._model.logits(hidden)
         drawn = None
         if logits is not None:
-            drawn = self._sampler.sample(logits, step.samples, self._unseen(step, rows, token_ids))
+            drawn = self._sampler.sample(logits, step.samples, self._unseen(step, token_ids))
         if self._overlaps:
             self._drawn = step.step_id, self._shared(drawn, len(step.samples))
         return drawn
 
-    def _unseen(self, step: StepInput, rows: Tensor, token_ids: Tensor) -> Tensor | None:
-        """[samples] the last drawn token, not yet in the penalty counts; -1 where there is none. rows: [samples]."""
+    def _sampled_rows(self, step: StepInput) -> Tensor:
+        return to_device([spec.row for spec in step.samples], self._device)
+
+    def _unseen(self, step: StepInput, token_ids: Tensor) -> Tensor | None:
+        """[samples] the last drawn token, not yet in the penalty counts; -1 where there is none."""
+        if not step.placeholders:
+            return None
         placeholders = {row for row, _ in step.placeholders}
         unseen = [spec.seen is not None and spec.row in placeholders for spec in step.samples]
         if not any(unseen):
             return None
-        tokens = token_ids.index_select(0, rows)
+        tokens = token_ids.index_select(0, self._sampled_rows(step))
         return torch.where(to_device([int(each) for each in unseen], self._device) > 0, tokens, -1)
 
     def _shared(self, drawn: SamplerOutput | None, count: int) -> Tensor:

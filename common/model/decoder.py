@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
@@ -76,7 +75,6 @@ class DecoderModel:
         """As `RankModel.attention_shape`."""
         return attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
@@ -99,7 +97,6 @@ class DecoderModel:
         assert delta is not None
         return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
         """As `RankModel.logits`."""
         assert self._lm_head is not None

@@ -21,7 +21,8 @@ OnProgress = Callable[[int, int], None]
 
 
 class RankModel(Protocol):
-    """A pipeline stage's layers, and of these a share of the heads and inner features."""
+    """A pipeline stage's layers, and of these a share of the heads and inner features. `forward` and `logits` run under
+    inference mode."""
 
     @property
     def config(self) -> ModelConfig: ...

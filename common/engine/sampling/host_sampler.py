@@ -62,7 +62,7 @@ class HostSampler:
             ]
         rows: NDArray[np.float32] = np.ascontiguousarray(logits.cpu().numpy())
         bests: list[int] = rows.argmax(-1).tolist()
-        highest: list[float] = rows[np.arange(len(bests)), bests].tolist()
+        highest = [rows.item(index, best) for index, best in enumerate(bests)]
         # argmax takes a NaN for the maximum.
         finite = [index for index, top in enumerate(highest) if math.isfinite(top)]
         drawn = self._draw(rows, bests, specs, finite)

@@ -69,16 +69,15 @@ class NativeRotation:
         self._positions = positions
         self._dtype = dtype
         self._by_torch: TorchRotation | None = None
-        self._angles: tuple[Tensor, RotationStruct] | None = None
+        self._struct: RotationStruct | None = None
 
     @property
     def address(self) -> int:
-        """Of a struct kv_rotation, valid as long as this object."""
-        if self._angles is None:
-            angles = self._rotary.angles(self._positions)
-            cos, sin = angles.data_ptr(), angles.data_ptr() + angles[0].numel() * angles.itemsize
-            self._angles = angles, RotationStruct(cos, sin)
-        return ctypes.addressof(self._angles[1])
+        """Of a struct kv_rotation, valid until another step's."""
+        if self._struct is None:
+            self._positions = self._positions.contiguous()
+            self._struct = RotationStruct(*self._rotary.tables(self._positions), self._positions.data_ptr())
+        return ctypes.addressof(self._struct)
 
     def rotate_(self, qk: Tensor, num_q: int) -> None:
         if self._by_torch is None:
@@ -94,24 +93,27 @@ class NativeRotary:
         self.factor = factor
         self.inverse_frequencies = inverse_frequencies.float().contiguous()
         self.torch_rotary = TorchRotary(inverse_frequencies, factor)
-        self._table = torch.empty(2, 0, self.inverse_frequencies.size(0))
+        self.table = torch.empty(2, 0, self.inverse_frequencies.size(0))
+        """[2, positions, frequencies]: cosines and sines of all positions up to the highest that occurred."""
+        self._addresses = (0, 0)
 
-    def angles(self, positions: Tensor) -> Tensor:
-        """[2, rows, frequencies]: cosines and sines, from a table that grows with the positions that occur."""
+    def tables(self, positions: Tensor) -> tuple[int, int]:
+        """Addresses of cosines and sines, [position][frequency], of at least these positions; valid until they grow."""
         most = int(positions.max()) + 1 if len(positions) else 0
-        if most > self._table.size(1):
+        if most > self.table.size(1):
             self._grow(-(-most // _TABLE_STEP) * _TABLE_STEP)
-        return self._table.index_select(1, positions)
+        return self._addresses
 
     def _grow(self, rows: int) -> None:
-        known, half = self._table.size(1), self.inverse_frequencies.size(0)
+        known, half = self.table.size(1), self.inverse_frequencies.size(0)
         positions = torch.arange(known, rows)
         added = torch.empty(2, len(positions), half)
         cos, sin = added.data_ptr(), added[1].data_ptr()
         self.native.rotation_angles(
             self.native.team, positions.data_ptr(), len(positions), self.inverse_frequencies.data_ptr(), half, cos, sin
         )
-        self._table = torch.cat((self._table, added * self.factor), 1)
+        self.table = torch.cat((self.table, added * self.factor), 1)
+        self._addresses = self.table[0].data_ptr(), self.table[1].data_ptr()
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> NativeRotation:
         return NativeRotation(self, positions, dtype)

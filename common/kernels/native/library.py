@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -97,7 +97,7 @@ class LoraStruct(Structure):
 class RotationStruct(Structure):
     """struct kv_rotation."""
 
-    _fields_ = [("cos", c_void_p), ("sin", c_void_p)]
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_void_p)]
 
 
 class DrawStruct(Structure):

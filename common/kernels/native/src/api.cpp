@@ -49,7 +49,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 10; }
+int32_t kv_abi_version(void) { return 11; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)

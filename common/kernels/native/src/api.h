@@ -57,10 +57,11 @@ struct kv_layer {
     int32_t hidden, q_heads, kv_heads, head_dim, dtype;  // dtype: of hidden states, KV_F32 or KV_BF16
 };
 
-// Rotation angles of a step's rows, each [rows][head_dim / 2].
+// Rotation angles of every position, each [positions][head_dim / 2], and the positions of a step's rows.
 struct kv_rotation {
     const float* cos;
     const float* sin;
+    const int64_t* positions;  // [rows]
 };
 
 // Rows [start, stop) of a step, which have the same LoRA adapter.

@@ -73,7 +73,7 @@ void rotate_and_append(Worker& w, const kv_layer& l, const kv_cache& cache, cons
             float* x = qkv + row * stride + h * dim;
             if (h < l.q_heads + l.kv_heads) {
                 if (l.head_norm) norm_row(x, l.head_norm + h * dim, l.head_eps, dim, x);
-                const int64_t angles = int64_t(row) * (dim / 2);
+                const int64_t angles = rotation.positions[row] * (dim / 2);
                 rotate(x, rotation.cos + angles, rotation.sin + angles, dim);
             }
             if (h < l.q_heads)
