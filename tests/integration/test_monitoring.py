@@ -20,6 +20,9 @@ from support.paths import ROOT
 from support.router_bench import LONG, Bench, play
 from support.system import running_system
 
+from router.metrics import Metrics
+from router.nodes.breaker import Breakers
+
 MONITORING = ROOT / "compose" / "monitoring"
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboards" / "kvrelay.json").read_text())
 _WORD = re.compile(r"\b(?:vllm:|kvrelay_)\w+")
@@ -68,6 +71,23 @@ def test_every_metric_and_label_of_the_dashboard_and_the_rules_is_exported(model
             assert used <= known | {""}, f"{title}: no label {used - known}"
 
     play(model_folder, scene)
+
+
+def test_what_every_router_reports_about_a_node_counts_once() -> None:
+    """Quotients and quantiles of such sums are those of one router."""
+    metrics = Metrics()
+    own = {family.name for family in metrics.registry.collect()} | {"kvrelay_breakers_opened"}
+    metrics.watch_nodes(list, Breakers(), list)
+    of_nodes = {family.name for family in metrics.registry.collect()} - own
+    assert "kvrelay_usable_nodes" in of_nodes
+    for title, query in queries().items():
+        if "/" in query or query.startswith("histogram_quantile"):
+            continue
+        bare = re.sub(r'"[^"]*"', '""', query)
+        for found in _WORD.finditer(bare):
+            if found[0].removesuffix("_total") in of_nodes:
+                around = re.sub(r"(rate|increase)\($", "", bare[: found.start()])
+                assert not re.search(r"\bsum( by \([^)]*\))? ?\($", around), f"{title}: {found[0]}, of every router"
 
 
 def test_a_role_whose_last_node_died_has_0_usable_nodes(model_folder: Path) -> None:
