@@ -14,6 +14,7 @@ _INTERPRETER = """#!/bin/sh
 echo "$*" >>"$LOG"
 case "$*" in
     *--dry-run*) cat "$PLAN" ;;
+    "-m pip install "*) exit "$PIP_EXIT" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$UV" "$3/bin/uv" ;;
 esac
 """
@@ -23,7 +24,9 @@ exit "$UV_EXIT"
 """
 
 
-def run(folder: Path, *planned: str, uv_exit: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    folder: Path, *planned: str, pip_exit: int = 0, uv_exit: int = 0
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The script's end, and what was called, where pip plans to install `planned`."""
     for name, text in (("python", _INTERPRETER), ("uv", _UV)):
         (folder / name).write_text(text, "utf-8")
@@ -36,6 +39,7 @@ def run(folder: Path, *planned: str, uv_exit: int = 0) -> tuple[subprocess.Compl
         "LOG": str(log),
         "PLAN": str(folder / "plan"),
         "UV": str(folder / "uv"),
+        "PIP_EXIT": str(pip_exit),
         "UV_EXIT": str(uv_exit),
         "PIP_CONSTRAINT": "pinned.lock",
     }
@@ -58,7 +62,9 @@ def test_the_build_of_pytorchs_own_index_replaces_one_with_cuda(library: str, tm
     assert calls[-1] == f"uv pip install --python {python} --torch-backend=cpu --no-deps -c pinned.lock torch"
 
 
-def test_an_index_out_of_reach_ends_with_the_way_out(tmp_path: Path) -> None:
-    ended, _ = run(tmp_path, "torch", "nvidia-cublas", uv_exit=2)
+@pytest.mark.parametrize("exits", [{"uv_exit": 2}, {"pip_exit": 1}])
+def test_an_index_out_of_reach_ends_with_the_way_out(exits: dict[str, int], tmp_path: Path) -> None:
+    """That of PyTorch, or with PIP_NO_INDEX the one that has uv."""
+    ended, _ = run(tmp_path, "torch", "nvidia-cublas", **exits)
     assert ended.returncode == 1
     assert "PIP_EXTRA_INDEX_URL" in ended.stderr
