@@ -14,6 +14,7 @@ from common.tools.admin.client import AdminUnreachable
 from common.tools.admin.running_clusters import running_clusters, runtime_folder
 
 _TIMEOUT_S = 10.0
+_NO_SUCH_KEY = 401
 
 
 def default_url() -> str:
@@ -51,7 +52,10 @@ def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
             models = {model["id"]: model for model in json.loads(answer.read())["data"]}
     except urllib.error.HTTPError as error:
         with error:
-            raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
+            why = "is this a server of the OpenAI API?"
+            if error.code == _NO_SUCH_KEY:
+                why = "it refuses the API key, which --api-key or KVRELAY_API_KEY gives"
+            raise AdminUnreachable(f"{where} answers {error.code}: {why}") from None
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
     if not models:

@@ -20,6 +20,8 @@ class StubApi:
 
     url: str
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    key: str = ""
+    """Without it, models are not listed."""
 
 
 @contextlib.contextmanager
@@ -30,7 +32,10 @@ def stub_api(answer: Callable[[str, dict[str, Any]], Reply]) -> Iterator[StubApi
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._reply(200, {}, {"object": "list", "data": [{"id": "m"}]})
+            if stub.key and self.headers["authorization"] != f"Bearer {stub.key}":
+                self._reply(401, {}, {"error": {"message": "no such key"}})
+            else:
+                self._reply(200, {}, {"object": "list", "data": [{"id": "m"}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

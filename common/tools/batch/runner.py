@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from common.base.errors import DeadlineExceeded
-from common.tools.api_client import ApiClient, NotAnApiAnswer, run_workers
+from common.tools.api_client import ApiAnswer, ApiClient, NotAnApiAnswer, run_workers
 from common.tools.batch.input_file import BatchLine
-from common.tools.batch.output_file import OutputFile
+from common.tools.batch.output_file import BatchFailed, OutputFile
+
+_NO_SUCH_KEY = 401
 
 
 async def run_batch(
@@ -20,7 +22,8 @@ async def run_batch(
 ) -> None:
     """Send the requests and write each result as it comes. `lines` is read no faster than requests are sent.
 
-    Raises: ServerUnreachable if the server is gone, BatchFailed if a result cannot be written; every result so far stays.
+    Raises: ServerUnreachable if the server is gone, BatchFailed if it refuses the API key, which is about no single request,
+    or if a result cannot be written; every result so far stays.
     """
 
     async def send(line: BatchLine) -> None:
@@ -28,6 +31,8 @@ async def run_batch(
             outcome = await client.post(line.url, line.body)
         except (DeadlineExceeded, NotAnApiAnswer) as error:
             outcome = error
+        if isinstance(outcome, ApiAnswer) and outcome.status_code == _NO_SUCH_KEY:
+            raise BatchFailed(f"{client.url} refuses the API key (401), which --api-key or KVRELAY_API_KEY gives")
         output.add(line.custom_id, outcome)
         on_result()
 

@@ -79,6 +79,18 @@ def test_a_refused_request_is_a_result_and_the_exit_code_says_so(tmp_path: Path)
     assert results(tmp_path)["id-3"]["status_code"] == 400
 
 
+def test_a_refused_key_ends_the_batch_and_leaves_the_rest_for_later(tmp_path: Path) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Reply:
+        return echo(path, body) if body["prompt"] != "2" else (401, {}, {"error": {"message": "no such key"}})
+
+    write_batch(tmp_path / "in.jsonl", 5)
+    with stub_api(answer) as stub:
+        result = run(tmp_path, "--url", stub.url, "--concurrency", "1")
+    assert result.exit_code == 1
+    assert "refuses the API key" in result.stderr
+    assert set(results(tmp_path)) == {"id-0", "id-1"}
+
+
 def test_an_answer_that_is_not_json_is_a_result_and_the_batch_goes_on(tmp_path: Path) -> None:
     def answer(path: str, body: dict[str, Any]) -> Reply:
         return echo(path, body) if body["prompt"] != "1" else (307, {"location": "/v1/completions"}, b"moved")

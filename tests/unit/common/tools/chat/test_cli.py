@@ -66,6 +66,16 @@ def test_an_unknown_model_and_a_missing_server_are_said_before_the_chat() -> Non
     assert CliRunner().invoke(app, ["--url", stub.url]).exit_code == 3
 
 
+def test_a_refused_key_is_said_before_the_chat() -> None:
+    with stub_api(answer) as stub:
+        stub.key = "right"
+        wrong = CliRunner().invoke(app, ["--url", stub.url, "--api-key", "wrong"])
+        right = CliRunner().invoke(app, ["--url", stub.url, "--api-key", "right"], input="hello\n")
+    assert wrong.exit_code == 3
+    assert "answers 401: it refuses the API key" in wrong.stderr
+    assert right.stdout == "HELLO\n"
+
+
 @pytest.mark.parametrize(
     ("response", "message"),
     [
