@@ -13,6 +13,7 @@ _PATH = re.compile(
     r"`((?:router|prefill_node|decode_node|kvtransfer|common|tests|scripts|compose|docs)/[\w./-]*)(?:::\w+)?`"
 )
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+_TEST_FILE = re.compile(r"`(test_\w+\.py)`")
 _MADE_BY_USERS = "compose/.env"
 
 
@@ -20,6 +21,7 @@ _MADE_BY_USERS = "compose/.env"
 def test_a_page_names_files_that_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     missing = [path for path in _PATH.findall(text) if path != _MADE_BY_USERS and not (ROOT / path).exists()]
+    missing += [name for name in _TEST_FILE.findall(text) if not list((ROOT / "tests").rglob(name))]
     missing += [link for link in _LINK.findall(text) if not (page.parent / link).exists()]
     assert not missing
 
