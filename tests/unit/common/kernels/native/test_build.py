@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,8 +132,19 @@ def test_a_compiler_that_takes_too_long_is_ended(bin_folder: Path, tmp_path: Pat
     install_compiler(bin_folder, HANGS)
     found = build_library(0.3)
     assert isinstance(found, Missing)
-    assert "not done in time" in found.reason
+    assert "not done in time; `" in found.reason
+    assert "-m common.kernels.native.build` gives it ten minutes" in found.reason
     assert not list((tmp_path / "cache" / "native").glob("compiling-*"))
+
+
+def test_no_other_compiler_is_started_when_there_is_no_time_left(
+    bin_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_compiler(bin_folder, HANGS)
+    shutil.copy(bin_folder / "c++", bin_folder / "g++")
+    with caplog.at_level("INFO"):
+        assert isinstance(build_library(0.3), Missing)
+    assert "with g++" not in caplog.text
 
 
 def test_a_process_that_waits_for_another_s_compiler_has_a_deadline(
