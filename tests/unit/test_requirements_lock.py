@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.paths import ROOT
+from support.stub_api import stub_api
 
 
 def pins(name: str) -> dict[str, str]:
@@ -47,3 +50,14 @@ def test_an_audit_that_reaches_no_database_is_no_success() -> None:
     done = subprocess.run([ROOT / "scripts" / "audit"], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "cannot be reached, nothing was looked up" in done.stderr
+
+
+def test_an_audit_without_its_program_is_no_finding(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/audit", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    with stub_api(lambda path, body: (200, {}, {})) as stub:
+        environ = {**os.environ, "OSV_URL": stub.url, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+        done = subprocess.run([tmp_path / "scripts/audit"], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "pip-audit cannot be installed, nothing was looked up" in done.stderr
