@@ -25,6 +25,8 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_LOST = 120
 _CHILDREN_END_S = 1.0
+_ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+"""What our packages are imported from."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -93,6 +95,18 @@ def set_command_line(argv: list[str]) -> None:
             text = os.fsencode(" ".join(argv))[: room - 2]
             # A last byte other than NUL tells the kernel that the text ends at the first NUL.
             ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our modules.
+
+    `python -m` looks for modules in the working folder first, where a file of a user or of a model could have the name of
+    any of ours, or of a library's; so not there, unless we are imported from there ourselves.
+    """
+    from_here = False
+    with contextlib.suppress(OSError):
+        from_here = os.path.samefile(os.curdir, _ROOT)
+    return [sys.executable, *([] if from_here else ["-P"]), "-m", module, *arguments]
 
 
 def tied_command(argv: list[str]) -> list[str]:

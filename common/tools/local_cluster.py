@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from common.base.errors import ConfigError, KvRelayError
+from common.base.process import module_command
 from common.base.temporary_folder import temporary_folder
 from common.config.fields import api_keys
 from common.config.sources import SUPERVISOR_VARIABLE
@@ -45,7 +45,7 @@ class LocalCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-cluster-", dir=temporary_folder())
         self._pid_file, self._log_file = (Path(self._folder.name, name) for name in ("pids.json", "log"))
         own = ["--host", "127.0.0.1", "--port", "0", "--routers", "1", "--pid-file", str(self._pid_file)]
-        self._command = [sys.executable, "-m", "common.cli", "up", *arguments, *own]
+        self._command = module_command("common.cli", "up", *arguments, *own)
         self._starting: Future[subprocess.Popen[bytes]] = Future()
         # The kernel ends the cluster with the thread that started it, so that thread lives as long as the cluster.
         threading.Thread(target=self._run, name="cluster", daemon=True).start()

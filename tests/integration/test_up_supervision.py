@@ -29,7 +29,8 @@ class Up:
     def __init__(self, folder: Path, *args: str, **environ: str) -> None:
         self.pid_file = folder / "pids.json"
         path = f"{TESTS / 'support' / 'stub_services'}:{TESTS.parent}"
-        command = [sys.executable, "-m", "common.cli", "up", "--pid-file", str(self.pid_file), *args]
+        # -P: the working folder is no place of modules, as for the command `kvrelay`.
+        command = [sys.executable, "-P", "-m", "common.cli", "up", "--pid-file", str(self.pid_file), *args]
         self.process = subprocess.Popen(
             command,
             cwd=folder,
@@ -104,6 +105,16 @@ def test_services_read_the_configuration_file_of_up(start, free_port, tmp_path: 
     os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
     eventually(lambda: len(told()) == 3)
     assert [line.split("| ")[1] for line in told()] == [decode, decode, prefill], "at its restart as at its start"
+
+
+def test_modules_of_the_working_folder_are_not_taken_for_ours(start, free_port, tmp_path: Path) -> None:
+    """As of a user's project, or of the folder of a model from elsewhere."""
+    for name in ("common", "router", "typer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')\n")
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    assert not [line for line in up.lines if "fork" in line]
 
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")

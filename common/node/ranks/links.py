@@ -12,7 +12,6 @@ import json
 import logging
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,7 +22,7 @@ import zmq
 from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
-from common.base.process import end_children, tied_command
+from common.base.process import end_children, module_command, tied_command
 from common.config.service_configs import NodeConfig
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
@@ -102,16 +101,7 @@ class RankLinks:
             self._children[rank] = child
         payload = json.dumps(fields).encode()
         for rank in ranks[len(forked) :]:
-            argv = [
-                sys.executable,
-                "-m",
-                "common.node.ranks.main",
-                role_module,
-                "--rank",
-                str(rank),
-                "--leader",
-                leader,
-            ]
+            argv = module_command("common.node.ranks.main", role_module, "--rank", str(rank), "--leader", leader)
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
             child.stdin.write(payload)

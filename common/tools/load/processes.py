@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from common.base.errors import KvRelayError
-from common.base.process import tied_command
+from common.base.process import module_command, tied_command
 from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.runner import Runner
@@ -96,7 +96,7 @@ async def _on_children(plan: LoadPlan, take: Tick) -> None:
 
 
 async def _start(plan: LoadPlan, process: int) -> Process:
-    command = tied_command([sys.executable, "-m", "common.tools.load.processes"])
+    command = tied_command(module_command("common.tools.load.processes"))
     pipe = asyncio.subprocess.PIPE
     # In its own session: Ctrl-C must reach only the reporting process.
     child = await asyncio.create_subprocess_exec(

@@ -10,10 +10,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-from common.base.process import adopt_orphans
+from common.base.process import adopt_orphans, module_command
 from common.config.sources import SUPERVISOR_VARIABLE
 from common.tools.up.fork_server import MAX_REQUEST_BYTES
 from common.tools.up.gpus import find_gpus
@@ -49,7 +48,7 @@ class ForkServer:
         os.close(os.pidfd_open(os.getpid()))  # some sandboxes refuse it
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            module = [sys.executable, "-m", "common.tools.up.fork_server"]
+            module = module_command("common.tools.up.fork_server")
             self._process = subprocess.Popen(
                 [*module, str(theirs.fileno()), " ".join(commands), " " * _LONGEST_COMMAND],
                 stdin=subprocess.DEVNULL,

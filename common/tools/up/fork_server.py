@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.base.process import die_with_parent, lasting_imports, prepare_compute, run_and_end, set_command_line
+from common.base.process import (
+    die_with_parent,
+    lasting_imports,
+    module_command,
+    prepare_compute,
+    run_and_end,
+    set_command_line,
+)
 from common.cli import commands, main
 
 MAX_REQUEST_BYTES = 1 << 16
@@ -93,6 +100,6 @@ def _be_service(channel: socket.socket, argv: list[str], environ: dict[str, str]
 
 if __name__ == "__main__":
     die_with_parent()
-    set_command_line([sys.executable, "-m", "common.tools.up.fork_server"])
+    set_command_line(module_command("common.tools.up.fork_server"))
     prepare_compute(None, nice=0)
     serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2].split())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from common.base.process import module_command
 from common.config.fields import field_infos
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
@@ -172,7 +172,7 @@ def _service(
         # a variable names.
         options["model"] = "none"
     options |= own
-    argv = [sys.executable, "-m", "common.cli", cls.section]
+    argv = module_command("common.cli", cls.section)
     environ: dict[str, str] = {}
     for key, value in options.items():
         if infos[key].secret:

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
+
+from common.base.process import module_command
 
 
 @pytest.mark.parametrize(
@@ -111,3 +114,19 @@ def test_niceness_counts_beside_other_sessions_if_the_process_leads_its_own(lead
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, start_new_session=True)
     assert niceness in done.stdout
     assert done.stdout.rstrip().endswith(" 5"), "niceness within the session"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_module_of_ours_is_run_whatever_lies_in_the_working_folder(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "typer.py").write_text("raise SystemExit('not a library')")
+    folder = tmp_path if installed else ROOT
+    environ = {"PATH": os.environ["PATH"], **({"PYTHONPATH": str(ROOT)} if installed else {})}
+    monkeypatch.chdir(folder)
+    command = module_command("common.cli", "--version")
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("kvrelay")
