@@ -57,7 +57,7 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _of_authority(key)
         try:
-            (folder / _ISSUED).mkdir(parents=True)
+            (folder / _ISSUED).mkdir(parents=True, exist_ok=True)
             _write(folder / _CA_KEY, _pem(key))
             _write(folder / CA, certificate.public_bytes(serialization.Encoding.PEM))
         except OSError as error:

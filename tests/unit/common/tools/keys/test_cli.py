@@ -32,6 +32,13 @@ def test_init_issue_and_revoke(tmp_path: Path) -> None:
     assert (folder / "router" / "crl.pem").read_bytes() == (folder / "ca" / "crl.pem").read_bytes()
 
 
+def test_an_interrupted_init_can_be_run_again(tmp_path: Path) -> None:
+    """Also one whose disk was full: there is no authority before its certificate is written."""
+    (tmp_path / "ca" / "issued").mkdir(parents=True)
+    keys("init", str(tmp_path))
+    Credentials(str(tmp_path / "router"))
+
+
 def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert "36500" in keys("init", folder, "--days", "9999999", code=2)
