@@ -69,7 +69,9 @@ class LLM:
             self._engine = _cluster_engine({**options, "model": model, "prefill": prefill, "decode": decode or 1})
         else:
             self._engine = _local_engine({**options, "model": model})
-        self._end = weakref.finalize(self, self._engine.close)  # also at the interpreter's exit
+        self._pid = os.getpid()
+        # Also at the interpreter's exit.
+        self._end = weakref.finalize(self, _close_in, self._engine, self._pid)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
@@ -173,6 +175,8 @@ class LLM:
     def _check_open(self) -> None:
         if not self._end.alive:
             raise BadRequest("this LLM is closed")
+        if os.getpid() != self._pid:  # its threads are not there
+            raise BadRequest("this LLM was made before a fork, in another process: make one in this process")
 
     def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
@@ -198,6 +202,12 @@ class LLM:
                 speed = f"{generated / elapsed_s:.0f} tokens/s" if elapsed_s else ""
                 progress.update(task, advance=1, speed=speed)
         return [outputs[index] for index in range(len(jobs))]
+
+
+def _close_in(engine: Engine | PoolingEngine, pid: int) -> None:
+    """Close the engine of process `pid`. A fork of it has neither the threads nor the cluster."""
+    if os.getpid() == pid:
+        engine.close()
 
 
 def _local_engine(options: dict[str, Any]) -> Engine | PoolingEngine:

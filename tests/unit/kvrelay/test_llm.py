@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -223,6 +224,26 @@ def test_a_closed_llm_says_so() -> None:
     llm.close()
     with pytest.raises(BadRequest, match="closed"):
         llm.generate("Hello")
+
+
+FORKED = """
+import os, sys
+from kvrelay import LLM, BadRequest, SamplingParams
+
+llm = LLM(kv_memory_gb=0.01)
+if (child := os.fork()) == 0:
+    try:
+        llm.generate("Hello")
+    except BadRequest as error:
+        sys.exit(42 if "before a fork" in str(error) else 1)
+os.write(1, b"%d" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_neither_waits_for_the_engine_nor_closes_it() -> None:
+    """It waited for ever for threads that a fork does not have, and its end stopped the cluster of its parent."""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("42", "")
 
 
 @pytest.mark.parametrize(
