@@ -91,7 +91,7 @@ class ClusterEngine:
             while (item := self._next_of(news)) is not None:
                 yield item
         finally:
-            if thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and been closed
                 loop.call_soon_threadsafe(work.cancel)
             thread.join()
 

@@ -29,6 +29,8 @@ class Job(NamedTuple):
     prompt: str | None
     request: GenerationRequest
     params: SamplingParams
+    chat: Mapping[str, Any] | None = None
+    """The fields of a chat body that `params` does not have; None: no conversation."""
 
 
 def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params: Params) -> list[Job]:
@@ -58,8 +60,9 @@ def chat_jobs(
     listed: list[Any] = [given] if not given or given[0] is None or isinstance(given[0], Mapping) else given
 
     def job(index: int, each: SamplingParams) -> Job:
-        body = to_request({"messages": _conversation(listed[index]), **options, **each.chat_fields()}, ChatRequest)
-        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each)
+        chat = {"messages": _conversation(listed[index]), **options}
+        body = to_request({**chat, **each.chat_fields()}, ChatRequest)
+        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each, chat)
 
     return _each("conversation", model, job, len(listed), params)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -142,3 +143,34 @@ def test_a_cluster_that_dies_ends_the_call(engine: ClusterEngine) -> None:
 
 def test_closing_the_engine_ends_the_call(engine: ClusterEngine) -> None:
     assert "closed during this call" in str(error_of_call(engine, engine.close))
+
+
+class QuickClient(SilentClient):
+    """A client whose every request is answered at once."""
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
+        choice = {
+            "index": 0,
+            "logprobs": None,
+            "text": "hi",
+            "token_ids": [1],
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+        return ApiAnswer(200, "", {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
+
+
+def test_a_call_ends_well_although_its_loop_was_closed_before_its_thread_ended(
+    engine: ClusterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised that the event loop is closed, and the answers were lost."""
+
+    class LoopClosedEarly(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *args: Any, **options: Any) -> asyncio.Handle:
+            while not self.is_closed():
+                time.sleep(0.001)
+            return super().call_soon_threadsafe(*args, **options)
+
+    monkeypatch.setattr(cluster_engine, "ApiClient", QuickClient)
+    monkeypatch.setattr(cluster_engine.asyncio, "new_event_loop", LoopClosedEarly)
+    assert [index for index, _ in engine.run([job(SamplingParams())])] == [0]
