@@ -13,15 +13,17 @@ from typing import Any
 
 from common.base.errors import KvRelayError, from_code
 from common.config.service_configs import UpConfig
-from common.control.messages import PromptLogprobs, TokenLogprobs
+from common.control.messages import AttemptKey, FinishReason, PromptLogprobs, TokenChunk, TokenLogprobs
 from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster, own_key
+from kvrelay.answer_text import AnswerInProgress
 from kvrelay.engine import CLOSED, load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from kvrelay.run_async import run_async
 from router import served_model
 from router.http.openai.logprobs import LOWEST
+from router.text.detokenizer import TokenPieces
 
 _MOST_IN_FLIGHT = 128
 """Below the router's default limit of waiting requests."""
@@ -116,8 +118,9 @@ class ClusterEngine:
 
             async def send(item: tuple[int, Job]) -> None:
                 index, job = item
-                answer = await client.post("/v1/completions", request_body(job, self.model.name))
-                news.put((index, to_answers(index, job, answer)))
+                path = "/v1/completions" if job.chat is None else "/v1/chat/completions"
+                answer = await client.post(path, request_body(job, self.model.name))
+                news.put((index, to_answers(index, job, answer, self.model.tokenizer.pieces)))
 
             samples = max((job.params.n for job in jobs), default=1)
             await run_workers(enumerate(jobs), send, max(1, min(len(jobs), _MOST_IN_FLIGHT // samples)))
@@ -128,40 +131,59 @@ class ClusterEngine:
 
 
 def request_body(job: Job, model: str) -> dict[str, Any]:
-    """The body of `/v1/completions` that has the same answer as the job in one process."""
+    """The body of `/v1/completions`, for a conversation of `/v1/chat/completions`, that has the same answer as the job in one
+    process.
+    """
     engine = job.request.engine
-    fields = job.params.completion_fields()
-    fields.pop("truncate_prompt_tokens", None)  # the prompt's ids are those that are left
+    if job.chat is None:
+        fields = {**job.params.completion_fields(), "prompt": engine.prompt_ids.tolist()}
+        fields.pop("truncate_prompt_tokens", None)  # the prompt's ids are those that are left
+    else:  # not as a prompt: tools and reasoning change what a grammar allows
+        fields = {**job.chat, **job.params.chat_fields()}
     return {
         **fields,
         "seed": engine.sampling.seed,
         "max_tokens": engine.sampling.max_tokens,
         "model": model,
-        "prompt": engine.prompt_ids.tolist(),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
 
 
-def to_answers(index: int, job: Job, answer: ApiAnswer) -> list[Answer]:
+def to_answers(index: int, job: Job, answer: ApiAnswer, pieces: TokenPieces) -> list[Answer]:
     """The answers in a response. Raises: KvRelayError, the server's error."""
+    body = answer.body
     if answer.status_code != 200:
-        error: dict[str, Any] = answer.body.get("error") or {}
+        error: dict[str, Any] = body.get("error") or {}
         raise from_code(str(error.get("code")), f"prompt {index}: {error.get('message')}")
-    usage: dict[str, Any] = answer.body["usage"]
-    cached = int(usage["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
-    return [
-        Answer(
-            choice["text"],
-            choice["token_ids"],
-            None if choice["logprobs"] is None else _logprobs(choice["logprobs"], job.params.logprobs or 0),
-            choice["finish_reason"],
-            choice["stop_reason"],
-            cached,
-            _prompt_logprobs(choice.get("prompt_logprobs"), job.params.prompt_logprobs or 0),
-        )
-        for choice in sorted(answer.body["choices"], key=lambda choice: choice["index"])
-    ]
+    cached = int(body["usage"]["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
+    count = job.params.logprobs or 0
+    answers: list[Answer] = []
+    for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
+        shown = choice["logprobs"]
+        if job.chat is None:
+            logprobs = None if shown is None else _logprobs(shown, count)
+            text, finish_reason, prompt_logprobs = (
+                choice["text"],
+                choice["finish_reason"],
+                choice.get("prompt_logprobs"),
+            )
+        else:
+            logprobs = None if shown is None else _chat_logprobs(shown, count)
+            finish_reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+            text = _text(job, choice["token_ids"], finish_reason, pieces)
+            prompt_logprobs = body.get("prompt_logprobs") if choice["index"] == 0 else None
+        found = _prompt_logprobs(prompt_logprobs, job.params.prompt_logprobs or 0)
+        answers.append(Answer(text, choice["token_ids"], logprobs, finish_reason, choice["stop_reason"], cached, found))
+    return answers
+
+
+def _text(job: Job, token_ids: list[int], finish_reason: FinishReason, pieces: TokenPieces) -> str:
+    """The text of an answer to a conversation, with the calls and the reasoning that the response has apart."""
+    progress = AnswerInProgress(job.request, pieces)
+    progress.push(TokenChunk(AttemptKey("offline", 1), 0, token_ids, [], finish_reason))
+    assert progress.answer is not None
+    return progress.answer.text
 
 
 def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
@@ -172,6 +194,16 @@ def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
         top = list(by_name.items())[:count]
         ids = [int(name.removeprefix("token_id:")) for name, _ in top]
         found.append(TokenLogprobs(_number(logprob), ids, [_number(each) for _, each in top]))
+    return found
+
+
+def _chat_logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities from those of `/v1/chat/completions`; otherwise as `_logprobs`."""
+    found: list[TokenLogprobs] = []
+    for entry in shown["content"]:
+        top = entry["top_logprobs"][:count]
+        ids = [int(each["token"].removeprefix("token_id:")) for each in top]
+        found.append(TokenLogprobs(_number(entry["logprob"]), ids, [_number(each["logprob"]) for each in top]))
     return found
 
 

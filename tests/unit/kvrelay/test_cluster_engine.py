@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from kvrelay import BadRequest, KvRelayError, SamplingParams, cluster_engine
 from kvrelay.cluster_engine import ClusterEngine, request_body, to_answers
-from kvrelay.prompts import Job, generate_jobs
+from kvrelay.prompts import Job, chat_jobs, generate_jobs
 
 from common.base.errors import EngineError
 from common.config.service_configs import UpConfig
@@ -18,9 +19,12 @@ from common.tools.api_client import ApiAnswer, ApiClient
 from common.tools.local_cluster import ClusterFailed
 from router import served_model
 
+MODEL = served_model.load("demo", None, served_model.LoadOptions())
+PIECES = MODEL.tokenizer.pieces
+
 
 def job(params: SamplingParams) -> Job:
-    return generate_jobs(served_model.load("demo", None, served_model.LoadOptions()), [[5, 6, 7]], params)[0]
+    return generate_jobs(MODEL, [[5, 6, 7]], params)[0]
 
 
 def test_the_body_fixes_everything_that_a_server_would_choose() -> None:
@@ -43,17 +47,53 @@ def test_answers_are_read_from_the_response_in_their_order() -> None:
         "stop_reason": "x",
     }
     body = {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}
-    [answer] = to_answers(0, job(SamplingParams()), ApiAnswer(200, "", body))
+    [answer] = to_answers(0, job(SamplingParams()), ApiAnswer(200, "", body), PIECES)
     assert answer == ("hi", [1, 2], None, "stop", "x", 16, None)
     body["choices"] = [{**choice, "index": 1, "text": "second"}, choice]
-    two = to_answers(0, job(SamplingParams(n=2)), ApiAnswer(200, "", body))
+    two = to_answers(0, job(SamplingParams(n=2)), ApiAnswer(200, "", body), PIECES)
     assert [(answer.text, answer.cached_tokens) for answer in two] == [("hi", None), ("second", None)]
+
+
+def test_a_conversation_is_sent_as_one_and_calls_stay_in_its_text() -> None:
+    """It was sent as a prompt: tools and reasoning were not known where its form was given, and markers of calls that are
+    special tokens were not in the text."""
+    form = {"choice": ["red"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    question = [{"role": "user", "content": "Hello"}]
+    [made] = chat_jobs(MODEL, question, SamplingParams(logprobs=1, structured_outputs=form), {"tools": [tool]})
+    body = request_body(made, "demo")
+    assert (body["messages"], body["tools"], body["logprobs"], body["top_logprobs"]) == (question, [tool], True, 1)
+    assert body["structured_outputs"] == form
+    assert "prompt" not in body
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ids = [*MODEL.tokenizer.encode(text, add_special_tokens=False), MODEL.tokenizer.eos_token_id]
+    shown = [
+        {"token": f"token_id:{i}", "logprob": -1.0, "top_logprobs": [{"token": "token_id:3", "logprob": -9999.0}]}
+        for i in ids
+    ]
+    answered = {
+        "choices": [
+            {
+                "index": 0,
+                "message": {"content": None},
+                "token_ids": ids,
+                "finish_reason": "tool_calls",
+                "stop_reason": None,
+                "logprobs": {"content": shown},
+            }
+        ],
+        "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
+        "prompt_logprobs": None,
+    }
+    [answer] = to_answers(0, made, ApiAnswer(200, "", answered), PIECES)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == (text, ids, "stop")
+    assert answer.logprobs == [(-1.0, [3], [-math.inf])] * len(ids)
 
 
 @pytest.mark.parametrize(("code", "kind"), [("invalid_request", BadRequest), ("engine_error", EngineError)])
 def test_an_error_of_the_server_keeps_its_kind(code: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="prompt 3: no"):
-        to_answers(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}))
+        to_answers(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}), PIECES)
 
 
 class FakeCluster:
