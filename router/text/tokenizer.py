@@ -36,13 +36,13 @@ class FimIds(NamedTuple):
 
 
 def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two texts after the longer one was cut so that both fit."""
+    """Lengths of two texts after the longer one was cut so that both fit; as the tokenizers library's `longest_first`."""
     if first + second <= room:
         return first, second
-    half = room // 2
-    if second <= half:
+    if first > second:
+        second = min(second, room // 2)
         return room - second, second
-    first = min(first, room - half)
+    first = min(first, room // 2)
     return first, room - first
 
 
