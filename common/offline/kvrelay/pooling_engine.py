@@ -19,7 +19,7 @@ from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
 from common.model.pooling.open import load_pooling_model, read_pooling_config
 from kvrelay.engine import CLOSED
-from kvrelay.prompts import Prompt, as_list, prompt_value
+from kvrelay.prompts import Prompt, as_list, checked_text, prompt_value
 from router.http.openai.build_request import Caller
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
@@ -129,6 +129,10 @@ def _texts(value: str | list[str], param: str) -> list[str]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise BadRequest(f"{param}.{index}: must be a text, not {type(text).__name__}", param=param)
+        try:
+            checked_text(text)
+        except BadRequest as error:
+            raise BadRequest(f"{param}.{index}: {error.message}", param=param) from None
     return texts
 
 

@@ -83,23 +83,33 @@ def prompt_value(prompt: Any) -> Any:
             raise BadRequest(f"must have either 'prompt' or 'prompt_token_ids', not {sorted(map(str, given))}")
         prompt = next(iter(given.values()))
     if isinstance(prompt, str):
-        return prompt
+        return checked_text(prompt)
     try:
         return [_token_id(item) for item in _items(prompt)]
     except TypeError:
         raise BadRequest("must be one text or one list of token ids", param="prompt") from None
 
 
+def checked_text(text: str) -> str:
+    """The text. Raises: BadRequest if no tokenizer takes it, because it has parts of characters (lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"must be Unicode text: {error.reason} at index {error.start}", param="prompt") from None
+    return text
+
+
 def _items(value: Any) -> list[Any]:
-    """The items of a sequence, also of an array or a tensor. Raises: BadRequest."""
+    """The items of a sequence or an iterator, also of an array or a tensor. Raises: BadRequest; what an iterator raises."""
     try:
         if isinstance(value, (bytes, bytearray)):
             raise TypeError
-        return list(value.tolist() if hasattr(value, "tolist") else value)
+        items = iter(value.tolist() if hasattr(value, "tolist") else value)
     except TypeError:
         raise BadRequest(
             f"must be one text or one list of token ids, not {type(value).__name__}", param="prompt"
         ) from None
+    return list(items)
 
 
 def _is_number(item: Any) -> bool:

@@ -80,7 +80,7 @@ class SamplingParams:
 def to_request(body: Mapping[str, Any], kind: type[RequestT]) -> RequestT:
     """`body` as the HTTP API would read it. Raises: BadRequest naming the first field that is wrong."""
     try:
-        data = json.dumps(body).encode()
+        data = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise BadRequest(f"not a JSON value: {error}") from None
     return parse_body(data, kind)

@@ -92,6 +92,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(folder: Path) -> None
         ([[1]] * 2100 + [[10**6]], "input 2100 has token ids"),
         (["a"] * 2100 + ["the " * 90], "However, input 2100 has"),
         ([[1], "a", "the " * 90], "However, input 2 has"),
+        (["a", "a\ud800"], "input 1: must be Unicode text"),
     ],
 )
 def test_wrong_inputs_are_numbered_over_all(folder: Path, prompts: list[Any], message: str) -> None:
@@ -125,6 +126,8 @@ def test_any_number_of_pairs_is_scored(folder: Path) -> None:
             llm.score("a", wrong)
         with pytest.raises(BadRequest, match="text_2"):
             llm.score("a", [])
+        with pytest.raises(BadRequest, match=r"text_2\.1: must be Unicode text"):
+            llm.score("a", ["a", "a\ud800"])
 
 
 def test_closing_ends_a_call_on_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

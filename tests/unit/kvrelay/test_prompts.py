@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_every_form_of_a_prompt_is_taken(model: ServedModel) -> None:
         [1, "a"],
         [True],
         b"a",
+        "a\ud800",
         np.array([1.5]),
     ],
 )
@@ -57,6 +59,25 @@ def test_a_wrong_prompt_is_named_by_its_index(model: ServedModel, wrong: Any) ->
 def test_what_is_no_list_of_prompts_is_refused(model: ServedModel, wrong: Any) -> None:
     with pytest.raises(BadRequest, match="must be one text or one list of token ids"):
         generate_jobs(model, wrong, None)
+
+
+def test_what_goes_wrong_in_the_callers_iterator_is_its_own_error(model: ServedModel) -> None:
+    """A TypeError of it was said to be a wrong prompt."""
+
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise TypeError("in the data")
+
+    with pytest.raises(TypeError, match="in the data"):
+        generate_jobs(model, prompts(), None)  # pyright: ignore[reportArgumentType]
+    assert len(generate_jobs(model, iter(["a", "b"]), None)) == 2  # pyright: ignore[reportArgumentType]
+
+
+def test_a_text_that_is_not_unicode_is_named_as_such(model: ServedModel) -> None:
+    with pytest.raises(BadRequest, match=r"prompt 0: must be Unicode text: surrogates not allowed at index 1"):
+        generate_jobs(model, "a\ud800", None)
+    with pytest.raises(BadRequest, match=r"conversation 0: not a JSON value: .* surrogates not allowed"):
+        chat_jobs(model, [{"role": "user", "content": "a\ud800"}], None, {})
 
 
 def test_token_ids_may_come_from_numpy_and_torch(model: ServedModel) -> None:
