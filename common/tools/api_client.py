@@ -24,6 +24,8 @@ _GATEWAY_TIMEOUT = 504
 """A result if it comes from the server, whose deadline passed; retried if it comes from a proxy, which does not send JSON."""
 _SHOWN_BYTES = 200
 _LONGEST_WAIT_S = 30.0
+"""Unless the server asks for more."""
+_LONGEST_ASKED_S = 3600.0
 _CONNECT_S = 10.0
 
 
@@ -49,15 +51,15 @@ class ApiAnswer(NamedTuple):
 
 def wait_before_retry_s(attempt: int, headers: Mapping[str, str]) -> float:
     """Seconds to wait after the attempt of this number, from 1: grows exponentially, and is never less than what the
-    server asks for in `retry-after`, up to `_LONGEST_WAIT_S`."""
+    server asks for in `retry-after`, up to an hour: a key's limits of tokens may ask for minutes."""
     asked_s = 0.0
     with contextlib.suppress(ValueError):  # a date, which our router does not send
         asked_s = float(headers.get("retry-after", ""))
     if math.isnan(asked_s):
         asked_s = 0.0
-    growing_s = 0.25 * 2 ** min(attempt, 16) * random.uniform(0.5, 1.0)
+    growing_s = min(0.25 * 2 ** min(attempt, 16) * random.uniform(0.5, 1.0), _LONGEST_WAIT_S)
     # Spread, so that requests refused together do not come back together.
-    return min(max(asked_s * random.uniform(1.0, 1.25), growing_s), _LONGEST_WAIT_S)
+    return max(min(asked_s * random.uniform(1.0, 1.25), _LONGEST_ASKED_S), growing_s)
 
 
 class ApiClient:

@@ -138,7 +138,8 @@ def test_waits_grow_and_are_bounded() -> None:
     assert wait_before_retry_s(30, {}) == 30.0
     assert wait_before_retry_s(2000, {}) == 30.0  # hours later: 2.0**2000 is no number
     assert 0 <= wait_before_retry_s(1, {"retry-after": "nan"}) <= 0.5
-    assert wait_before_retry_s(1, {"retry-after": "3600"}) == 30.0
+    assert 300 <= wait_before_retry_s(1, {"retry-after": "300"}) <= 375  # it was 30 s, and all attempts were too early
+    assert wait_before_retry_s(1, {"retry-after": "1e9"}) == 3600.0
     assert wait_before_retry_s(1, {"retry-after": "Mon, 01 Jan 2035 00:00:00 GMT"}) <= 0.5
 
 
