@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import itertools
 import json
 import os
@@ -64,7 +65,7 @@ class LLM:
         """
         self._lock = threading.Lock()
         self._ids = itertools.count()
-        self._engine: Engine | PoolingEngine
+        self._engine: Engine | PoolingEngine | None
         if prefill or decode:
             self._engine = _cluster_engine({**options, "model": model, "prefill": prefill, "decode": decode or 1})
         else:
@@ -150,6 +151,9 @@ class LLM:
     def close(self) -> None:
         """Free the model, end the cluster. A second call does nothing."""
         self._end()
+        if self._engine is not None:
+            self._engine = None
+            gc.collect()  # its parts refer to each other, and tensors do not make a collection more likely
 
     def __enter__(self) -> LLM:
         return self
@@ -160,23 +164,24 @@ class LLM:
         self.close()
 
     def _running(self) -> Engine:
-        self._check_open()
-        if isinstance(self._engine, PoolingEngine):
-            raise BadRequest(f"the model {self._engine.model.name!r} does not generate text", param="model")
-        return self._engine
+        engine = self._open()
+        if isinstance(engine, PoolingEngine):
+            raise BadRequest(f"the model {engine.model.name!r} does not generate text", param="model")
+        return engine
 
     def _pooling(self, *tasks: Task) -> PoolingEngine:
-        self._check_open()
-        model = self._engine.model
-        if not isinstance(self._engine, PoolingEngine) or model.task not in tasks:
-            raise BadRequest(f"the model {model.name!r} does not {' or '.join(tasks)}", param="model")
-        return self._engine
+        engine = self._open()
+        if not isinstance(engine, PoolingEngine) or engine.model.task not in tasks:
+            raise BadRequest(f"the model {engine.model.name!r} does not {' or '.join(tasks)}", param="model")
+        return engine
 
-    def _check_open(self) -> None:
-        if not self._end.alive:
+    def _open(self) -> Engine | PoolingEngine:
+        engine = self._engine
+        if engine is None or not self._end.alive:
             raise BadRequest("this LLM is closed")
         if os.getpid() != self._pid:  # its threads are not there
             raise BadRequest("this LLM was made before a fork, in another process: make one in this process")
+        return engine
 
     def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}

@@ -57,7 +57,11 @@ class LocalNode:
         # The engine's thread inherits the floating-point environment that the start sets, but the caller's stays as it is;
         # and the caller may have an asyncio loop of its own.
         threading.Thread(target=start, name="start", daemon=True).start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:  # Ctrl-C: the start goes on, and nobody would end what it starts
+            started.add_done_callback(lambda _: self.close() if started.exception() is None else None)
+            raise
 
     def _start(
         self,

@@ -6,17 +6,21 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import kvrelay.llm
+import kvrelay.local_node
 import pytest
 import torch
 from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
+from kvrelay.local_node import LocalNode
 
 from common.config.service_configs import UpConfig
 from common.kernels.native.library import find_native
@@ -218,12 +222,41 @@ def test_a_closed_or_failed_llm_leaves_its_packed_weights(tmp_path: Path, monkey
     assert (during, len(open_packed_weights())) == (0 if find_native() is None else 1, 0)
 
 
-def test_a_closed_llm_says_so() -> None:
+def test_a_closed_llm_says_so_and_has_freed_its_model() -> None:
+    """The weights and the KV stayed in memory as long as anything referred to the LLM, and then until a collection."""
     llm = LLM(kv_memory_gb=0.01)
+    node: Any = llm._engine._node  # type: ignore[attr-defined]
+    worker = weakref.ref(node._leader.worker)
+    del node
     llm.close()
     llm.close()
+    assert worker() is None
     with pytest.raises(BadRequest, match="closed"):
         llm.generate("Hello")
+
+
+def test_an_interrupted_start_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model was loaded all the same, and stayed in memory with a thread that nothing could end."""
+    may_start = threading.Event()
+    start = LocalNode._start
+
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    def late_start(node: LocalNode, *args: Any) -> None:
+        assert may_start.wait(10)
+        start(node, *args)
+
+    monkeypatch.setattr(LocalNode, "_start", late_start)
+    monkeypatch.setattr(kvrelay.local_node, "Future", Interrupted)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        LLM(kv_memory_gb=0.01)
+    may_start.set()
+    end_s = time.monotonic() + 60
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < end_s
 
 
 FORKED = """
@@ -265,7 +298,8 @@ def test_wrong_options_are_refused_in_one_sentence(options: dict[str, Any], mess
 
 def test_options_may_be_python_lists_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(kv_memory_gb=0.01, dtype=torch.float32, served_model_name=["a", "b"]) as llm:
-        assert llm._engine.model.name == "a"  # pyright: ignore[reportPrivateUsage]
+        engine: Any = llm._engine  # pyright: ignore[reportPrivateUsage]
+        assert engine.model.name == "a"
     started: list[str] = []
 
     def start(config: UpConfig, arguments: list[str]) -> SimpleNamespace:
