@@ -44,7 +44,7 @@ def _codes(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool) -> t
             zeros.append(torch.full_like(lo, 2 ** (bits - 1)))
         else:
             scales.append(((hi - lo) / top).half().float())
-            zeros.append((-lo / scales[-1]).round().clamp(1, top))
+            zeros.append((-lo / scales[-1]).round().clamp(0, top))
     scale, zero = torch.stack(scales, 1), torch.stack(zeros, 1)
     each_scale, each_zero = scale[:, group_of], zero[:, group_of]
     codes = (weight / each_scale + each_zero).round().clamp(0, top)
@@ -83,7 +83,7 @@ def _gptq(
     codes, scale, zero, means = _codes(weight, bits, group_of, symmetric=symmetric)
     tensors = {
         "qweight": _pack(codes, bits).t(),
-        "qzeros": _pack(zero.t() - offset, bits),
+        "qzeros": _pack(zero.t(), bits) - sum(offset << bits * place for place in range(32 // bits)),
         "scales": scale.t().half(),
         "g_idx": group_of.to(torch.int32),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,22 @@ def test_layers_stay_in_groups_where_their_orders_agree(
     found = weights.linear(pair, None, target)
     assert found is None if merged is None else isinstance(found, merged)
     assert isinstance(weights.linear([StoredTensor(f"{DOWN}.weight", (64, 112))], None, target), down)
+
+
+@pytest.mark.parametrize("style", ["gptq", "gptq v2", "gptq 8 bit"])
+def test_zeros_of_groups_without_negative_weights_are_read(
+    originals: dict[str, Path], tmp_path: Path, style: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(originals["llama-biases"], source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{DOWN}.weight"][::3] = tensors[f"{DOWN}.weight"][::3].abs()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (
+        weights_of(folder).read(f"{DOWN}.weight", (64, 112), torch.float32)
+        for folder in quantize(source, STYLES[style], tmp_path)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_rank_that_would_split_less_than_eight_inputs_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:
