@@ -26,6 +26,11 @@ class StoredTensor:
     """Shape of the whole tensor; a linear layer's weight is [out, in]."""
     part: Part | None = None
 
+    @property
+    def splits_inputs(self) -> bool:
+        """Whether other ranks hold other inputs of this linear layer's weight."""
+        return self.part is not None and self.part.dim == 1 and self.part.hi - self.part.lo < self.shape[1]
+
 
 @dataclass(frozen=True)
 class LinearTarget:

@@ -179,7 +179,7 @@ class GroupFormat:
         return None if weight is None else ReorderedLinear(order, make_group_linear(weight, bias, target))
 
     def _common_order(self, matrices: Sequence[_Matrix], stacked: Sequence[StoredTensor]) -> Tensor | None:
-        if any(m.group_of is None for m in matrices) or any(s.part is not None and s.part.dim == 1 for s in stacked):
+        if any(matrix.group_of is None for matrix in matrices) or any(stored.splits_inputs for stored in stacked):
             return None
         orders = [matrix.order for matrix in matrices]
         first = orders[0]

@@ -150,6 +150,17 @@ def test_zeros_of_groups_without_negative_weights_are_read(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("kept")
+def test_a_rank_that_has_all_inputs_keeps_reordered_weights_in_groups(
+    originals: dict[str, Path], tmp_path: Path
+) -> None:
+    quantized, _ = quantize(originals["llama-biases"], STYLES["gptq desc_act"], tmp_path)
+    for tp_size, kept in ((1, True), (2, False)):
+        build = build_of(quantized, 0, tp_size)
+        layer = build.row_linear(DOWN, build.inner(build.config.layers[0].mlp), 64, bias=False)
+        assert isinstance(layer, ReorderedLinear) == kept
+
+
 def test_a_rank_that_would_split_less_than_eight_inputs_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:
     quantized, _ = quantize(originals["llama-biases"], STYLES["awq"], tmp_path)
     build = build_of(quantized, 0, 4)
