@@ -5,6 +5,7 @@ Used at start-up, to load and to fingerprint weights. No torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from dataclasses import dataclass
@@ -51,6 +52,23 @@ def weight_files(path: Path) -> list[Path]:
         if files:
             return files
     raise ConfigError(f"{path} holds neither safetensors files nor pytorch_model.bin")
+
+
+def files_state(path: Path, load_format: str) -> str:
+    """Digest of the names, sizes and times of the weight files; another one means that they may hold other weights. The time
+    of the last change (`st_ctime_ns`) is one that no program can set. Of dummy weights: nothing.
+
+    Raises: ConfigError.
+    """
+    digest = hashlib.sha256()
+    for file in () if load_format == "dummy" else weight_files(path):
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        times = status.st_mtime_ns, status.st_ctime_ns
+        digest.update(f"\0{file.name}\0{status.st_size}\0{times}".encode())
+    return digest.hexdigest()
 
 
 def _indexed(path: Path, index: Path) -> list[Path]:

@@ -26,7 +26,6 @@ from typing import TypeVar
 from common.base.errors import ConfigError
 from common.base.file_lock import locked, try_lock
 from common.model.cached_models import IN_USE, cached_models, weights_folder
-from common.model.files import weight_files
 from common.model.packed_file import PackedTensors, map_packed, write_packed
 
 log = logging.getLogger(__name__)
@@ -45,29 +44,20 @@ _FREE_PART = 0.25
 """Default limit: this part of the disk space that is free or taken by the cache."""
 
 
-def weights_key(fingerprint: str, path: Path, load_format: str) -> str:
-    """Digest of the weights in `path`: of the model's fingerprint, which samples them, and of the files' sizes and times.
-
-    Raises: ConfigError, OSError.
-    """
-    digest = hashlib.sha256(fingerprint.encode())
-    if load_format != "dummy":
-        for file in weight_files(path):
-            status = file.stat()
-            digest.update(f"\0{file.name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
-    return digest.hexdigest()[:24]
-
-
 class PackedWeights:
     """The packed weights of one model, in use by this process until `close`."""
 
-    def __init__(self, folder: Path, weights: str, limit_gb: float | None) -> None:
-        """`folder`: of all models. `weights`: of `weights_key`. `limit_gb`: of all models; None: by the free disk space.
+    def __init__(
+        self, folder: Path, weights: str, limit_gb: float | None, is_current: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`folder`: of all models. `weights`: a digest of the weights. `limit_gb`: of all models; None: by the free disk space.
+        `is_current`: whether what was read until now are these weights.
 
         Raises: OSError.
         """
         self._models = folder
         self._limit_gb = limit_gb
+        self._is_current = is_current
         self._folder = folder / f"{weights}-{_code_digest()}"
         self._in_use = self._open()
         self._is_stopped = False
@@ -129,9 +119,11 @@ class PackedWeights:
                 self._stop("the cache is full (--packed-cache-gb)")
                 return None
             write_packed(part, key, made)
+            if not self._is_current():
+                raise OSError("the checkpoint's files were changed while they were read")
             part.replace(file)
             return map_packed(file, key)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             self._stop(str(error))
@@ -161,13 +153,16 @@ class PackedWeights:
         return _FREE_PART * (shutil.disk_usage(self._models).free + total)
 
 
-def open_packed_weights(fingerprint: str, path: Path, load_format: str, limit_gb: float | None) -> PackedWeights | None:
-    """The packed weights of the model in `path`; None, with a line in the log, where they cannot be kept, and if
-    `limit_gb` is 0."""
+def open_packed_weights(
+    fingerprint: str, state: str, limit_gb: float | None, is_current: Callable[[], bool]
+) -> PackedWeights | None:
+    """The packed weights of the model with this fingerprint, whose files have this state (`files_state`) as long as
+    `is_current`; None, with a line in the log, where they cannot be kept, and if `limit_gb` is 0."""
     if limit_gb == 0:
         return None
+    weights = hashlib.sha256(f"{fingerprint}\0{state}".encode()).hexdigest()[:24]
     try:
-        return PackedWeights(weights_folder(), weights_key(fingerprint, path, load_format), limit_gb)
+        return PackedWeights(weights_folder(), weights, limit_gb, is_current)
     except (OSError, ConfigError) as error:
         log.warning("packed weights are not shared with other processes: %s", error)
         return None

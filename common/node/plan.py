@@ -26,6 +26,7 @@ from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.model.choose import choose_model
 from common.model.config import ModelConfig
+from common.model.files import files_state
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.formats.quantization import Fp8Quantization
 from common.model.formats.quantization import Quantization as CheckpointQuantization
@@ -62,6 +63,8 @@ class NodePlan:
     dtype: str
     """Data type of weights and activations; that of the KV cache is in the layout."""
     device: DeviceKind
+    weights: str
+    """State of the weight files (`files_state`) before the layout's fingerprint was made of them."""
 
     @property
     def world_size(self) -> int:
@@ -90,6 +93,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
+    weights = files_state(path, config.load_format)
     layout = KVLayout(
         fingerprint=fingerprint(
             path, model_config, config.load_format, dtype, config.seed, drawn_on, config.quantization
@@ -104,7 +108,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     if not tokenizer and config.load_format != "dummy":
         raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer)
-    return NodePlan(path, model_config, layout, info, dtype, device)
+    return NodePlan(path, model_config, layout, info, dtype, device, weights)
 
 
 def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | None, path: Path) -> None:

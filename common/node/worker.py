@@ -35,6 +35,7 @@ from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
 from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
+from common.model.files import files_state
 from common.model.loader import load_model
 from common.model.lora.adapters import Adapters
 from common.model.packed_weights import PackedWeights, open_packed_weights
@@ -229,6 +230,10 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
             quantization=config.quantization,
             packed=packed,
         )
+        if not _is_current(plan, config):
+            raise ConfigError(
+                f"the weight files of {plan.path} were changed while they were read; start the node again"
+            )
         if device.type == "cpu":
             return Worker(plan, config, mesh, model, packed=packed)
         capture = EagerCapture() if config.enforce_eager else CudaGraphCapture(device)
@@ -246,7 +251,13 @@ def _packed_weights(plan: NodePlan, config: NodeConfig, device: torch.device) ->
     """Where the native kernels' weights are shared with other processes; nowhere without these kernels."""
     if device.type != "cpu" or find_native() is None:
         return None
-    return open_packed_weights(plan.layout.fingerprint, plan.path, config.load_format, config.packed_cache_gb)
+    state, limit_gb = plan.weights, config.packed_cache_gb
+    return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan, config))
+
+
+def _is_current(plan: NodePlan, config: NodeConfig) -> bool:
+    """Whether the weight files are those that the plan was made for. Raises: ConfigError."""
+    return files_state(plan.path, config.load_format) == plan.weights
 
 
 def _sentence(error: BaseException) -> str:

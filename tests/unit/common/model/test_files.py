@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
+from common.model.files import files_state
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 
@@ -64,3 +66,16 @@ def test_an_index_cannot_lead_out_of_the_directory(sharded: Path, tmp_path: Path
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
     with pytest.raises(ConfigError):
         load(sharded)
+
+
+def test_the_state_of_files_changes_with_their_times_and_not_with_their_folder(folder: Path) -> None:
+    before = files_state(folder, "auto")
+    moved = folder.rename(folder.with_name("moved"))
+    assert files_state(moved, "auto") == before
+    assert files_state(moved, "dummy") != before
+    file = moved / "model.safetensors"
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))  # as after a change that hides its time
+    assert files_state(moved, "auto") != before
+    file.unlink()
+    with pytest.raises(ConfigError, match="holds neither safetensors"):
+        files_state(moved, "auto")

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from support.paths import ROOT
 from common.model import packed_weights
 from common.model.cached_models import cached_models
 from common.model.packed_file import PackedTensors
-from common.model.packed_weights import PackedWeights, open_packed_weights, weights_key
+from common.model.packed_weights import PackedWeights, open_packed_weights
 
 MEGABYTE = 2**20
 
@@ -209,32 +209,21 @@ def test_a_cache_that_cannot_be_opened_is_one_line_in_the_log(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "file"))
-    assert open_packed_weights("fingerprint", tmp_path, "dummy", None) is None
+    assert open_packed_weights("fingerprint", "state", None, lambda: True) is None
     assert len(caplog.messages) == 1
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
-    assert open_packed_weights("fingerprint", tmp_path, "dummy", 0) is None
-    opened = open_packed_weights("fingerprint", tmp_path, "dummy", None)
+    assert open_packed_weights("fingerprint", "state", 0, lambda: True) is None
+    opened = open_packed_weights("fingerprint", "state", None, lambda: True)
     assert opened is not None
     opened.close()
 
 
-def test_the_key_of_weights_changes_with_the_files_and_not_with_their_folder(
-    tmp_path: Path, make_file: Callable[[Path], None]
+def test_what_was_read_of_files_that_changed_meanwhile_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = set[str]()
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        make_file(folder)
-        os.utime(folder / "model.safetensors", ns=(1, 1))
-        keys.add(weights_key("fingerprint", folder, "auto"))
-    assert len(keys) == 1
-    os.utime(tmp_path / "a" / "model.safetensors", ns=(2, 2))
-    assert weights_key("fingerprint", tmp_path / "a", "auto") not in keys
-    assert weights_key("another", tmp_path / "b", "auto") not in keys
-
-
-@pytest.fixture
-def make_file() -> Callable[[Path], None]:
-    from safetensors.torch import save_file
-
-    return lambda folder: save_file({"x": torch.ones(3)}, folder / "model.safetensors")
+    with closing(PackedWeights(tmp_path, "model", 1.0, lambda: False)) as opened:
+        assert opened.get("a", ones).numbers == {"out": 1}
+    assert "changed while they were read" in caplog.text
+    assert not list(tmp_path.rglob("*.part"))
+    with closing(PackedWeights(tmp_path, "model", 1.0)) as after, pytest.raises(AssertionError, match="packed again"):
+        after.get("a", never)
