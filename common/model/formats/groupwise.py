@@ -21,6 +21,7 @@ from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int4
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import float_linear
+from common.model.formats.int8 import CHUNK_WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ INT4_GROUP = 64
 _MIN_GROUP = 8
 _CLIPS = (1.0, 0.95, 0.9)
 """Parts of a group's range that `quantize_int4` tries."""
-_CHUNK_WEIGHTS = 2**19
-"""Weights that are quantized at a time, so that they stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def quantize_int4(weight: Tensor, group: int = INT4_GROUP) -> GroupWeight:
 
     weight: [out, in] of any floating-point type; in is a multiple of `group`.
     """
-    rows = max(1, _CHUNK_WEIGHTS // weight.size(1))
+    rows = max(1, CHUNK_WEIGHTS // weight.size(1))
     chunks = [_quantize_groups(chunk.float().view(chunk.size(0), -1, group)) for chunk in weight.split(rows)]
     codes, scale, zero = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return GroupWeight(codes.view(weight.shape), scale, zero, 4)

@@ -17,6 +17,9 @@ from common.model.tensor_files import Part
 
 _MAX = 127
 _MIN_SCALE = 1e-20
+CHUNK_WEIGHTS = 2**19
+"""Weights that are quantized at a time: few enough to stay in a processor's cache, and an LM head takes no second copy in
+float32."""
 _CUDA_MIN_ROWS = 17
 """cuBLAS multiplies int8 matrices of at least this many rows, whose sides are multiples of 8."""
 
@@ -45,9 +48,15 @@ class Int8Weight:
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
     """Round each row of `weight` to 255 steps, symmetric around zero. weight: [out, in] of any floating-point type."""
-    wide = weight.float()
-    scale = (wide.abs().amax(1) / _MAX).clamp_(min=_MIN_SCALE)
-    return Int8Weight((wide / scale[:, None]).round_().to(torch.int8), scale)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.size(0), device=weight.device)
+    rows = max(1, CHUNK_WEIGHTS // weight.size(1))
+    for at in range(0, weight.size(0), rows):
+        wide = weight[at : at + rows].float()
+        own = scale[at : at + rows]
+        torch.div(wide.abs().amax(1), _MAX, out=own).clamp_(min=_MIN_SCALE)
+        codes[at : at + rows] = (wide / own[:, None]).round_()
+    return Int8Weight(codes, scale)
 
 
 def stack_int8(weights: Sequence[Int8Weight]) -> Int8Weight:

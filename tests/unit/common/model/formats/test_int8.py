@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.model.formats.int8 import Int8Linear, Int8Weight, quantize_int8, stack_int8
+from common.model.formats.int8 import CHUNK_WEIGHTS, Int8Linear, Int8Weight, quantize_int8, stack_int8
 from common.model.tensor_files import Part
 
 
@@ -57,6 +57,13 @@ def test_quantized_weights_are_within_half_a_step() -> None:
     found = quantize_int8(weight)
     assert int(found.codes.abs().max()) == 127
     assert bool(((found.widened() - weight.float()).abs() <= found.scale[:, None] * 0.501).all())
+
+
+def test_a_matrix_of_many_chunks_is_quantized_as_its_rows_are() -> None:
+    weight = numbers(2 * (CHUNK_WEIGHTS // 2**14) + 5, 2**14).bfloat16()
+    found, rows = quantize_int8(weight), [quantize_int8(row[None]) for row in weight]
+    assert torch.equal(found.codes, torch.cat([row.codes for row in rows]))
+    assert torch.equal(found.scale, torch.cat([row.scale for row in rows]))
 
 
 def test_parts_and_stacks_keep_each_rows_scale() -> None:
