@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,12 @@ class CachedModel:
         except FileNotFoundError:
             return True
         try:
-            if not try_lock(descriptor):
+            if not try_lock(descriptor) or not is_still(descriptor, self.folder / IN_USE):
                 return False
-            shutil.rmtree(self.folder)
+            # Whoever opens or removes it meanwhile meets all of it or nothing.
+            removed = self.folder.with_name(f"removed-{secrets.token_hex(8)}")
+            self.folder.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
             return True
         finally:
             os.close(descriptor)
@@ -51,6 +55,14 @@ class CachedModel:
         """Whether a process maps it."""
         with contextlib.suppress(FileNotFoundError), locked(self.folder / IN_USE, 0.0) as is_held:
             return not is_held
+        return False
+
+
+def is_still(descriptor: int, file: Path) -> bool:
+    """Whether the open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
         return False
 
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from common.base.errors import ConfigError
 from common.base.file_lock import locked, try_lock
-from common.model.cached_models import IN_USE, cached_models, weights_folder
+from common.model.cached_models import IN_USE, cached_models, is_still, weights_folder
 from common.model.packed_file import PackedTensors, map_packed, write_packed
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,10 @@ class PackedWeights:
         deadline_s = time.monotonic() + _OPEN_S
         file = self._folder / IN_USE
         while True:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it vanishes meanwhile
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                if try_lock(descriptor, shared=True) and _is_still(descriptor, file):
+                if try_lock(descriptor, shared=True) and is_still(descriptor, file):
                     os.utime(descriptor)
                     return descriptor
                 os.close(descriptor)  # a process that removes the model has it
@@ -166,11 +166,6 @@ def open_packed_weights(
     except (OSError, ConfigError) as error:
         log.warning("packed weights are not shared with other processes: %s", error)
         return None
-
-
-def _is_still(descriptor: int, file: Path) -> bool:
-    """Whether the open file is the one at this path. Raises: FileNotFoundError."""
-    return os.path.samestat(os.fstat(descriptor), file.stat())
 
 
 @functools.cache

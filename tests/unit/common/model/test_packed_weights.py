@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,31 @@ def test_least_recently_used_models_make_room_but_none_that_is_in_use(tmp_path: 
         fourth.get("a", ones)
         left = {model.folder.name.partition("-")[0] for model in cached_models(tmp_path)}
     assert left == {"first", "third", "fourth"}
+
+
+def test_a_model_that_is_opened_and_removed_again_during_its_removal_is_whole_and_disturbs_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(PackedWeights(tmp_path, "model", 1.0)) as before:
+        before.get("a", ones)
+    (model,) = cached_models(tmp_path)
+    rmtree, opened = shutil.rmtree, list[PackedWeights]()
+
+    def remove_file_by_file(folder: Path, ignore_errors: bool = False) -> None:
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        for file in folder.iterdir():
+            file.unlink()
+        assert [each.remove() for each in cached_models(tmp_path)] == [True]
+        opened.append(PackedWeights(tmp_path, "model", 1.0))
+        opened[0].get("b", ones)
+        rmtree(folder, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_file_by_file)
+    assert model.remove()
+    with closing(opened[0]):
+        opened[0].get("b", never)
+        assert not model.remove()
+        assert [each.folder for each in cached_models(tmp_path)] == [model.folder]
 
 
 def test_where_all_is_in_use_and_the_limit_reached_weights_are_private(
