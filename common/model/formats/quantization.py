@@ -101,7 +101,7 @@ def _parse_awq(config: dict[str, Any]) -> AwqQuantization:
 
 def _parse_gptq(config: dict[str, Any]) -> GptqQuantization:
     bits, layout = config.get("bits"), config.get("checkpoint_format", "gptq")
-    if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
+    if not isinstance(bits, int) or bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
         raise ValueError(
             f"the weights are stored as {layout} in {bits!r} bits; supported: gptq or gptq_v2 in 4 or 8 bits"
         )
@@ -132,7 +132,7 @@ def _parse_config_group(group: Any, default_layout: Any) -> Quantization:
     weights = cast("dict[str, Any]", weights)
     bits: Any = weights.get("num_bits")
     strategy = weights.get("strategy")
-    kind, layout = f"{weights.get('type')}{bits}", cast("dict[str, Any]", group).get("format") or default_layout
+    kind, layout = f"{weights.get('type')}{bits!r}", cast("dict[str, Any]", group).get("format") or default_layout
     is_symmetric = weights.get("symmetric", True) is True
     if kind == "float8" and strategy in ("tensor", "channel", "block"):
         return Fp8Quantization(_block(weights.get("block_structure")) if strategy == "block" else None)

@@ -27,6 +27,15 @@ from common.model.config import load_model_config
             {"quant_method": "gptq", "bits": 3, "group_size": 128},
             "gptq in 3 bits; supported: gptq or gptq_v2 in 4 or 8",
         ),
+        ({"quant_method": "gptq", "bits": 4.0, "group_size": 128}, r"gptq in 4\.0 bits"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"g": {"weights": {"num_bits": "4", "type": "int", "strategy": "channel"}}},
+            },
+            "quantized as int'4' by channel",
+        ),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "stored as marlin in 4 bits"),
         ({"quant_method": "gptq", "bits": 4}, "group_size is None"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "settings of their own for some layers"),
