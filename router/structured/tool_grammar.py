@@ -105,9 +105,9 @@ _UNMARKED = {
 
 
 class Vocabulary(NamedTuple):
-    """`special_id`: the id of a special token. `token_id`: that of any token. None: the text is none."""
+    """`grammar_id`: as `Tokenizer.grammar_id`. `token_id`: the id of any token; None: the text is none."""
 
-    special_id: Callable[[str], int | None]
+    grammar_id: Callable[[str], int | None]
     token_id: Callable[[str], int | None]
 
 
@@ -197,7 +197,7 @@ class _Lark:
         return " ".join(map(self._part, parts))
 
     def _part(self, text: str) -> str:
-        special = self._vocabulary.special_id(text)
+        special = self._vocabulary.grammar_id(text)
         return json.dumps(text, ensure_ascii=False) if special is None else f"<[{special}]>"
 
     def arguments(self, index: int, function: Schema, *, as_python: bool) -> str:
@@ -261,7 +261,7 @@ class _Lark:
         `not_as`: a regular expression; no text may begin so.
         """
         text = _regex(_ANYTHING) + (f" & ~{_regex(_SPACE + not_as + _ANYTHING)}" if not_as else "")
-        if self._vocabulary.special_id(marker) is not None:
+        if self._vocabulary.grammar_id(marker) is not None:
             self.rules.append(f"OTHER_TEXT: {text}")
             return f"OTHER_TEXT {self._part(marker)}"
         anywhere = _regex(_ANYTHING + re.escape(marker) + _ANYTHING)
@@ -296,7 +296,7 @@ class _Lark:
             return ""
         if before is Before.LINE_BREAKS:
             return _LINE_BREAKS
-        if self._vocabulary.special_id(tags.close) is None:
+        if self._vocabulary.grammar_id(tags.close) is None:
             self.rules.append(f"thoughts[suffix={self._part(tags.close)}]: /(.|\\n)*/")
         else:
             self.rules.append(f"thoughts: /(.|\\n)*/ {self._part(tags.close)}")

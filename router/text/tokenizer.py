@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
-from common.engine.grammar.compile import checking_tokenizer
+from common.engine.grammar.compile import checking_tokenizer, is_special
 from router.text.added_tokens import complete, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
@@ -75,12 +75,14 @@ class Tokenizer:
         self._typed_tokens = TypedTokens(
             token for token_id in self.pieces.special_ids if (token := self._raw.id_to_token(token_id))
         )
+        added = self._raw.get_added_tokens_decoder()
+        self._grammar_ids = {token.content: token_id for token_id, token in added.items() if is_special(token)}
         self.eos_token_id: int | None = self._raw.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
         self.fim_ids = self._find_fim_ids()
         """None: the model cannot fill in the middle."""
         vocab = self._raw.get_vocab(with_added_tokens=True)
-        strips = any(each.lstrip or each.rstrip for each in self._raw.get_added_tokens_decoder().values())
+        strips = any(each.lstrip or each.rstrip for each in added.values())
         self._longest_token = 0 if strips else max(map(len, vocab), default=0)
         """Characters; 0: a token may stand for any number, of spaces beside it."""
 
@@ -169,6 +171,10 @@ class Tokenizer:
         """The id of `token`; None if it is no special token."""
         token_id = self._raw.token_to_id(token)
         return token_id if token_id in self.pieces.special_ids else None
+
+    def grammar_id(self, token: str) -> int | None:
+        """The id by which grammars must name `token`; None if they write it as text."""
+        return self._grammar_ids.get(token)
 
     def render_chat(
         self,

@@ -25,11 +25,12 @@ CALLS = """Let me look.
 </tool_call>"""
 
 
-def make_tool_model(folder: Path) -> Path:
-    """The folder."""
+def make_tool_model(folder: Path, *, special: bool = True) -> Path:
+    """The folder. `special`: whether the markers of calls are special tokens, which those of Qwen are not."""
     folder = make_model_folder(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
+    add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+    add([AddedToken(marker, special=special) for marker in ("<tool_call>", "</tool_call>")])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))

@@ -8,12 +8,13 @@ tokenizer does not (0.6 s for 150,000 tokens).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
@@ -124,11 +125,18 @@ def byte_level_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[bytes] | No
         start += len(token)
     for token_id, token in added.items():
         text = token.content
-        if token.special or (text.startswith("<") and text.endswith(">")):
+        if is_special(token):
             tokens[token_id] = _SPECIAL + text.encode()
         else:
             tokens[token_id] = _bytes_of(text) or text.encode()
     return [_SPECIAL + b"<[%d]>" % token_id if each is None else each for token_id, each in enumerate(tokens)]
+
+
+def is_special(token: AddedToken) -> bool:
+    """Whether an added token is special for llguidance, whatever tokenizer.json says: grammars must name it, their text is never
+    this token. `<tool_call>` and `<think>` of Qwen are not special for tokenizers.
+    """
+    return token.special or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 def _bytes_of(text: str) -> bytes | None:
@@ -158,14 +166,21 @@ class _TextTokenizer:
     bos_token_id = None
 
     def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], ends: list[int]) -> None:
-        """`encode`: makes no special tokens; `tokens`: as `parsed_tokens`; `ends`: tokens that end an answer."""
+        """`encode`: makes no tokens that tokenizer.json calls special; `tokens`: as `parsed_tokens`; `ends`: tokens that end an
+        answer."""
         self._encode = encode
         self.tokens = [token.removeprefix(_SPECIAL) for token in tokens]
         self.special_token_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_SPECIAL)]
+        self._special = {each: self.tokens[each].decode(errors="replace") for each in self.special_token_ids}
         self.eos_token_id = ends[0] if ends else 0  # llguidance needs one that exists
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        ids = self._encode(text)
+        found = {self._special[each] for each in ids if each in self._special}
+        # Cut behind their first character, as `router.text.typed_tokens` does.
+        cuts = [f"(?<={re.escape(each[0])})(?={re.escape(each[1:])})" for each in found if len(each) > 1]
+        parts = re.split("|".join(cuts), text) if cuts else [text]
+        return ids if len(parts) == 1 else [token_id for part in parts for token_id in self(part)]
 
 
 def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:

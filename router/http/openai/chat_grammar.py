@@ -29,6 +29,6 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
     tags = formats.reasoning
     if tags is None:
         in_channel = formats.tools is not None and formats.tools.name == "openai" and prompt.endswith(harmony.TURN)
-        vocabulary = Vocabulary(tokenizer.special_id, tokenizer.token_id)
+        vocabulary = Vocabulary(tokenizer.grammar_id, tokenizer.token_id)
         return param, Grammar(final_grammar(source, vocabulary) if in_channel else source)
     return param, behind_reasoning(source, tags, prompt, tokenizer.token_id)

@@ -37,7 +37,7 @@ def call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwis
     source = tool_grammar(
         formats.tools.name,
         functions,
-        Vocabulary(tokenizer.special_id, tokenizer.token_id),
+        Vocabulary(tokenizer.grammar_id, tokenizer.token_id),
         parallel=not isinstance(body.tool_choice, NamedToolChoice) and body.parallel_tool_calls is not False,
         forced=forced,
         otherwise=otherwise,

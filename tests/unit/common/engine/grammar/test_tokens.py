@@ -96,3 +96,24 @@ def test_a_tokenizer_that_pads_or_cuts_texts_does_not_do_so_in_grammars(tmp_path
     _file(tmp_path, padding={**padding, "pad_token": "<|pad|>"}, truncation=truncation)
     matcher = compile_grammar(load_tokenizer(tmp_path, 2048, [1]), f'start: "{text}"').deep_copy()
     assert plain[:5] == matcher.compute_ff_tokens()[:5]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_text_of_an_added_token_is_written_with_ordinary_tokens(tmp_path: Path, special: bool) -> None:
+    """`<think>` of Qwen is an added token that tokenizer.json does not call special, and that llguidance does."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    parts = json.loads((DEMO / "tokenizer.json").read_text("utf-8"))
+    added = [
+        {"id": 2048 + number, "content": content, "special": special, **flags}
+        for number, content in enumerate(["<think>", "</think>", "<>"])
+    ]
+    file = _file(tmp_path, added_tokens=parts["added_tokens"] + added)
+    text = "so <<think>><think>é</think><> on"
+    matcher = compile_grammar(load_tokenizer(tmp_path, 2051, [1]), f'start: "{text}"').deep_copy()
+    forced: list[int] = []
+    while not matcher.is_stopped():
+        forced += (found := matcher.compute_ff_tokens())
+        assert found, forced
+        assert matcher.consume_tokens(found), matcher.get_error()
+    assert max(forced) < 2048
+    assert Tokenizer.from_file(str(file)).decode(forced) == text

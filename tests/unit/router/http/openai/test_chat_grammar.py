@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.tool_model import VOCAB_SIZE, make_tool_model
 
+from common.engine.grammar.compile import compile_grammar, load_tokenizer
 from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.output import harmony
 from router.output.formats import choose_formats
+from router.text.tokenizer import Tokenizer
 
 FORM = {"type": "json_object"}
 
@@ -23,10 +27,30 @@ def test_gpt_oss_writes_the_header_of_an_answer_that_has_a_form(prompt: str, beg
     ids = {marker: index for index, marker in enumerate(harmony.MARKERS)}
     model = SimpleNamespace(
         output_formats=choose_formats(harmony.CHANNEL, ids.__contains__),
-        tokenizer=SimpleNamespace(token_id=ids.get, special_id=ids.get),
+        tokenizer=SimpleNamespace(token_id=ids.get, grammar_id=ids.get),
     )
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "response_format": FORM})
     found = chat_grammar(body, cast("Any", model), prompt)
     assert found is not None
     assert found[0] == "response_format"
     assert ('"final"' in found[1].source.replace("\\", "")) is begins
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_forced_call_begins_with_the_models_own_token(tmp_path: Path, special: bool) -> None:
+    folder = make_tool_model(tmp_path / "model", special=special)
+    tokenizer = Tokenizer(folder)
+    formats = choose_formats(tokenizer.template_source, lambda token: tokenizer.token_id(token) is not None)
+    model = SimpleNamespace(output_formats=formats, tokenizer=tokenizer)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+    message = {"role": "user", "content": "hi"}
+    body = ChatRequest.model_validate({"messages": [message], "tools": tools, "tool_choice": "required"})
+    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>")
+    assert found is not None
+    matcher = compile_grammar(load_tokenizer(folder, VOCAB_SIZE, [1]), found[1].source).deep_copy()
+    call = tokenizer.token_id("<tool_call>")
+    assert call is not None
+    assert matcher.consume_token(call), matcher.get_error()
+    forced = matcher.compute_ff_tokens()
+    assert matcher.consume_tokens(forced), matcher.get_error()
+    assert tokenizer.decode(forced).startswith('\n{"name": "now"')
