@@ -243,7 +243,7 @@ class Link:
             self._connection.close()
 
     async def _connect(self, host: str, port: int) -> None:
-        while self._connection is None:
+        while True:
             secured: dict[str, Any] = {}
             if self._credentials is not None:
                 secured = {"ssl": self._credentials.for_client(), "server_hostname": host_of("node")}
@@ -259,6 +259,11 @@ class Link:
                 except (ssl.SSLError, NameUnknown) as error:
                     self._problem = f": {getattr(error, 'reason', None) or error}"
                     raise
+            if self._connection is not None:
+                # Its time ended while it was being made, because this process stood still. uvloop has closed it and tells nobody.
+                self._connection.abort()
+                self._lose(f"connection to {self.address} was made too late")
+                return
             await asyncio.sleep(_RETRY_S)
 
     def _stopped_connecting(self, task: asyncio.Task[None]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 
 from common.base.clock import monotonic
 from common.base.errors import ConfigError, ProtocolError, Unavailable
@@ -61,6 +63,30 @@ def test_unsent_messages_of_a_full_queue_are_returned(monkeypatch: pytest.Monkey
         assert link.refused == [abort(1), abort(2), abort(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_process_that_stands_still_while_it_connects_has_a_link_or_knows_that_it_has_none(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """A link that was made after its time must not look like one that stands: nobody would ever open another."""
+    monkeypatch.setattr(links, "_CONNECT_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        link.send(abort(1))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.1)
+        await until(lambda: received or lost)
+        link.close()
+        await server.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 20))
 
 
 def test_frames_split_at_any_size_arrive_whole_and_other_work_gets_its_turn(
