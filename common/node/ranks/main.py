@@ -8,20 +8,27 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from common.base.errors import KvRelayError
 from common.base.logs import configure
 from common.base.process import lasting_imports, name_process, prepare_compute
 
 if TYPE_CHECKING:
     from common.node.role import NodeRole
 
+log = logging.getLogger(__name__)
+
 
 def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
     """Run rank `rank` until the leader ends. `fields`: the node's configuration; `leader`: the address that takes the
-    rank's reports. `load_role` may import torch."""
+    rank's reports. `load_role` may import torch.
+
+    Raises: SystemExit after a failure on purpose, which the leader was told of.
+    """
     name_process(f"kvrelay-rank-{rank}")
     configure(fields["log_level"], fields["log_format"])
     prepare_compute(fields["threads"], nice=0)  # the leader's niceness is inherited
@@ -30,7 +37,11 @@ def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any]
 
         role = load_role()
     config = role.config_type(**fields)
-    RankProcess(config, role, role.plan(config), rank, leader).run()
+    try:
+        RankProcess(config, role, role.plan(config), rank, leader).run()
+    except KvRelayError as error:
+        log.error("rank %d ends: %s", rank, error)
+        raise SystemExit(1) from None
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from common.config.service_configs import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
 from common.node.plan import WARM_UP
+from common.node.ranks import main
 from common.node.ranks.links import MultiRankExecutor
 from common.node.ranks.messages import LeaderBeat
 from common.node.ranks.process import RankProcess
@@ -77,3 +80,22 @@ def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may
     process._take_orders(steps, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert allowed_s == [90.0, 2.0, 2.0]
     assert isinstance(steps.get_nowait(), PeerLost)
+
+
+def test_a_rank_that_lost_its_leader_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(self: RankProcess) -> None:
+        raise PeerLost("the leader was silent for 3 s")
+
+    monkeypatch.setattr(RankProcess, "__init__", lambda *_: None)
+    monkeypatch.setattr(RankProcess, "run", run)
+    for name in ("name_process", "configure", "prepare_compute"):
+        monkeypatch.setattr(main, name, lambda *_, **__: None)
+    monkeypatch.setattr(main, "lasting_imports", nullcontext)
+    role = SimpleNamespace(config_type=DecodeConfig, plan=lambda config: None)
+    fields = asdict(DecodeConfig(model="m"))
+    with pytest.raises(SystemExit) as ended:
+        main.run_rank(lambda: role, fields, 1, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
+    assert ended.value.code == 1
+    assert caplog.messages == ["rank 1 ends: the leader was silent for 3 s"]
