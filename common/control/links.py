@@ -260,7 +260,8 @@ class Link:
                     self._problem = f": {getattr(error, 'reason', None) or error}"
                     raise
             if self._connection is not None:
-                # Its time ended while it was being made, because this process stood still. uvloop has closed it and tells nobody.
+                # This process stood still, so the connect timeout fired just as the connection was made. uvloop then closes
+                # the transport without calling `connection_lost`.
                 self._connection.abort()
                 self._lose(f"connection to {self.address} was made too late")
                 return

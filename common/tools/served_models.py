@@ -7,6 +7,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from typing import Any
 
 from common.base.errors import ConfigError
@@ -14,7 +15,6 @@ from common.tools.admin.client import AdminUnreachable
 from common.tools.admin.running_clusters import running_clusters, runtime_folder
 
 _TIMEOUT_S = 10.0
-_NO_SUCH_KEY = 401
 
 
 def default_url() -> str:
@@ -53,7 +53,7 @@ def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
     except urllib.error.HTTPError as error:
         with error:
             why = "is this a server of the OpenAI API?"
-            if error.code == _NO_SUCH_KEY:
+            if error.code == HTTPStatus.UNAUTHORIZED:
                 why = "it refuses the API key, which --api-key or KVRELAY_API_KEY gives"
             raise AdminUnreachable(f"{where} answers {error.code}: {why}") from None
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:

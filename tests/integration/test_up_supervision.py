@@ -108,7 +108,7 @@ def test_services_read_the_configuration_file_of_up(start, free_port, tmp_path: 
 
 
 def test_modules_of_the_working_folder_are_not_taken_for_ours(start, free_port, tmp_path: Path) -> None:
-    """As of a user's project, or of the folder of a model from elsewhere."""
+    """The working folder may hold files of a user's project, or of a downloaded model, with the names of our modules."""
     for name in ("common", "router", "typer"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')\n")

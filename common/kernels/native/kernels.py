@@ -73,7 +73,7 @@ class NativeRotation:
 
     @property
     def address(self) -> int:
-        """Of a struct kv_rotation, valid until another step's."""
+        """Address of this step's struct kv_rotation. Invalid once another step's address was read, which may grow the tables."""
         if self._struct is None:
             self._positions = self._positions.contiguous()
             self._struct = RotationStruct(*self._rotary.tables(self._positions), self._positions.data_ptr())

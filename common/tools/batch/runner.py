@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 
 from common.base.errors import DeadlineExceeded
 from common.tools.api_client import ApiAnswer, ApiClient, NotAnApiAnswer, run_workers
 from common.tools.batch.input_file import BatchLine
 from common.tools.batch.output_file import BatchFailed, OutputFile
-
-_NO_SUCH_KEY = 401
 
 
 async def run_batch(
@@ -31,7 +30,7 @@ async def run_batch(
             outcome = await client.post(line.url, line.body)
         except (DeadlineExceeded, NotAnApiAnswer) as error:
             outcome = error
-        if isinstance(outcome, ApiAnswer) and outcome.status_code == _NO_SUCH_KEY:
+        if isinstance(outcome, ApiAnswer) and outcome.status_code == HTTPStatus.UNAUTHORIZED:
             raise BatchFailed(f"{client.url} refuses the API key (401), which --api-key or KVRELAY_API_KEY gives")
         output.add(line.custom_id, outcome)
         on_result()

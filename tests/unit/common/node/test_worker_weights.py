@@ -42,7 +42,7 @@ def change_one_number(config: DecodeConfig) -> None:
 
 
 def output(config: DecodeConfig) -> torch.Tensor:
-    """Of the changed layer, for ones."""
+    """The output of the changed layer for an input of ones."""
     loaded = load_worker(plan_node(config), config, SOLO, small_batches=False)
     with closing(loaded), torch.inference_mode():
         linear: Linear = loaded.adapters._linears[6]  # gate and up of the second layer
