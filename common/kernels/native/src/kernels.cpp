@@ -60,15 +60,16 @@ void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_
     reserve_linear(*team, *l, rows);
     // float32 weights take float32 rows, whatever the model's dtype.
     const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
-    with_act(inside, [&](auto, auto act) {
+    with_act(inside, [&](auto model, auto act) {
+        using Model = decltype(model);
         using Act = decltype(act);
         if (x_dtype == dtype_of<Act>())
-            return team->run([&](Worker& w) { linear(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
+            return team->run([&](Worker& w) { linear<Model>(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
         const int64_t stride = padded(l->in);
         Act* converted = scratch<Act>(*team, kv_team::NORMED, rows * stride);
         team->run([&](Worker& w) {
             convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
-            linear(w, *l, converted, stride, output, rows);
+            linear<Model>(w, *l, converted, stride, output, rows);
         });
     });
 }
@@ -133,7 +134,7 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
-            linear(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
+            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
             if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
             attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
@@ -151,7 +152,7 @@ void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora
         using Act = decltype(act);
         const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
         team->run([&](Worker& w) {
-            linear(w, l->output, attended, stride, {delta, l->dtype, l->hidden, false}, rows);
+            linear<Model>(w, l->output, attended, stride, {delta, l->dtype, l->hidden, false}, rows);
             if (added.count) add_lora<Model>(w, added, attended, stride, static_cast<Model*>(delta), l->hidden);
         });
     });
@@ -174,13 +175,13 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lo
             add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
             if (first.count) {
-                linear(w, l->gate_up, normed, hidden_stride, {wide, KV_F32, wide_stride, false}, rows);
+                linear<Model>(w, l->gate_up, normed, hidden_stride, {wide, KV_F32, wide_stride, false}, rows);
                 add_lora<Model>(w, first, normed, hidden_stride, wide, wide_stride);
                 silu_and_mul_rows(w, rows, half, wide, wide_stride, inner, inner_stride);
             } else {
-                linear(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+                linear<Model>(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
             }
-            linear(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
+            linear<Model>(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
             if (last.count) add_lora<Model>(w, last, inner, inner_stride, static_cast<Model*>(delta), l->hidden);
         });
     });

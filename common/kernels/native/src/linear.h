@@ -48,12 +48,13 @@ template <class T>
 struct Rows {
     const T* x;
     int64_t stride;
-    const float* scales = nullptr;  // [rows], of int8 activations
-    const float* sums = nullptr;    // [rows][in / group], of activations under int4 weights
+    const float* scales = nullptr;  // of integer activations: [rows]; under int4 weights [rows][in / group]
+    const float* sums = nullptr;    // of activations under int4 weights: [rows][in / group]
 
     const T* operator[](int row) const { return x + row * stride; }
-    Rows from(int row, int sums_per_row) const {
-        return {x + row * stride, stride, scales ? scales + row : scales, sums ? sums + row * sums_per_row : sums};
+    Rows from(int row, int groups) const {
+        return {x + row * stride, stride, scales ? scales + row * (groups ? groups : 1) : scales,
+                sums ? sums + row * groups : sums};
     }
 };
 

@@ -1,5 +1,8 @@
-// Integer weights: int8 with rows rounded to int8, and int4 in groups that share a scale, with floating-point rows.
+// Integer weights: int8 with rows rounded to int8; int4 in groups that share a scale, with floating-point rows, or with rows
+// rounded to 16 bits.
 #pragma once
+#include <type_traits>
+
 #include "linear.h"
 
 namespace KV_VARIANT {
@@ -23,6 +26,15 @@ constexpr int OFFSET = 128;
 constexpr int OFFSET = 0;
 #endif
 
+// sum += a, for sums that a loop keeps in registers.
+KV_INLINE void add_to(IntPart& sum, IntPart a) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a));  // gcc itself adds in another order, which takes more registers than there are
+#else
+    sum += a;
+#endif
+}
+
 // acc[i] += the sum of four products: of row codes in `row`, and of weight codes in lane i of `weights`.
 KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
 #if defined(__AVX512VNNI__)
@@ -33,7 +45,7 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
         // |weight| * (row with the weight's sign): pairs of them fit 16 bits, because codes are at most 127.
         const __m256i w = (__m256i)weights.v[p];
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(rows, w));
-        acc.v[p] += (IntPart)_mm256_madd_epi16(pairs, ones);
+        add_to(acc.v[p], (IntPart)_mm256_madd_epi16(pairs, ones));
     }
 #elif defined(__ARM_FEATURE_DOTPROD)
     KV_PARTS acc.v[p] = (IntPart)vdotq_s32((int32x4_t)acc.v[p], (int8x16_t)weights.v[p], vreinterpretq_s8_u32(vdupq_n_u32(row)));
@@ -45,6 +57,19 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
 #endif
     return acc;
 }
+
+#if defined(__AVX2__) && !defined(KV_HAS_BF16_DOT)
+#define KV_HAS_INT16_DOT 1
+// acc[i] += pairs[2i] * pair[0] + pairs[2i + 1] * pair[1]. `pair` is two int16, `pairs` sixteen times two.
+KV_INLINE Ints dot_pairs(Ints acc, Words pairs, uint32_t pair) {
+#if defined(__AVX512VNNI__)
+    acc.v[0] = (IntPart)_mm512_dpwssd_epi32((__m512i)acc.v[0], (__m512i)pairs.v[0], _mm512_set1_epi32((int)pair));
+#else
+    KV_PARTS add_to(acc.v[p], (IntPart)_mm256_madd_epi16((__m256i)pairs.v[p], _mm256_set1_epi32((int)pair)));
+#endif
+    return acc;
+}
+#endif
 
 struct Int8Weights : UsualTiles {
     using Act = uint8_t;
@@ -83,41 +108,47 @@ struct Int8Weights : UsualTiles {
 
 inline int64_t code_stride(const kv_linear& l) { return (l.in + 3) / 4 * 4 + CACHE_LINE; }
 
-// code = round(x / scale), half to even, with scale = max|x| / 127 for each row.
+// Puts round(x / scale) + offset into `codes`, half to even, and returns the scale, which is max|x| / top. It is not-a-number if
+// x holds that or infinity. x, codes: [count].
+template <class Act, class Code>
+float round_to_codes(const Act* x, int count, float top, int offset, Code* codes) {
+    Lanes highest = zeros(), poison = zeros();
+    for (int i = 0; i < count; i += LANES) {
+        const Lanes a = load_some(x + i, std::min(count - i, LANES));
+        highest = max(highest, max(a, zeros() - a));
+        poison = multiply_add(0.0f, a, poison);
+    }
+    const float scale = std::fmax(largest(highest) / top, 1e-20f) + sum(poison);
+    for (int i = 0; i < count; i += LANES) {
+        const int some = std::min(count - i, LANES);
+        // Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
+        const Words bits = as_words(load_some(x + i, some) / splat(scale) + splat(12582912.0f));
+        uint32_t lanes[LANES];
+        std::memcpy(lanes, &bits, sizeof lanes);
+        for (int j = 0; j < some; ++j) codes[i + j] = Code(lanes[j] + offset);
+    }
+    return scale;
+}
+
+// To int8 under int8 weights. scales: [rows].
 template <class Act>
 void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, uint8_t* codes,
                    float* scales) {
     w.for_each(num_rows, [&](int row) {
-        const Act* from = x + row * stride;
         uint8_t* to = codes + row * code_stride(l);
-        Lanes top = zeros(), poison = zeros();  // poison: not-a-number if the row holds that or infinity
-        for (int i = 0; i < l.in; i += LANES) {
-            const Lanes a = load_some(from + i, l.in - i < LANES ? l.in - i : LANES);
-            top = max(top, max(a, zeros() - a));
-            poison = multiply_add(0.0f, a, poison);
-        }
-        const float scale = std::fmax(largest(top) / 127, 1e-20f) + sum(poison);
-        scales[row] = scale;
-        for (int i = 0; i < l.in; i += LANES) {
-            const int count = l.in - i < LANES ? l.in - i : LANES;
-            const Lanes a = load_some(from + i, count) / splat(scale);
-            // Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
-            Words bits = as_words(a + splat(12582912.0f));
-            uint32_t lanes[LANES];
-            std::memcpy(lanes, &bits, sizeof lanes);
-            for (int j = 0; j < count; ++j) to[i + j] = uint8_t(lanes[j] + OFFSET);
-        }
+        scales[row] = round_to_codes(x + row * stride, l.in, 127, OFFSET, to);
         for (int i = l.in; i % 4; ++i) to[i] = OFFSET;
     });
 }
 
-// int4 codes of two inputs at a time as numbers that rows multiply. ADDED is what each number is above its code.
+// int4 codes of two inputs at a time as numbers that rows multiply, for three types of rows. ADDED is what each number is above
+// its code; `Sums` add the products of a group.
 template <class Act>
 struct Int4Weights;
 
 template <>
 struct Int4Weights<float> {
-    using Act = float;
+    using Sums = Lanes;
     static constexpr float ADDED = 0;
 
     static KV_INLINE Lanes number(Words codes, int shift) {
@@ -148,28 +179,22 @@ struct Int4Weights<float> {
     }
 };
 
-#ifdef KV_HAS_BF16_DOT
-template <>
-struct Int4Weights<bf16> {
-    using Act = bf16;
-    static constexpr float ADDED = 128;  // 128 + code is a bfloat16 whose low bits are the code
+// Rows whose pairs the processor multiplies at once.
+template <class Act>
+struct PairedInt4Weights {
+    static constexpr int EXPANDED_PAIR_BYTES = PANEL * 4;
 
-    static KV_INLINE Words number(Words codes, int shift) {
-        KV_PARTS codes.v[p] = ((codes.v[p] >> shift) & 0x000f000fu) | 0x43004300u;
-        return codes;
-    }
-    template <int ROWS, int COUNT>
-    static KV_INLINE void add_pair(Tile<ROWS, COUNT>& sums, int h, Words codes, int shift, Rows<bf16> rows, int k) {
-        const Words w = number(codes, shift);
+    template <int ROWS, int COUNT, class Sums>
+    static KV_INLINE void add_pair(Sums (&sums)[ROWS][COUNT], int h, Words codes, int shift, Rows<Act> rows, int k) {
+        const Words w = Int4Weights<Act>::number(codes, shift);
         for (int m = 0; m < ROWS; ++m) sums[m][h] = dot_pairs(sums[m][h], w, load_pair(rows[m] + k));
     }
     static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
-        const Words w = number(codes, shift);
+        const Words w = Int4Weights<Act>::number(codes, shift);
         std::memcpy(pair + half * CACHE_LINE, &w, CACHE_LINE);
     }
-    static constexpr int EXPANDED_PAIR_BYTES = PANEL * 4;
-    template <int ROWS, int COUNT>
-    static KV_INLINE void add_expanded_pair(Tile<ROWS, COUNT>& sums, Halves& halves, Rows<bf16> rows, int k) {
+    template <int ROWS, int COUNT, class Sums>
+    static KV_INLINE void add_expanded_pair(Sums (&sums)[ROWS][COUNT], Halves& halves, Rows<Act> rows, int k) {
         Words w[COUNT];
         for (int h = 0; h < COUNT; ++h) w[h] = load_words(halves[h]);
         for (int m = 0; m < ROWS; ++m) {
@@ -179,28 +204,58 @@ struct Int4Weights<bf16> {
         halves.advance();
     }
 };
+
+#ifdef KV_HAS_BF16_DOT
+template <>
+struct Int4Weights<bf16> : PairedInt4Weights<bf16> {
+    using Sums = Lanes;
+    static constexpr float ADDED = 128;  // 128 + code is a bfloat16 whose low bits are the code
+
+    static KV_INLINE Words number(Words codes, int shift) {
+        KV_PARTS codes.v[p] = ((codes.v[p] >> shift) & 0x000f000fu) | 0x43004300u;
+        return codes;
+    }
+};
+#endif
+
+#ifdef KV_HAS_INT16_DOT
+// Half as many instructions for a weight as with float32 rows.
+template <>
+struct Int4Weights<int16_t> : PairedInt4Weights<int16_t> {
+    using Sums = Ints;
+    static constexpr float ADDED = 0;
+
+    static KV_INLINE Words number(Words codes, int shift) {
+        KV_PARTS codes.v[p] = (codes.v[p] >> shift) & 0x000f000fu;
+        return codes;
+    }
+};
 #endif
 
 inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 * PANEL * 4; }
 
+KV_INLINE Lanes group_sum(Lanes sum, const float*, int64_t) { return sum; }
+KV_INLINE Lanes group_sum(Ints sum, const float* scales, int64_t at) { return as_lanes(sum) * splat(scales[at]); }
+
 // For each group, whose sums of row * (code + ADDED) `add_group` adds up:
 // acc += scale * (sum - (zero + ADDED) * sum of the row).
-template <int ROWS, int COUNT, class F>
-KV_INLINE void multiply_groups(const kv_linear& l, int first_half, float added, const float* row_sums,
-                               Tile<ROWS, COUNT>& acc, const F& add_group) {
+template <class T, int ROWS, int COUNT, class F>
+KV_INLINE void multiply_groups(const kv_linear& l, int first_half, Rows<T> rows, Tile<ROWS, COUNT>& acc, const F& add_group) {
     const int groups = l.in / l.group;
     for (int g = 0; g < groups; ++g) {
-        Tile<ROWS, COUNT> sums;
-        clear<ROWS, COUNT>(sums);
+        typename Int4Weights<T>::Sums sums[ROWS][COUNT];
+        for (int m = 0; m < ROWS; ++m)
+            for (int h = 0; h < COUNT; ++h) sums[m][h] = {};
         add_group(g * l.group, sums);
         for (int h = 0; h < COUNT; ++h) {
             const int half = first_half + h;
             const int64_t at = (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES;
             const Lanes scale = load(l.scale + at);
-            const Lanes zero = load(l.zero + at) + splat(added);
+            const Lanes zero = load(l.zero + at) + splat(Int4Weights<T>::ADDED);
             for (int m = 0; m < ROWS; ++m) {
-                const Lanes row_sum = splat(row_sums[m * groups + g]);
-                acc[m][h] = multiply_add(scale, sums[m][h] - zero * row_sum, acc[m][h]);
+                const int64_t of_row = int64_t(m) * groups + g;
+                const Lanes sum = group_sum(sums[m][h], rows.scales, of_row) - zero * splat(rows.sums[of_row]);
+                acc[m][h] = multiply_add(scale, sum, acc[m][h]);
             }
         }
     }
@@ -219,7 +274,7 @@ struct CodedInt4 : UsualTiles {
 
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
-        const auto add_group = [&](int first, Tile<ROWS, COUNT>& sums) {
+        const auto add_group = [&](int first, auto& sums) {
             Halves own = halves.from(int64_t(first) / 8 * PANEL * 4);
             for (int k = first; k < first + l.group; k += 8, own.advance()) {
                 fetch();
@@ -231,7 +286,7 @@ struct CodedInt4 : UsualTiles {
                 }
             }
         };
-        multiply_groups<ROWS, COUNT>(l, halves.first, Int4Weights<T>::ADDED, rows.sums, acc, add_group);
+        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_group);
     }
 };
 
@@ -251,12 +306,12 @@ struct ExpandedInt4 : UsualTiles {
     }
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
-        const auto add_group = [&](int first, Tile<ROWS, COUNT>& sums) {
+        const auto add_group = [&](int first, auto& sums) {
             Halves own = halves.from(int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES);
             for (int k = first; k < first + l.group; k += 2)
                 Int4Weights<T>::template add_expanded_pair<ROWS, COUNT>(sums, own, rows, k);
         };
-        multiply_groups<ROWS, COUNT>(l, halves.first, Int4Weights<T>::ADDED, rows.sums, acc, add_group);
+        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_group);
     }
 };
 
@@ -268,9 +323,26 @@ void sum_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int
         for (int g = 0; g < groups; ++g) {
             const Act* from = x + row * stride + g * l.group;
             Lanes total = zeros();
-            for (int i = 0; i < l.group; i += LANES)
-                total = total + load_some(from + i, l.group - i < LANES ? l.group - i : LANES);
+            for (int i = 0; i < l.group; i += LANES) total = total + load_some(from + i, std::min(l.group - i, LANES));
             sums[int64_t(row) * groups + g] = sum(total);
+        }
+    });
+}
+
+// To 16 bits under int4 weights, each group on its own. scales, sums: [rows][in / group]; sums are those of the rounded numbers.
+template <class Act>
+void quantize_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, int16_t* codes,
+                     float* scales, float* sums) {
+    const int groups = l.in / l.group;
+    const int top = std::min(INT16_MAX, INT32_MAX / 15 / l.group);  // a group's sum of products fits 32 bits
+    w.for_each(num_rows, [&](int row) {
+        for (int g = 0; g < groups; ++g) {
+            int16_t* to = codes + row * code_stride(l) + g * l.group;
+            const int64_t at = int64_t(row) * groups + g;
+            scales[at] = round_to_codes(x + row * stride + g * l.group, l.group, float(top), 0, to);
+            int total = 0;
+            for (int i = 0; i < l.group; ++i) total += to[i];
+            sums[at] = scales[at] * float(total);
         }
     });
 }
@@ -278,31 +350,40 @@ void sum_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int
 // Called outside of run(), before `linear`.
 inline void reserve_linear(kv_team& team, const kv_linear& l, int num_rows) {
     reserve_product(team, l, num_rows);
-    if (l.format == KV_LINEAR_INT8) {
-        team.buffers[kv_team::CODES].reserve(num_rows * code_stride(l));
-        team.buffers[kv_team::SUMS].reserve(num_rows * sizeof(float));
-    } else if (l.format == KV_LINEAR_INT4) {
-        team.buffers[kv_team::SUMS].reserve(size_t(num_rows) * (l.in / l.group) * sizeof(float));
-        if (num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);
-    }
+    if (l.format != KV_LINEAR_INT8 && l.format != KV_LINEAR_INT4) return;
+    const int groups = l.group ? l.in / l.group : 1;
+    team.buffers[kv_team::CODES].reserve(num_rows * code_stride(l) * sizeof(int16_t));
+    team.buffers[kv_team::SUMS].reserve(2 * sizeof(float) * num_rows * groups);
+    if (l.format == KV_LINEAR_INT4 && num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);
 }
 
-// y = x W^T + bias for any format of weights.
-template <class Act>
+template <class T>
+void int4_product(Worker& w, const kv_linear& l, Rows<T> rows, const Output& output, int num_rows) {
+    if (num_rows < EXPAND_INT4_FROM_ROWS) return multiply<CodedInt4<T>>(w, l, rows, output, num_rows);
+    multiply_expanded<ExpandedInt4<T>, ExpandedInt4<T>>(w, l, int4_panel_bytes(l), rows, output, num_rows);
+}
+
+// y = x W^T + bias for any format of weights. Model: the model's own type, where Act may be float because the processor does
+// not multiply bfloat16.
+template <class Model, class Act>
 void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const Output& output, int num_rows) {
     float* sums = w.team.buffers[kv_team::SUMS].as<float>();
     if (l.format == KV_LINEAR_INT8) {
         uint8_t* codes = w.team.buffers[kv_team::CODES].as<uint8_t>();
         quantize_rows(w, l, x, stride, num_rows, codes, sums);
-        multiply<Int8Weights>(w, l, {codes, code_stride(l), sums}, output, num_rows);
-    } else if (l.format == KV_LINEAR_INT4) {
-        sum_groups(w, l, x, stride, num_rows, sums);
-        const Rows<Act> rows{x, stride, nullptr, sums};
-        if (num_rows < EXPAND_INT4_FROM_ROWS) return multiply<CodedInt4<Act>>(w, l, rows, output, num_rows);
-        multiply_expanded<ExpandedInt4<Act>, ExpandedInt4<Act>>(w, l, int4_panel_bytes(l), rows, output, num_rows);
-    } else {
-        product(w, l, x, stride, output, num_rows);
+        return multiply<Int8Weights>(w, l, {codes, code_stride(l), sums}, output, num_rows);
     }
+    if (l.format != KV_LINEAR_INT4) return product(w, l, x, stride, output, num_rows);
+#ifdef KV_HAS_INT16_DOT
+    if constexpr (!std::is_same_v<Model, Act>) {
+        int16_t* codes = w.team.buffers[kv_team::CODES].as<int16_t>();
+        float* scales = sums + int64_t(num_rows) * (l.in / l.group);
+        quantize_groups(w, l, x, stride, num_rows, codes, scales, sums);
+        return int4_product<int16_t>(w, l, {codes, code_stride(l), scales, sums}, output, num_rows);
+    }
+#endif
+    sum_groups(w, l, x, stride, num_rows, sums);
+    int4_product<Act>(w, l, {x, stride, nullptr, sums}, output, num_rows);
 }
 
 }  // namespace KV_VARIANT

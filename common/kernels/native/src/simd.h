@@ -249,7 +249,9 @@ KV_INLINE Lanes dot_words(Lanes acc, Words a, Words b) {
 }
 #endif
 
-KV_INLINE uint32_t load_pair(const bf16* x) {
+template <class T>
+KV_INLINE uint32_t load_pair(const T* x) {
+    static_assert(sizeof(T) == 2);
     uint32_t r;
     std::memcpy(&r, x, 4);
     return r;

@@ -24,7 +24,8 @@ class Made:
     """By whether it is paired."""
     wide: Tensor
     """[out, in] float64, what the codes mean."""
-    rounds_rows: bool = False
+    rounded: Callable[[Tensor, str], Tensor] = lambda x, variant: x.double()
+    """What a variant's layer multiplies in place of x, float64."""
 
 
 def make_float(out: int, inputs: int, dtype: torch.dtype) -> Made:
@@ -35,7 +36,7 @@ def make_float(out: int, inputs: int, dtype: torch.dtype) -> Made:
 def make_int8(out: int, inputs: int, dtype: torch.dtype) -> Made:
     codes, scale = torch.randint(-127, 128, (out, inputs), dtype=torch.int8), torch.rand(out) + 0.1
     wide = codes.double() * scale[:, None].double()
-    return Made(lambda is_paired: pack_int8(codes, scale, is_paired=is_paired), wide, rounds_rows=True)
+    return Made(lambda is_paired: pack_int8(codes, scale, is_paired=is_paired), wide, rounded_rows)
 
 
 def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
@@ -43,16 +44,27 @@ def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
     groups = inputs // math.gcd(inputs, 32)
     scale, zero = torch.rand(out, groups) + 0.1, torch.rand(out, groups) * 15
     wide = (codes.view(out, groups, -1).double() - zero[..., None].double()) * scale[..., None].double()
-    return Made(lambda is_paired: pack_int4(codes, scale, zero, is_paired=is_paired), wide.view(out, inputs))
+    return Made(
+        lambda is_paired: pack_int4(codes, scale, zero, is_paired=is_paired),
+        wide.view(out, inputs),
+        lambda x, variant: rounded_groups(x, variant, inputs // groups),
+    )
 
 
 MAKERS = {"float": make_float, "int8": make_int8, "int4": make_int4}
 
 
-def rounded_rows(x: Tensor) -> Tensor:
+def rounded_rows(x: Tensor, variant: str, top: int = 127) -> Tensor:
     """What int8 layers multiply in place of `x`, float64."""
-    scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_(min=1e-20)
+    scale = (x.float().abs().amax(-1, keepdim=True) / top).clamp_(min=1e-20)
     return (x.float() / scale).round().double() * scale.double()
+
+
+def rounded_groups(x: Tensor, variant: str, group: int) -> Tensor:
+    """What int4 layers multiply in place of `x`, float64."""
+    if x.dtype == torch.float32 or variant not in ("avx2", "avx512"):
+        return x.double()
+    return rounded_rows(x.unflatten(1, (-1, group)), variant, min(2**15 - 1, (2**31 - 1) // 15 // group)).flatten(1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,7 +80,7 @@ def test_products_equal_float64_ones(variant: str, dtype: torch.dtype, name: str
         layer = NativeLinear(library, made.packed(is_paired), bias)
         for rows in ROWS:
             x = torch.randn(rows, inputs).to(dtype)
-            expected = (rounded_rows(x) if made.rounds_rows else x.double()) @ made.wide.t() + bias.double()
+            expected = made.rounded(x, variant) @ made.wide.t() + bias.double()
             error = (layer.forward(x, torch.float32).double() - expected).abs().max() / expected.abs().max()
             assert error < 1e-5, (out, inputs, rows)
             narrow = layer.forward(x)
@@ -93,11 +105,36 @@ def test_a_rows_result_does_not_depend_on_the_other_rows_or_the_threads(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("group", [8, 128, 14336])
+def test_int4_loses_less_than_rows_rounded_to_bfloat16_in_groups_of_any_size(
+    variant: str, rows: int, group: int
+) -> None:
+    torch.manual_seed(2)
+    codes, scale = torch.randint(0, 16, (32, 14336), dtype=torch.uint8), torch.rand(32, 14336 // group) + 0.1
+    codes[0], codes[1] = 15, 0
+    zero = torch.randint(0, 16, scale.shape).float()
+    wide = (codes.view(32, -1, group).double() - zero[..., None].double()) * scale[..., None].double()
+    layer = NativeLinear(native(variant), pack_int4(codes, scale, zero), None)
+    x = torch.randn(rows + 1, 14336)
+    x[0] = 1e4
+    x[-1, ::14] *= 1000  # as outliers in a model's hidden states
+    x = x.bfloat16()
+    expected, terms = x.double() @ wide.flatten(1).t(), x.double().abs() @ wide.flatten(1).abs().t()
+    found = torch.cat([layer.forward(x[:1], torch.float32), layer.forward(x[1:], torch.float32)]).double()
+    one_rounding = 2**-9 * (x.double().square() @ wide.flatten(1).square().t()).sqrt()  # of each input to bfloat16
+    assert ((found - expected).abs() < one_rounding + 1e-6 * terms).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_rows_that_are_not_finite_stay_so_and_leave_the_others_alone(variant: str, name: str) -> None:
-    made = MAKERS[name](64, 64, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_finite_stay_so_and_leave_the_others_alone(
+    variant: str, name: str, dtype: torch.dtype
+) -> None:
+    made = MAKERS[name](64, 64, dtype)
     layer = NativeLinear(native(variant), made.packed(False), None)
-    x = torch.randn(4, 64)
+    x = torch.randn(4, 64).to(dtype)
     expected = layer.forward(x)
     x[1, 3], x[2, 5] = math.nan, math.inf
     found = layer.forward(x)
