@@ -1,4 +1,5 @@
-"""Linear layers on 4 or 8 bit weights in groups of inputs that share a scale; activations stay floating-point numbers.
+"""Linear layers on 4 or 8 bit weights in groups of inputs that share a scale. Activations stay floating-point numbers, but in
+the native kernels of some processors, which round each group of them to 16 bits.
 
 Runs on a rank's main thread while it loads and on its engine thread.
 """

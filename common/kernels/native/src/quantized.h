@@ -269,7 +269,8 @@ template <class T>
 struct CodedInt4 : UsualTiles {
     using Act = T;
     static constexpr bool IS_SLICED = false;
-    static constexpr int ROWS = TILE_HALVES == 2 ? EXPAND_INT4_FROM_ROWS - 1 : MAX_ROWS * 2 / 3;  // numbers need registers, too
+    // Numbers need registers, too, if they are float32.
+    static constexpr int ROWS = TILE_HALVES == 2 ? EXPAND_INT4_FROM_ROWS - 1 : sizeof(T) == 2 ? MAX_ROWS : MAX_ROWS * 2 / 3;
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
 
     template <int ROWS, int COUNT, class F>
