@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -99,7 +101,8 @@ class ApiClient:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
         """POST a JSON body, again after 429, 502, 503, a proxy's 504 and lost connections, until `attempts` are used up;
-        then the last answer is returned.
+        then the last answer is returned. For an hour, a 429 that says when to come back uses none up: where a key's limit lets few
+        of many requests in at once, each has its turn.
 
         Raises: ServerUnreachable if there was no answer, DeadlineExceeded if there was none in time, NotAnApiAnswer if it
         was no JSON object.
@@ -112,26 +115,30 @@ class ApiClient:
 
     async def _ask(self, method: str, path: str, content: bytes | None) -> ApiAnswer:
         headers = {"Content-Type": "application/json"} if content is not None else {}
-        for attempt in range(1, self._attempts + 1):
+        attempt, patient_until_s = 1, time.monotonic() + _LONGEST_ASKED_S
+        while True:
             last = attempt == self._attempts
             try:
                 response = await self._http.request(method, path, content=content, headers=headers)
             except httpx.ReadTimeout:
                 raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from None
+            except httpx.DecodingError as error:
+                raise NotAnApiAnswer(f"{self.url}{path} answers what cannot be decompressed: {error}") from None
             except httpx.TransportError as error:
                 if last:
                     reason = str(error) or type(error).__name__
                     raise ServerUnreachable(f"{self.url} does not answer: {reason}") from None
                 asked: Mapping[str, str] = {}
             else:
-                answer = _answer(response)
-                if last or not _is_retried(response.status_code, answer):
+                answer, asked = _answer(response), response.headers
+                if _says_when(response) and time.monotonic() < patient_until_s:
+                    attempt -= 1
+                elif last or not _is_retried(response.status_code, answer):
                     if answer is None:
                         raise _not_an_answer(response)
                     return answer
-                asked = response.headers
+            attempt += 1
             await asyncio.sleep(wait_before_retry_s(attempt, asked))
-        raise AssertionError("attempts is at least 1")
 
 
 async def run_workers(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
@@ -177,6 +184,11 @@ def _answer(response: httpx.Response) -> ApiAnswer | None:
 
 def _is_retried(status: int, answer: ApiAnswer | None) -> bool:
     return status in _RETRIED or (status == _GATEWAY_TIMEOUT and answer is None)
+
+
+def _says_when(response: httpx.Response) -> bool:
+    """Whether it is a 429 that names the time to wait."""
+    return response.status_code == HTTPStatus.TOO_MANY_REQUESTS and "retry-after" in response.headers
 
 
 def _not_an_answer(response: httpx.Response) -> NotAnApiAnswer:

@@ -157,11 +157,14 @@ def test_a_rolling_restart_of_every_service_fails_no_request(compose_folder: Pat
                 assert run("docker", "inspect", "-f", "{{.RestartCount}}", container).strip() == "1"
 
 
-def test_a_second_model_is_served_beside_the_first(compose_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encryption", [(), ("compose.tls.yaml", "compose.models.tls.yaml")])
+def test_a_second_model_is_served_beside_the_first(
+    compose_folder: Path, tmp_path: Path, encryption: tuple[str, ...]
+) -> None:
     make_tiny("qwen2", tmp_path / "models" / "qwen2")
     readable(tmp_path)
     settings = {"MODELS_DIR": str(tmp_path / "models"), "SECOND_MODEL": "/models/qwen2"}
-    with one_host(compose_folder, "compose.models.yaml", **settings) as (running, port):
+    with one_host(compose_folder, "compose.models.yaml", *encryption, **settings) as (running, port):
         running.wait_healthy("prefill-second", "decode-second")
         check_chat(port)
         url = f"http://127.0.0.1:{port}/v1"

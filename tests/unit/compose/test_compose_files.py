@@ -59,6 +59,16 @@ def test_encryption_is_for_every_service_and_each_has_its_own_keys(file: str, ba
         assert volume.endswith(f"{name}:/keys/{name}:ro")
 
 
+def test_encryption_is_for_the_nodes_of_further_models_as_well() -> None:
+    encrypted = services("compose.models.tls.yaml")
+    for name, node in services("compose.models.yaml").items():
+        keys = f"keys-{node['command']}:/keys/{node['command']}:ro"
+        assert keys in services("compose.tls.yaml")[node["command"]]["volumes"]
+        assert encrypted[name]["volumes"] == [keys]
+        assert encrypted[name]["environment"] == {"KVRELAY_TLS_DIR": f"/keys/{node['command']}"}
+    assert len(encrypted) == len(services("compose.models.yaml"))
+
+
 def variables(path: Path) -> set[str]:
     return set(re.findall(r"\$\{([A-Z][A-Z_]*)", path.read_text("utf-8")))
 

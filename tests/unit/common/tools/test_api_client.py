@@ -89,6 +89,22 @@ def test_the_last_refusal_is_the_answer(waits: list[float]) -> None:
     assert waits == sorted(waits)
 
 
+def test_waiting_as_long_as_asked_uses_up_no_attempt_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a hundred lines of a batch under a key with ten requests a minute used up its attempts."""
+    later = {"retry-after": "60"}
+    answers = iter([*(httpx.Response(429, json={}, headers=later) for _ in range(9)), httpx.Response(200, json={})])
+    assert ask(lambda _: next(answers)).status_code == 200
+    monkeypatch.setattr(api_client, "_LONGEST_ASKED_S", 0.0)
+    assert ask(lambda _: httpx.Response(429, json={}, headers=later)).status_code == 429
+
+
+def test_an_answer_that_cannot_be_decompressed_is_told(waits: list[float]) -> None:
+    gzip = httpx.Headers({"content-encoding": "gzip"})
+    with pytest.raises(NotAnApiAnswer, match=r"http://x/v1/completions answers what cannot be decompressed"):
+        ask(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"{}"), headers=gzip))
+    assert not waits
+
+
 def test_a_lost_connection_is_retried_and_named_in_the_end() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused", request=request)
