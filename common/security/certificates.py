@@ -49,10 +49,16 @@ class Authority:
             raise ConfigError(f"{folder / _CA_KEY} is not a key that `kvrelay keys init` made")
         self._key = key
 
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether the folder holds a whole one, or one that has issued certificates."""
+        return (folder / REVOKED).exists() or any((folder / _ISSUED).glob("*.pem"))
+
     @classmethod
     def create(cls, folder: Path) -> Authority:
-        """A new one. Raises: ConfigError if there is one already, or the folder cannot be written."""
-        if (folder / CA).exists():
+        """A new one, also in place of one whose making was interrupted. Raises: ConfigError if there is one already, or the folder
+        cannot be written."""
+        if cls.is_in(folder):
             raise ConfigError(f"{folder} holds a certificate authority already")
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _of_authority(key)

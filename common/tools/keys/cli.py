@@ -10,7 +10,7 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import flowing, run_checked
-from common.security.names import CA, REVOKED, ROLES, ServiceRole
+from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
 
 if TYPE_CHECKING:
     from common.security.certificates import Authority
@@ -41,7 +41,7 @@ app = typer.Typer(
 
 @app.command("init")
 def init(folder: _Folder, days: _Days = _DAYS) -> None:
-    """Make an authority, and certificates of the services router, prefill, decode and admin."""
+    """Make an authority, and certificates of the services router, prefill, decode and admin; if interrupted, run it again."""
     run_checked(lambda: _init(folder, days))
 
 
@@ -70,9 +70,12 @@ def revoke(folder: _Folder, name: _Name) -> None:
 
 def _init(folder: Path, days: int) -> None:
     """Raises: ConfigError."""
-    authority = _open(folder, create=True)
-    for name, role in _SERVICES.items():
-        _issue_one(authority, folder / name, role, days)
+    missing = [name for name in _SERVICES if not (folder / name / CERTIFICATE).exists()]
+    if not missing:
+        raise ConfigError(f"{folder} holds these certificates already: `kvrelay keys issue` replaces one")
+    authority = _open(folder, create=not (folder / "ca" / REVOKED).exists())
+    for name in missing:
+        _issue_one(authority, folder / name, _SERVICES[name], days)
     print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
 
 

@@ -33,10 +33,21 @@ def test_init_issue_and_revoke(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_init_can_be_run_again(tmp_path: Path) -> None:
-    """Also one whose disk was full: there is no authority before its certificate is written."""
-    (tmp_path / "ca" / "issued").mkdir(parents=True)
-    keys("init", str(tmp_path))
-    Credentials(str(tmp_path / "router"))
+    """Also one whose disk was full, whatever was written last. Compose runs it again while the last certificate is missing."""
+    keys("init", str(tmp_path / "whole"))
+    written = sorted((tmp_path / "whole").rglob("*.pem"), key=lambda file: file.stat().st_mtime_ns)
+    assert written[-1] == tmp_path / "whole" / "admin" / "cert.pem"
+    for last in range(len(written)):
+        folder = tmp_path / str(last)
+        (folder / "ca" / "issued").mkdir(parents=True)
+        for file in written[:last]:
+            copy = folder / file.relative_to(tmp_path / "whole")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+        keys("init", str(folder))
+        for name in ("router", "prefill", "decode", "admin"):
+            Credentials(str(folder / name))
+    keys("init", str(tmp_path / "whole"), code=78)
 
 
 def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
