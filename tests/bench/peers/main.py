@@ -72,6 +72,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--rates {arguments.rates!r} is not a list of numbers")
     if arguments.rounds < 1 or arguments.rates[0] <= 0:
         parser.error("--rounds and --rates must be positive")
+    if arguments.docs and not arguments.docs.is_file():
+        parser.error(f"--docs {arguments.docs} is not a file")
     return arguments
 
 
