@@ -115,7 +115,7 @@ def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
         await writer.drain()
 
     async def scene(url: str) -> None:
-        outcomes = await run_plan(url, concurrency=1, requests=4, timeout_s=0.3)
+        outcomes = await run_plan(url, concurrency=1, requests=4, timeout_s=2.0)
         assert [o.error for o in outcomes] == ["connection", "HTTP 503", "bad HTTP", "timeout"]
 
     play(serve, scene)
