@@ -56,7 +56,7 @@ class ChatClient:
                         return
                     if line.startswith("data:"):
                         yield from _pieces(line[5:])
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ChatFailed(f"{self._url}: {str(error) or type(error).__name__}") from None
         raise ChatFailed("the answer broke off")
 

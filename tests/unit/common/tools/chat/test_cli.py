@@ -83,6 +83,7 @@ def test_a_refused_key_is_said_before_the_chat() -> None:
         (httpx.Response(200, content=events(delta(content="a"), {"error": {"message": "late"}})), "late"),
         (httpx.Response(200, content=events({"x": 1})), "not an event"),
         (httpx.Response(502, content=b"<html>"), "answers 502"),
+        (httpx.Response(200, stream=httpx.ByteStream(b"{}"), headers={"content-encoding": "gzip"}), "http://x: "),
     ],
 )
 def test_an_answer_that_breaks_off_is_an_error(response: httpx.Response, message: str) -> None:
