@@ -117,7 +117,7 @@ class ApiClient:
         headers = {"Content-Type": "application/json"} if content is not None else {}
         attempt, patient_until_s = 1, time.monotonic() + _LONGEST_ASKED_S
         while True:
-            last = attempt == self._attempts
+            last, counts = attempt == self._attempts, True
             try:
                 response = await self._http.request(method, path, content=content, headers=headers)
             except httpx.ReadTimeout:
@@ -131,14 +131,13 @@ class ApiClient:
                 asked: Mapping[str, str] = {}
             else:
                 answer, asked = _answer(response), response.headers
-                if _says_when(response) and time.monotonic() < patient_until_s:
-                    attempt -= 1
-                elif last or not _is_retried(response.status_code, answer):
+                counts = not _says_when(response) or time.monotonic() >= patient_until_s
+                if counts and (last or not _is_retried(response.status_code, answer)):
                     if answer is None:
                         raise _not_an_answer(response)
                     return answer
-            attempt += 1
             await asyncio.sleep(wait_before_retry_s(attempt, asked))
+            attempt += counts
 
 
 async def run_workers(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:

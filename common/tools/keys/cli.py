@@ -73,7 +73,7 @@ def _init(folder: Path, days: int) -> None:
     missing = [name for name in _SERVICES if not (folder / name / CERTIFICATE).exists()]
     if not missing:
         raise ConfigError(f"{folder} holds these certificates already: `kvrelay keys issue` replaces one")
-    authority = _open(folder, create=not (folder / "ca" / REVOKED).exists())
+    authority = _open(folder, create=True)
     for name in missing:
         _issue_one(authority, folder / name, _SERVICES[name], days)
     print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
@@ -132,9 +132,13 @@ def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Ca
 
 
 def _open(folder: Path, *, create: bool = False) -> Authority:
-    """Raises: ConfigError if the package that makes certificates is missing, or as `Authority`."""
+    """The authority of this folder; with `create` a new one if there is none.
+
+    Raises: ConfigError if the package that makes certificates is missing, or as `Authority`.
+    """
     try:
         from common.security.certificates import Authority
     except ImportError as error:
         raise ConfigError("certificates need the package `cryptography`: pip install 'kvrelay[tls]'") from error
-    return Authority.create(folder / "ca") if create else Authority(folder / "ca")
+    ca = folder / "ca"
+    return Authority.create(ca) if create and not Authority.is_in(ca) else Authority(ca)

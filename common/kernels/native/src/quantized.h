@@ -353,6 +353,7 @@ inline void reserve_linear(kv_team& team, const kv_linear& l, int num_rows) {
     reserve_product(team, l, num_rows);
     if (l.format != KV_LINEAR_INT8 && l.format != KV_LINEAR_INT4) return;
     const int groups = l.group ? l.in / l.group : 1;
+    // As much as any format takes: codes of 16 bits; a scale and a sum for each group.
     team.buffers[kv_team::CODES].reserve(num_rows * code_stride(l) * sizeof(int16_t));
     team.buffers[kv_team::SUMS].reserve(2 * sizeof(float) * num_rows * groups);
     if (l.format == KV_LINEAR_INT4 && num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);

@@ -36,7 +36,9 @@ def make_float(out: int, inputs: int, dtype: torch.dtype) -> Made:
 def make_int8(out: int, inputs: int, dtype: torch.dtype) -> Made:
     codes, scale = torch.randint(-127, 128, (out, inputs), dtype=torch.int8), torch.rand(out) + 0.1
     wide = codes.double() * scale[:, None].double()
-    return Made(lambda is_paired: pack_int8(codes, scale, is_paired=is_paired), wide, rounded_rows)
+    return Made(
+        lambda is_paired: pack_int8(codes, scale, is_paired=is_paired), wide, lambda x, variant: rounded_rows(x)
+    )
 
 
 def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
@@ -54,8 +56,8 @@ def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
 MAKERS = {"float": make_float, "int8": make_int8, "int4": make_int4}
 
 
-def rounded_rows(x: Tensor, variant: str, top: int = 127) -> Tensor:
-    """What int8 layers multiply in place of `x`, float64."""
+def rounded_rows(x: Tensor, top: int = 127) -> Tensor:
+    """`x` in whole steps of a scale, the largest number `top` steps: what int8 layers multiply in its place. float64."""
     scale = (x.float().abs().amax(-1, keepdim=True) / top).clamp_(min=1e-20)
     return (x.float() / scale).round().double() * scale.double()
 
@@ -64,7 +66,7 @@ def rounded_groups(x: Tensor, variant: str, group: int) -> Tensor:
     """What int4 layers multiply in place of `x`, float64."""
     if x.dtype == torch.float32 or variant not in ("avx2", "avx512"):
         return x.double()
-    return rounded_rows(x.unflatten(1, (-1, group)), variant, min(2**15 - 1, (2**31 - 1) // 15 // group)).flatten(1)
+    return rounded_rows(x.unflatten(1, (-1, group)), min(2**15 - 1, (2**31 - 1) // 15 // group)).flatten(1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
