@@ -30,6 +30,8 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self._listener = DisconnectListener()
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered, or was last; others that came with it may wait behind it."""
         self._endless_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
         self._got_somewhere = False
@@ -52,7 +54,10 @@ class HttpConnection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # tells the last request only
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         self._listener.leave()
 
     def on_message_begin(self) -> None:
@@ -68,6 +73,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
         super()._start_asgi_task(cycle, lambda scope, receive, _: app(scope, receive, partial(self._send, cycle)))
 
     def _send(self, cycle: RequestResponseCycle, message: Any) -> Awaitable[None]:

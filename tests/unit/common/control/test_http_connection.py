@@ -99,6 +99,31 @@ def test_the_head_is_sent_with_the_body_if_that_comes_at_once(waits: bool) -> No
     asyncio.run(main())
 
 
+def test_a_request_with_others_behind_it_is_told_that_its_client_left() -> None:
+    """uvicorn tells the last one only: the answer of the first was written to a closed connection, and logged a traceback."""
+    transport, lost, received = _Transport(), asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()  # the request
+        await lost.wait()
+        received.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def main() -> None:
+        connection = _connection(app)
+        connection.connection_made(transport)
+        connection.data_received(3 * _POST)
+        await asyncio.sleep(0.01)
+        connection.connection_lost(ConnectionResetError())
+        lost.set()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert received == ["http.disconnect"]
+    assert transport.written == b""
+
+
 def test_an_answer_after_which_the_connection_closes_says_so() -> None:
     assert b"connection: close" in _answer([], b"", request=b"POST / HTTP/1.0\r\n\r\n")
 
