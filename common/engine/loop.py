@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.base.clock import Clock, monotonic, until_next
+from common.base.clock import monotonic, until_next
 from common.base.errors import EngineError, RankLost
 
 log = logging.getLogger(__name__)
@@ -68,18 +68,16 @@ class EngineLoop:
         core: EngineCore,
         flush: Callable[[], None],
         on_crash: Callable[[BaseException], None],
-        clock: Clock = monotonic,
         use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._core = core
         self._flush = flush
         self._on_crash = on_crash
-        self._clock = clock
         self._use_idle_time = use_idle_time
         self._idle_work_at_s = -math.inf
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
-        self.last_round_s = clock()
+        self.last_round_s = monotonic()
         """Start of the loop's latest round. `/health` and `Pong` judge the engine by it and by unfinished steps."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -119,7 +117,7 @@ class EngineLoop:
                 if not busy and not self._core.has_deadlines and self._inbox.empty():
                     self._work_in_idle_time()
                 self._drain(block=not busy)
-                now_s = self.last_round_s = self._clock()
+                now_s = self.last_round_s = monotonic()
                 self._core.on_time(now_s)
                 busy = self._core.step()
                 self._flush()
@@ -130,9 +128,9 @@ class EngineLoop:
             self._on_crash(error)
 
     def _work_in_idle_time(self) -> None:
-        if self._clock() >= self._idle_work_at_s:
+        if monotonic() >= self._idle_work_at_s:
             wait_s = self._use_idle_time()
-            self._idle_work_at_s = math.inf if wait_s is None else self._clock() + wait_s
+            self._idle_work_at_s = math.inf if wait_s is None else monotonic() + wait_s
 
     def _drain(self, *, block: bool) -> None:
         try:
@@ -147,10 +145,10 @@ class EngineLoop:
             return
 
     def _wait_s(self) -> float:
-        rest_s = self._core.rests_until_s - self._clock()
+        rest_s = self._core.rests_until_s - monotonic()
         if rest_s > 0:
             return rest_s
         if self._core.has_deadlines:
             return _DEADLINE_WAIT_S
-        now_s = self._clock()
+        now_s = monotonic()
         return min(until_next(_IDLE_WAIT_S, now_s), max(0.0, self._idle_work_at_s - now_s))

@@ -64,7 +64,7 @@ async def node_complaint(
     return None
 
 
-def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
+def http_complaint(url: str) -> str | None:
     """The problem of the router whose health is at `url`; None if it is well."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # The certificate names the host that clients ask, not this one.
@@ -74,7 +74,7 @@ def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
-        with opener.open(url, timeout=timeout_s):
+        with opener.open(url, timeout=TIMEOUT_S):
             return None
     except urllib.error.HTTPError as error:
         with error:

@@ -154,12 +154,9 @@ class Stories:
         self,
         max_finished: int = 10_000,
         max_bytes: int = 96 * 2**20,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_finished = max_finished
         self._max_bytes = max_bytes
-        self._clock = clock
         self._running: dict[str, Story] = {}
         self._finished: OrderedDict[str, tuple[Story, int]] = OrderedDict()
         self._bytes = 0
@@ -171,11 +168,11 @@ class Stories:
     @property
     def watched(self) -> bool:
         """Someone looks at stories: those that begin now get timelines and the times of tokens."""
-        return self.on_end is not None or self._clock() < self._watched_until_s
+        return self.on_end is not None or time.perf_counter() < self._watched_until_s
 
     def watch(self, seconds: float = 60.0) -> None:
         """Someone looks at stories, at least for so long."""
-        self._watched_until_s = max(self._watched_until_s, self._clock() + seconds)
+        self._watched_until_s = max(self._watched_until_s, time.perf_counter() + seconds)
 
     def enter(self, story: Story) -> None:
         """Keep this story of a running request, until `end`."""

@@ -43,12 +43,12 @@ def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE) -> 
         raise BadRequest(f"the schema cannot be read: {error}") from error
 
 
-def embedded_schema(schema: Schema, whitespace: str | None = WHITESPACE) -> str:
+def embedded_schema(schema: Schema) -> str:
     """A term for the JSON texts that a schema describes, to be used in the rules of a Lark grammar.
 
     Raises: BadRequest for what is not supported.
     """
-    return "%json " + json.dumps({**json.loads(_checked(schema)), "x-guidance": _options(whitespace)})
+    return "%json " + json.dumps({**json.loads(_checked(schema)), "x-guidance": _options(WHITESPACE)})
 
 
 def without_further_properties(schema: Schema) -> Schema:

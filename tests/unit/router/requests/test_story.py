@@ -10,7 +10,7 @@ from router.requests.story import Stories, Story
 
 
 def begun(stories: Stories, request_id: str, client_id: str = "") -> Story:
-    story = Story(request_id, client_id, clock=stories._clock)
+    story = Story(request_id, client_id)
     stories.enter(story)
     return story
 
