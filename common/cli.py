@@ -42,7 +42,8 @@ from common.config.sources import (
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""Of every command."""
 
 _NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
 """Errors of a write that are nobody's bug, and the exit code after one."""
@@ -196,7 +197,7 @@ def service_app(
     switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
     lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
     command_class = _command_class(aliases, switches, lists)
-    app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=_CONTEXT)(command)
+    app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=CONTEXT_SETTINGS)(command)
     return app
 
 
@@ -268,6 +269,19 @@ def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any
     )
 
 
+def command_group(name: str, help: str) -> typer.Typer:
+    """The app of a command with subcommands: `kvrelay NAME COMMAND`."""
+    return typer.Typer(
+        name=name,
+        help=flowing(help),
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings=CONTEXT_SETTINGS,
+    )
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         try:
@@ -280,7 +294,7 @@ def _show_version(wanted: bool) -> None:
 app = typer.Typer(cls=_CommandGroup, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.callback(help=flowing(_HELP), context_settings=_CONTEXT, no_args_is_help=True)
+@app.callback(help=flowing(_HELP), context_settings=CONTEXT_SETTINGS, no_args_is_help=True)
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)

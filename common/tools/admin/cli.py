@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from common.cli import flowing
+from common.cli import command_group, flowing
 from common.tools.admin import control, prompts
 from common.tools.admin.bundle import support_bundle
 from common.tools.admin.check import check
@@ -29,15 +29,7 @@ A service that is stopped or gone is reported within two seconds.
 Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer.
 """
 
-app = typer.Typer(
-    name="admin",
-    help=flowing(_HELP),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+app = command_group("admin", _HELP)
 
 
 @app.command("nodes")

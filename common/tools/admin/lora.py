@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import KvRelayError
+from common.cli import command_group
 from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from common.tools.admin.options import Json, Url, said_if_slow, say, show_answer
 
@@ -18,14 +19,7 @@ _KNOWN_S = 5.0
 _LOAD_S = 90.0
 """A node that has no room for an adapter waits a minute for one to leave; then it says so itself."""
 
-lora = typer.Typer(
-    name="lora",
-    help="Load and unload the LoRA adapters of running nodes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+lora = command_group("lora", "Load and unload the LoRA adapters of running nodes.")
 
 AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
 Nodes = Annotated[

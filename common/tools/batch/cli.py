@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from common.cli import flowing, run_checked
+from common.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 
 _HELP = """Answer a file of requests in OpenAI's batch format.
@@ -64,9 +64,7 @@ Decode = Annotated[int, _option("--decode", help="Decode nodes to run.", panel="
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.command(
-    "batch", help=flowing(_HELP), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@app.command("batch", help=flowing(_HELP), context_settings=CONTEXT_SETTINGS)
 def batch(
     input_file: InputFile,
     output_file: ResultFile,

@@ -6,11 +6,9 @@ import shutil
 import time
 from pathlib import Path
 
-import typer
-
 from common.base.cache_folder import cache_folder
 from common.base.errors import ConfigError
-from common.cli import flowing, run_checked
+from common.cli import command_group, run_checked
 from common.kernels.native.build import native_folder
 from common.model.cached_models import CachedModel, cached_models, weights_folder
 
@@ -20,15 +18,7 @@ which nodes on this machine share.
 Everything here can be made again. The folder is $KVRELAY_CACHE, by default ~/.cache/kvrelay.
 """
 
-app = typer.Typer(
-    name="cache",
-    help=flowing(_HELP),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+app = command_group("cache", _HELP)
 
 
 @app.command("list")

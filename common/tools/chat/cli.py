@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from common.cli import flowing, run_checked
+from common.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 
 _HELP = """Chat with a running server. Answers are shown as they come.
@@ -48,9 +48,7 @@ Timeout = Annotated[float, _option("--timeout", "Maximum seconds to wait for the
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.command(
-    "chat", help=flowing(_HELP), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@app.command("chat", help=flowing(_HELP), context_settings=CONTEXT_SETTINGS)
 def chat(
     url: Url = None,
     model: Model = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from common.base.errors import ConfigError
-from common.cli import flowing, run_checked
+from common.cli import command_group, flowing, run_checked
 from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
 
 if TYPE_CHECKING:
@@ -28,15 +28,7 @@ _Folder = Annotated[Path, typer.Argument(help="Folder of the authority and the c
 _Name = Annotated[str, typer.Argument(help="Name of the service, and of its folder.")]
 _Days = Annotated[int, typer.Option(min=1, max=_MAX_DAYS, help="Days until the certificates expire.")]
 
-app = typer.Typer(
-    name="keys",
-    help=flowing(_HELP),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+app = command_group("keys", _HELP)
 
 
 @app.command("init")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import ConfigError
-from common.cli import check_writable, flowing, run_checked
+from common.cli import check_writable, command_group, run_checked
 from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.load.measure import ask_server, measure
 from common.tools.load.options import MAX_RATE, MAX_SECONDS, check_usage, takes_plan
@@ -39,15 +39,7 @@ _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, 
 Exit codes: 0 done, 1 more errors than --max-error-rate or the run failed, 2 wrong usage, 3 no answer.
 """
 
-app = typer.Typer(
-    name="load",
-    help=flowing(_HELP),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+app = command_group("load", _HELP)
 
 
 def _result_option(name: str, help: str, **more: Any) -> Any:
