@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_INT, as_object, bounded, items
@@ -26,6 +26,16 @@ MAX_SAMPLES = 128
 MAX_REQUEST_ID = 256
 MAX_PRIORITY = 1000
 """Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+def _check_truncation(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1")
+    return value
+
+
+TruncateTokens = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_check_truncation)]
+"""Longer prompts are cut to this many tokens; -1: to what the model takes."""
 
 
 class StreamOptions(BodyModel):
@@ -65,7 +75,7 @@ class CompletionRequestBase(StructuredFields):
     """Answers to compute for each prompt; the `n` most likely ones are returned."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of each prompt token after the first, and of that many most likely ones."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
     """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """"right": keep the first tokens instead."""
@@ -112,13 +122,6 @@ class CompletionRequestBase(StructuredFields):
     @classmethod
     def _bound_bad_words(cls, value: Any) -> Any:
         return bounded(value, MAX_BAD_WORDS, "bad words")
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _check_truncation(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be -1 or at least 1")
-        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
 from router.http.openai.checks import MAX_INT, bounded, items
-from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID
+from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID, TruncateTokens
 
 MAX_INPUTS = 2048
 """Texts, documents or pairs of one call; OpenAI's limit for embeddings."""
@@ -24,15 +24,8 @@ class PoolingFields(BodyModel):
     user: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = 0
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
     """Cut longer inputs to this many tokens, with special tokens; -1: to what the model takes."""
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _check_truncation(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be -1 or at least 1")
-        return value
 
 
 class _Inputs(PoolingFields):
