@@ -11,9 +11,10 @@ The leader's methods are called by the engine's thread; events come from transfe
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from common.base.errors import KvRelayError, TransferError, from_code
 from common.control.messages import AttemptKey, Grant
@@ -36,12 +37,16 @@ from common.engine.kv_transfer import (
     Received,
     ReceiveFailed,
     ReceiverEvent,
+    SenderEvent,
     SourceReleased,
     Traffic,
     TransferEvent,
     TransferOrder,
 )
 from kvtransfer.traffic import TrafficLog
+
+EndT = TypeVar("EndT", KVSender, KVReceiver)
+EventT = TypeVar("EventT", SenderEvent, ReceiverEvent)
 
 
 def name_rank(rank: int, event: TransferEvent) -> TransferEvent:
@@ -70,37 +75,64 @@ class _Gathered:
     """Layer -> seconds until all ranks had it, with a timeline."""
 
 
-def _check_new(key: AttemptKey, live: dict[AttemptKey, _Gathered]) -> None:
-    if key in live:
-        raise TransferError(f"cannot open {key}: it is open already")
+class _AllRanks(ABC, Generic[EndT, EventT]):
+    """What `NodeSender` and `NodeReceiver` share. `local` is the end of the leader's own rank."""
 
-
-class NodeSender:
-    """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
-
-    address = ""
+    _direction: ClassVar[str]
 
     def __init__(
         self,
         world_size: int,
         broadcast: Callable[[TransferOrder], None],
-        on_event: OnSenderEvent,
-        make_local: Callable[[OnSenderEvent], KVSender],
+        on_event: Callable[[EventT], None],
+        make_local: Callable[[Callable[[EventT], None]], EndT],
     ) -> None:
         self._world_size = world_size
         self._broadcast = broadcast
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
-        self._traffic = TrafficLog("to")
+        self._traffic = TrafficLog(self._direction)
         self.local = make_local(lambda event: self.on_event(name_rank(0, event)))
-        self.on_blocks_final: OnBlocksFinal | None = self.local.blocks_final
+
+    def _begin(self, key: AttemptKey, gathered: _Gathered) -> None:
+        with self._lock:
+            if key in self._open:
+                raise TransferError(f"cannot open {key}: it is open already")
+            self._open[key] = gathered
+
+    def abort(self, key: AttemptKey) -> None:
+        """As `KVSender.abort` and `KVReceiver.abort`."""
+        self._broadcast(AbortOrder(key))
+        self.local.abort(key)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The bytes moved, by pair of ranks, as plain data."""
+        return self._traffic.describe()
+
+    def close(self) -> None:
+        """Close the leader's own rank."""
+        self.local.close()
+
+    @abstractmethod
+    def on_event(self, event: TransferEvent) -> None:
+        """Take an event of one rank; the node's own event follows when all ranks have reported."""
+
+
+class NodeSender(_AllRanks[KVSender, SenderEvent]):
+    """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
+
+    _direction = "to"
+    address = ""
+
+    @property
+    def on_blocks_final(self) -> OnBlocksFinal | None:
+        """`KVSender.blocks_final` of the leader's rank."""
+        return self.local.blocks_final
 
     def open(self, transfer: OutgoingTransfer) -> None:
         """As `KVSender.open`. Raises: TransferError if it is open already; then no rank was told."""
-        with self._lock:
-            _check_new(transfer.key, self._open)
-            self._open[transfer.key] = _Gathered()
+        self._begin(transfer.key, _Gathered())
         self._broadcast(OpenSourceOrder(transfer))
         self.local.open(transfer)
 
@@ -116,23 +148,10 @@ class NodeSender:
         """As `KVSender.blocks_final`, for the leader's rank; every other rank reports its own layers."""
         self.local.blocks_final(key, layer, num_blocks)
 
-    def abort(self, key: AttemptKey) -> None:
-        """As `KVSender.abort`."""
-        self._broadcast(AbortOrder(key))
-        self.local.abort(key)
-
     def disconnect(self, incarnation: str) -> None:
         """As `KVSender.disconnect`."""
         self._broadcast(DisconnectOrder(incarnation))
         self.local.disconnect(incarnation)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The bytes moved, by pair of ranks, as plain data."""
-        return self._traffic.describe()
-
-    def close(self) -> None:
-        """Close the leader's own rank."""
-        self.local.close()
 
     def on_event(self, event: TransferEvent) -> None:
         """One rank has released its source blocks; the node's event follows the last rank's."""
@@ -154,38 +173,22 @@ class NodeSender:
             self.abort(event.key)
 
 
-class NodeReceiver:
+class NodeReceiver(_AllRanks[KVReceiver, ReceiverEvent]):
     """`KVReceiver` over all ranks: `Received` when every rank has all its slices; one `ReceiveFailed`, one
     `DestinationReleased`.
 
     A slice must not reach a rank that does not expect it yet, so `open` may be answered later, by `Opened`.
     """
 
+    _direction = "from"
     on_blocks_final: OnBlocksFinal | None = None
-
-    def __init__(
-        self,
-        world_size: int,
-        broadcast: Callable[[TransferOrder], None],
-        on_event: OnReceiverEvent,
-        make_local: Callable[[OnReceiverEvent], KVReceiver],
-    ) -> None:
-        self._world_size = world_size
-        self._broadcast = broadcast
-        self._on_event = on_event
-        self._lock = threading.Lock()
-        self._open: dict[AttemptKey, _Gathered] = {}
-        self._traffic = TrafficLog("from")
-        self.local = make_local(lambda event: self.on_event(name_rank(0, event)))
 
     def open(self, transfer: IncomingTransfer) -> bool:
         """As `KVReceiver.open`, and returns whether every rank is open already; if not, `Opened` will follow.
 
         Raises: TransferError if it is open already; then no rank was told.
         """
-        with self._lock:
-            _check_new(transfer.key, self._open)
-            self._open[transfer.key] = _Gathered((transfer.src.node_id, transfer.src.incarnation))
+        self._begin(transfer.key, _Gathered((transfer.src.node_id, transfer.src.incarnation)))
         self.local.open(transfer)
         self._broadcast(OpenDestinationOrder(transfer))
         return self._world_size == 1
@@ -195,21 +198,8 @@ class NodeReceiver:
         """Where senders reach the leader's own rank."""
         return self.local.address
 
-    def abort(self, key: AttemptKey) -> None:
-        """As `KVReceiver.abort`."""
-        self._broadcast(AbortOrder(key))
-        self.local.abort(key)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The bytes moved, by pair of ranks, as plain data."""
-        return self._traffic.describe()
-
-    def close(self) -> None:
-        """Close the leader's own rank."""
-        self.local.close()
-
     def on_event(self, event: TransferEvent) -> None:
-        """Take an event of one rank; the node's own event follows when all ranks have reported."""
+        """As `_AllRanks.on_event`."""
         with self._lock:
             of_node = self._gather(event)
         if of_node is not None:
