@@ -12,7 +12,6 @@ import hmac
 import inspect
 import json
 import logging
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from common.base.errors import (
 from common.control.admin_token import check_token
 from common.control.disconnects import listener_of
 from common.control.http_connection import HttpConnection
-from common.control.http_server import HttpServer
+from common.control.http_server import HttpServer, listen
 from common.security.tls import Credentials
 
 log = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ class AdminServer:
         check_token(token)
         self._token = token
         self._credentials = None if is_loopback(host) else credentials
-        self._socket = _listen(host, port)
+        self._socket = listen(host, port, backlog=_MAX_CONNECTIONS, purpose=" for admin")
         self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
         bound, self.port = self._socket.getsockname()[:2]
@@ -176,25 +175,6 @@ def build(routes: list[AdminRoute], token: str, mounted: Mapping[str, ASGIApp]) 
         middleware=[Middleware(_TokenGuard, token=token, open_at=tuple(mounted))],
         exception_handlers={HTTPException: _on_http_error, KvRelayError: _on_error, Exception: _on_bug},
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        raise ConfigError(
-            f"cannot listen on {host}:{port} for admin: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(_MAX_CONNECTIONS)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port} for admin: {error.strerror or error}") from error
-    return sock
 
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -5,17 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any
 
 import uvicorn
 
 from common.base.clock import monotonic, until_next
+from common.base.errors import ConfigError
 from common.control.tls_listener import TlsListener
 
 _TICK_S = 1.0
 """Period of uvicorn's housekeeping: the time in its Date header has a resolution of one second."""
+
+
+def listen(
+    host: str, port: int, *, backlog: int, options: Iterable[tuple[int, int]] = (), purpose: str = ""
+) -> socket.socket:
+    """A listening socket. `options`: of TCP, with their values; accepted connections inherit them.
+
+    Raises: ConfigError when the address cannot be used; its message names the `purpose`.
+    """
+    with contextlib.ExitStack() as on_error:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            sock = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for option, value in options:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.bind((host, port))
+            sock.listen(backlog)
+            sock.setblocking(False)
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot listen on {host}:{port}{purpose}: {reason}") from error
+        on_error.pop_all()
+        return sock
 
 
 class HttpServer(uvicorn.Server):

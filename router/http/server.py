@@ -12,13 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp
 
-from common.base.errors import ConfigError
 from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.fields import api_keys, listed
 from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
-from common.control.http_server import HttpServer
+from common.control.http_server import HttpServer, listen
 from router.adapter_control import AdapterControl
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
@@ -53,24 +52,11 @@ def bind(host: str, port: int) -> socket.socket:
 
     Raises: ConfigError when the address cannot be used.
     """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: the name is not a valid host name
-        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit it. uvloop sets it itself; asyncio does not where the protocol is left to the kernel.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only; accepted connections inherit it
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_S))
-        sock.bind((host, port))
-        sock.listen(1024)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return sock
+    # uvloop sets it itself; asyncio does not where the protocol is left to the kernel.
+    options = [(socket.TCP_NODELAY, 1)]
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
+        options.append((socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_S)))
+    return listen(host, port, backlog=1024, options=options)
 
 
 def _most_connections() -> int:
