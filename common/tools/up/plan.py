@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from common.base.process import module_command
@@ -24,6 +24,9 @@ STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode",
 
 _FIRST_START_S = 1800.0
 """Limit of a first start on GPUs: kernels that are not precompiled are compiled then, which takes minutes."""
+_FREE_PORTS = {"host": "127.0.0.1", "port": "0", "data_port": "0", "admin_port": "0"}
+_YIELDING_ROLE = {"itl": "prefill", "ttft": "decode"}
+"""The role that gets less processor time, by what `favor` favors."""
 _YIELDING_NICE = 5
 """Niceness of the role that `favor` does not favor: beside the other one it gets a quarter of the cores."""
 
@@ -70,42 +73,34 @@ def plan_children(
     children: list[ChildSpec] = []
     if own_redis is not None:
         children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
-    for place in routers:
-        router = {"host": config.host, "port": str(place.port), "redis_url": redis_url, "cluster": config.cluster}
-        router |= {"preload": json.dumps([str(each.path) for each in models if each.generates])}
-        router |= {"admin_token": admin_token, "admin_port": str(place.admin_port), "admin_host": ADMIN_HOST}
-        spec = _service(place.name, RouterConfig, config, sources, router, None)
-        children.append(replace(spec, url=place.url))
+    of_all = {"redis_url": redis_url, "cluster": config.cluster, "admin_token": admin_token, "admin_host": ADMIN_HOST}
     generating = [each for each in models if each.generates]
+    preload = json.dumps([str(each.path) for each in generating])
+    for place in routers:
+        own = {**of_all, "host": config.host, "port": str(place.port), "admin_port": str(place.admin_port)}
+        argv, environ = _command(RouterConfig, config, sources, {**own, "preload": preload})
+        children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
     shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating)))
     numbers: Counter[ServiceRole] = Counter()
     for model in models:
+        given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
+        path = str(model.path) if model.generates else ""
         for role, cls, count in _nodes_of(model, config):
             for _ in range(count):
                 name = f"{role}-{numbers[role]}"
                 numbers[role] += 1
                 # In a shared Redis, plain names would collide with those of another `kvrelay up`.
                 node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
-                own = {"model": model.model, "redis_url": redis_url, "cluster": config.cluster, "node_id": node_id}
-                own |= {"host": "127.0.0.1", "port": "0", "data_port": "0"}
-                own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
                 share = next(shares) if model.generates else None
+                own = {**of_all, **_FREE_PORTS, "model": model.model, "node_id": node_id}
                 if model.generates or not generating:
                     own |= _role_options(cls.section, config, share)
-                if yielding_role(config.favor) == cls.section:
-                    own["nice"] = str(_YIELDING_NICE)
-                if cls is DecodeConfig and share is None and _shares_cores(config):
-                    own["shared_cores"] = "true"
-                allowed_s = first_start_s(config, on_gpus=share is not None)
-                if allowed_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
-                    own["start_timeout_s"] = str(allowed_s)
-                given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
-                path = str(model.path) if model.generates else ""
-                node = replace(_service(name, cls, config, given, own, node_id), role=role, model_path=path)
+                own |= _host_options(cls, config, on_gpus=share is not None)
+                argv, environ = _command(cls, config, given, own)
                 if share is not None:
-                    node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
-                children.append(node)
+                    environ[VISIBLE] = ",".join(share.visible)
+                children.append(ChildSpec(name, role, argv, environ, node_id, path))
     return children
 
 
@@ -141,6 +136,19 @@ def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[s
     return options
 
 
+def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> dict[str, str]:
+    """What a node is told about the others on this host, and about the supervisor's patience."""
+    options: dict[str, str] = {}
+    if _YIELDING_ROLE.get(config.favor) == cls.section:
+        options["nice"] = str(_YIELDING_NICE)
+    if cls is DecodeConfig and not on_gpus and _shares_cores(config):
+        options["shared_cores"] = "true"
+    allowed_s = first_start_s(config, on_gpus=on_gpus)
+    if allowed_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
+        options["start_timeout_s"] = str(allowed_s)
+    return options
+
+
 def _shares_cores(config: UpConfig) -> bool:
     """Whether decode nodes on the CPU should leave more of it to the prefill nodes while most streams are still in
     prefill."""
@@ -148,19 +156,10 @@ def _shares_cores(config: UpConfig) -> bool:
     return config.prefill > 0 and config.favor != "itl" and not has_stages
 
 
-def yielding_role(favor: str) -> str | None:
-    """The role that gets less processor time."""
-    return {"itl": "prefill", "ttft": "decode"}.get(favor)
-
-
-def _service(
-    name: str,
-    cls: type[ServiceConfig],
-    config: UpConfig,
-    sources: Mapping[str, Source],
-    own: dict[str, str],
-    node_id: str | None,
-) -> ChildSpec:
+def _command(
+    cls: type[ServiceConfig], config: UpConfig, sources: Mapping[str, Source], own: dict[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a service with the options `own`, and those of `config` that it has too."""
     infos = field_infos(cls)
     options = {
         key: str(getattr(config, key))
@@ -179,13 +178,4 @@ def _service(
             environ[ENV_PREFIX + key.upper()] = value
         else:
             argv += ["--" + key.replace("_", "-"), value]
-    return ChildSpec(name, _role(cls), tuple(argv), environ, node_id)
-
-
-def _role(cls: type[ServiceConfig]) -> ServiceRole:
-    roles: dict[type[ServiceConfig], ServiceRole] = {
-        RouterConfig: "router",
-        PrefillConfig: "prefill",
-        DecodeConfig: "decode",
-    }
-    return roles[cls]
+    return tuple(argv), environ
