@@ -7,7 +7,7 @@ ranks over different transports.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -63,7 +63,6 @@ class Receiver:
         self._blocks_free: dict[AttemptKey, Mark] = {}
         """Marks after which the device no longer uses the destination blocks for earlier work."""
         self._address = format_offers(listener.offer for listener in listeners)
-        self._bytes: dict[str, int] = {listener.offer.transport: 0 for listener in listeners}
         self._clock = clock
         self._more = False
         """Some listener has more messages than one turn takes."""
@@ -90,11 +89,6 @@ class Receiver:
     def address(self) -> str:
         """As `KVReceiver.address`."""
         return self._address
-
-    @property
-    def bytes_by_transport(self) -> Mapping[str, int]:
-        """KV bytes placed from each transport so far. For any thread."""
-        return dict(self._bytes)
 
     @property
     def discarded_messages(self) -> int:
@@ -192,9 +186,7 @@ class Receiver:
         if arrival.revoked():
             self._transfers.fail(claim.key, TransferAborted(f"{claim.key}: its sender took the blocks back"))
         self._transfers.placed(claim, self._clock())
-        transport = listener.offer.transport
-        self._bytes[transport] += claim.size_bytes
-        self._traffic.add(header.key, header.src_rank, transport, "", claim.size_bytes)
+        self._traffic.add(header.key, header.src_rank, listener.offer.transport, "", claim.size_bytes)
         self._answer(arrival)
 
     def _poll_timeout_ms(self) -> int:

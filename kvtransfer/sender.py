@@ -7,7 +7,7 @@ into buffers of a peer, and sends them. Peers are connected at the grant (`kvtra
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -70,7 +70,6 @@ class Sender:
         self._connectors = {connector.offer.transport: connector for connector in connectors}
         self._table = PeerTable(rank, self._connectors, self._transfers, wanted=wanted, idle_s=idle_s, clock=clock)
         self._peers = self._table.peers
-        self._bytes: dict[str, int] = dict.fromkeys(self._connectors, 0)
         self._traffic = TrafficCounter(rank)
         self._poller = zmq.Poller()
         self._thread: IOThread[SenderEvent] = IOThread(
@@ -91,11 +90,6 @@ class Sender:
             raise
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
-
-    @property
-    def bytes_by_transport(self) -> Mapping[str, int]:
-        """KV bytes sent over each transport so far. For any thread."""
-        return dict(self._bytes)
 
     @property
     def pairs(self) -> Sequence[RankPair]:
@@ -246,7 +240,6 @@ class Sender:
         self._count(peer, batch)
 
     def _count(self, peer: Peer, batch: Batch) -> None:
-        self._bytes[peer.transport] += batch.size_bytes
         self._traffic.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
 
     def _take_back(self) -> None:

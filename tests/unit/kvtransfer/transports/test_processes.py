@@ -188,10 +188,7 @@ def test_group_whose_peer_hangs_is_given_up_after_its_own_timeout(spawn: Any) ->
 
 def _wait_until_acknowledged(sender: Any) -> None:
     wait_until(
-        lambda: (
-            bool(sender.bytes_by_transport and sum(sender.bytes_by_transport.values()))
-            and not any(peer.in_flight for peer in list(sender._peers.values()))
-        ),
+        lambda: bool(sender._traffic._open) and not any(peer.in_flight for peer in list(sender._peers.values())),
         "the first ack",
     )
 
