@@ -43,7 +43,7 @@ from common.config.sources import (
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-"""Of every command."""
+"""Settings of every command."""
 
 _NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
 """Errors of a write that are nobody's bug, and the exit code after one."""

@@ -17,7 +17,7 @@ PER_PEER, PER_KIND = 5, 100
 """Lines of one kind (one place in the code) in a window: about one peer, where the record names it (`extra={"peer": ...}`),
 and in all."""
 MAX_QUOTED_CHARS, MAX_CHARS = 200, 2000
-"""Of a text among the arguments of a warning or error, and of a whole message."""
+"""Longest text among the arguments of a warning or error, and longest whole message."""
 
 
 class LimitedHandler(logging.Handler):
@@ -72,7 +72,7 @@ class LimitedHandler(logging.Handler):
             handler.handle(record)
 
     def setFormatter(self, fmt: logging.Formatter | None) -> None:
-        """Of all handlers."""
+        """Set the formatter of all handlers."""
         for handler in self._handlers:
             handler.setFormatter(fmt)
 

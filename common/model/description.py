@@ -22,7 +22,7 @@ class NormDescription:
     eps: float
     kind: str = "rms"
     weight_offset: float = 0.0
-    """Of an RMS norm: what is added to its stored weights."""
+    """What an RMS norm adds to its stored weights."""
 
 
 @dataclass(frozen=True)

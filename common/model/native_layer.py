@@ -56,7 +56,7 @@ class NativeLayer:
             DTYPES[dtype],
         )
         self.address = ctypes.addressof(self._struct)
-        """Of the struct kv_layer."""
+        """Address of the struct kv_layer."""
 
     def forward(
         self,

@@ -22,20 +22,20 @@ class RopeConfig:
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """Of "yarn": beta_slow."""
+    """beta_slow of "yarn", too."""
     high_freq_factor: float = 4.0
-    """Of "yarn": beta_fast."""
+    """beta_fast of "yarn", too."""
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
-    """Of "factors" and "longrope": what each frequency is divided by, [rotated_dim / 2]."""
+    """What each frequency is divided by, [rotated_dim / 2]; for "factors" and "longrope"."""
     short_factors: tuple[float, ...] = ()
-    """Of "longrope": `factors` where contexts are at most `original_max_position` long."""
+    """`factors` of "longrope" where contexts are at most `original_max_position` long."""
     attention_factor: float = 1.0
     """Factor of rotated q and k."""
     rotated_part: float = 1.0
     """The part of each head, from its start, that is rotated."""
     truncates: bool = True
-    """Of "yarn": whether the blended frequencies' range is widened to whole numbers."""
+    """Whether "yarn" widens the range of blended frequencies to whole numbers."""
 
     def rotated_dim(self, head_dim: int) -> int:
         """How many features of a head are rotated."""

@@ -38,7 +38,7 @@ class KeyClass:
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    """Of prompts and answers."""
+    """Tokens of prompts and answers together."""
     concurrency: int = 0
     """Requests at a time."""
     highest_priority: int = 0

@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """Of all prompt tokens after the first, if the request asked for them; complete before the first delta."""
+        """One for each prompt token after the first, if the request asked for them; complete before the first delta."""
         shared = self.request.shared
         return self._prompt_logprobs if shared is None else shared.prompt_logprobs
 

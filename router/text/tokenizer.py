@@ -24,7 +24,7 @@ from router.text.template_files import DEFAULT, TOOL_USE, read_templates
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
 _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"))
-"""Of Qwen and others, and of CodeLlama."""
+"""Fill-in-the-middle tokens of Qwen and others, and of CodeLlama."""
 
 
 class FimIds(NamedTuple):

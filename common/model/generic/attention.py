@@ -19,7 +19,7 @@ from common.model.sharding import HeadRange
 from common.parallel.mesh import Mesh
 
 NAME = "kvrelay"
-"""Of the attention implementation. It has no mask function, so transformers builds no masks for it."""
+"""The attention implementation. It has no mask function, so transformers builds no masks for it."""
 _STATE = "kvrelay_attention"
 
 

@@ -16,7 +16,7 @@ class GenericConfig(ModelConfig):
     """What nodes must know of the class's layers. Their MLP descriptions stand for the number of weights only."""
 
     config_digest: str
-    """Of config.json, all of which the class may read."""
+    """Digest of config.json, all of which the class may read."""
     v_head_dim: int
     """Width of the values that layers produce; in the cache they are padded to the width of keys."""
     attention_modules: tuple[str, ...]

@@ -20,7 +20,7 @@ class PartNames:
     lm_head: str
     layers: tuple[str, ...]
     attention: tuple[str, ...]
-    """Of each layer."""
+    """The attention module of each layer."""
     others: tuple[str, ...]
     """All else, outside of layers: the final norm, learned positions, projections of embeddings."""
 

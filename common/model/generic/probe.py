@@ -110,7 +110,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.names: dict[nn.Module, str] = {}
-        """Of the model's modules."""
+        """Name of each of the model's modules."""
         self.found: list[AttentionCall] = []
 
     def note(

@@ -30,5 +30,5 @@ class TensorParallelPlan:
         ]
 
     def style(self, name: str) -> str | None:
-        """Of the module or parameter `name`; None: every rank holds all of it."""
+        """How the module or parameter `name` is split; None: every rank holds all of it."""
         return next((style for pattern, style in self._patterns if pattern.fullmatch(name)), None)

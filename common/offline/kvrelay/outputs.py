@@ -62,7 +62,7 @@ class Answer(NamedTuple):
     stop_reason: str | int | None
     cached_tokens: int | None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Of the prompt's tokens after the first; the first answer to a prompt has them."""
+    """One for each token of the prompt after the first; the first answer to a prompt has them."""
 
 
 def completion_output(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
