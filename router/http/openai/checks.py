@@ -55,6 +55,22 @@ def bounded(value: Any, limit: int, what: str) -> Any:
     return value
 
 
+def texts_or_token_ids(value: Any, limit: int, what: str) -> list[Any]:
+    """One or several texts, or lists of token ids, as a list. Raises: ValueError."""
+    found = [value] if isinstance(value, str) else items(value)
+    if found and _are_token_ids(found):
+        found = [found]
+    bounded(found, limit, what)
+    if found is None or not (all(isinstance(each, str) for each in found) or all(map(_are_token_ids, found))):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    return found
+
+
+def _are_token_ids(value: Any) -> bool:
+    tokens = items(value)
+    return tokens is not None and set(map(type, tokens)) <= {int}
+
+
 def bounded_json(value: Any) -> Any:
     """`value`, a JSON value that the client defines, unless it is nested too deep or has too many values."""
     level, count = [value], 0

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from router.http.openai.checks import MAX_INT, items
+from router.http.openai.checks import MAX_INT, texts_or_token_ids
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
 
 MAX_PROMPTS = 64
@@ -25,15 +25,7 @@ class CompletionRequest(CompletionRequestBase):
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        prompts = [value] if isinstance(value, str) else items(value)
-        if prompts and _are_token_ids(prompts):
-            prompts = [prompts]
-        if len(prompts or ()) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
-        if prompts is None or not (
-            all(isinstance(item, str) for item in prompts) or all(_are_token_ids(item) for item in prompts)
-        ):
-            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        prompts = texts_or_token_ids(value, MAX_PROMPTS, "prompts in one request")
         if not prompts or not all(prompts):
             raise ValueError("must not be empty")
         return prompts
@@ -54,8 +46,3 @@ class CompletionRequest(CompletionRequestBase):
     def num_prompt_logprobs(self) -> int | None:
         shown = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in shown if count is not None), default=None)
-
-
-def _are_token_ids(value: Any) -> bool:
-    tokens = items(value)
-    return tokens is not None and set(map(type, tokens)) <= {int}

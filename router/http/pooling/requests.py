@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
-from router.http.openai.checks import MAX_INT, bounded, items
+from router.http.openai.checks import MAX_INT, bounded, items, texts_or_token_ids
 from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID, TruncateTokens
 
 MAX_INPUTS = 2048
@@ -51,16 +51,9 @@ class _Inputs(PoolingFields):
     )
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        inputs = [value] if isinstance(value, str) else items(value)
-        if inputs and _are_token_ids(inputs):
-            inputs = [inputs]
         if value is None:
             return None
-        bounded(inputs, MAX_INPUTS, "inputs in one request")
-        if inputs is None or not (
-            all(isinstance(each, str) for each in inputs) or all(_are_token_ids(each) for each in inputs)
-        ):
-            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        inputs = texts_or_token_ids(value, MAX_INPUTS, "inputs in one request")
         if not inputs or [] in inputs:
             raise ValueError("must not be empty")
         return inputs
@@ -70,11 +63,6 @@ class _Inputs(PoolingFields):
         if (self.input is None) == (self.messages is None):
             raise ValueError("give either input or messages")
         return self
-
-
-def _are_token_ids(value: Any) -> bool:
-    tokens = items(value)
-    return tokens is not None and set(map(type, tokens)) <= {int}
 
 
 class EmbeddingRequest(_Inputs):
