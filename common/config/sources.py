@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from common.base.errors import ConfigError
 from common.base.variables import CACHE, CPU_KERNELS
@@ -97,34 +97,38 @@ def resolve(
 
 
 def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Source]]:
+    """The values for `cls`. The keys of all services are checked."""
+    taken: list[tuple[str, Any, Source]] = []
+    services = {service.section: service for service in SERVICES}
+    shared = {name for service in SERVICES for name, info in field_infos(service).items() if not info.own}
+    top, tables = _read_toml(file)
+    for key, value in top.items():
+        if key not in shared:
+            raise ConfigError(f"{file}: {_unknown_top_level(key, shared)}")
+        if key in field_infos(cls):
+            taken.append((key, _typed(value, field_type(cls, key), f"{file}: {key}"), "file"))
+    for table, body in tables.items():
+        if table not in services:
+            raise ConfigError(f"{file}: unknown table [{table}]{_suggestion(table, services)}")
+        known = field_infos(services[table])
+        for key, value in body.items():
+            if key not in known:
+                raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{_suggestion(key, known)}")
+            if services[table] is cls:
+                taken.append((key, _typed(value, field_type(cls, key), f"{file}: [{table}] {key}"), "table"))
+    return taken
+
+
+def _read_toml(file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The values at the top level, and the tables. Raises: ConfigError."""
     try:
         document = tomllib.loads(Path(file).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    taken: list[tuple[str, Any, Source]] = []
-    tables = {service.section: service for service in SERVICES}
-    top = {key: value for key, value in document.items() if not isinstance(value, dict)}
-    shared = {name for service in SERVICES for name, info in field_infos(service).items() if not info.own}
-    for key, value in top.items():
-        if key not in shared:
-            raise ConfigError(f"{file}: {_unknown_top_level(key, shared)}")
-        if key in field_infos(cls):
-            taken.append((key, _typed(value, field_type(cls, key), f"{file}: {key}"), "file"))
-    for table, body in document.items():
-        if table in top:
-            continue
-        if table not in tables:
-            raise ConfigError(f"{file}: unknown table [{table}]{_suggestion(table, tables)}")
-        for key, value in body.items():
-            if key not in field_infos(tables[table]):
-                raise ConfigError(
-                    f"{file}: unknown key {key!r} in [{table}]{_suggestion(key, field_infos(tables[table]))}"
-                )
-            if tables[table] is cls:
-                taken.append((key, _typed(value, field_type(cls, key), f"{file}: [{table}] {key}"), "table"))
-    return taken
+    tables = {key: cast("dict[str, Any]", value) for key, value in document.items() if isinstance(value, dict)}
+    return {key: value for key, value in document.items() if key not in tables}, tables
 
 
 def _unknown_top_level(key: str, shared: set[str]) -> str:
