@@ -283,20 +283,21 @@ class Supervisor:
             if any(child.spec.node_id and child.pid is not None and not child.ready for child in self._children):
                 await self._directory.poll()
             for child in self._children:
-                pid = child.pid
-                if pid is None or child.ready:
-                    continue
-                if not await self._is_usable(child):
-                    self._end_if_overdue(child)
-                    continue
-                if child.pid != pid:
-                    continue
-                child.ready = True
-                child.policy.ready(time.monotonic())
-                if self._published:
-                    self._console.say(f"{child.spec.name} is ready again (pid {pid})")
-                self._write_pids()
+                if child.pid is not None and not child.ready:
+                    await self._look_at(child)
             await asyncio.sleep(_PROBE_S)
+
+    async def _look_at(self, child: Child) -> None:
+        """Note that a child is ready, unless it ended meanwhile."""
+        pid = child.pid
+        if not await self._is_usable(child):
+            self._end_if_overdue(child)
+        elif child.pid == pid:
+            child.ready = True
+            child.policy.ready(time.monotonic())
+            if self._published:
+                self._console.say(f"{child.spec.name} is ready again (pid {pid})")
+            self._write_pids()
 
     def _end_if_overdue(self, child: Child) -> None:
         """Kill a restarted child that is not ready in time. The first start has its own deadline."""
