@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -10,6 +11,15 @@ import zmq
 def endpoint(scheme: str, host: str, port: int | str) -> str:
     """`scheme://host:port`."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def tcp_place(address: str) -> tuple[str, int] | None:
+    """Host and port of `tcp://host:port`; None if the address is none of TCP."""
+    try:
+        parts = urlsplit(address)
+        return (parts.hostname, parts.port) if parts.scheme == "tcp" and parts.hostname and parts.port else None
+    except ValueError:  # unbalanced bracket, or a port that is none
+        return None
 
 
 def is_loopback(host: str) -> bool:

@@ -20,9 +20,8 @@ import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
-from common.base.endpoints import endpoint
+from common.base.endpoints import endpoint, tcp_place
 from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.base.resolve import NameUnknown, resolve
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
@@ -192,7 +191,9 @@ class Link:
         """Why the last attempt to connect failed, where TLS knows."""
         self._on_message = on_message
         self._on_lost = on_lost
-        place = _place(address)
+        place = tcp_place(address)
+        if place is None:
+            raise Unavailable(f"{address} is not the address of a control socket")
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._connection: FrameConnection | None = None
@@ -346,14 +347,3 @@ def _warn(connection: FrameConnection, text: str, *args: object) -> None:
 def _family(host: str) -> socket.AddressFamily:
     """Address family of a host; names resolve to IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _place(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`. Raises: Unavailable."""
-    try:
-        parts = urlsplit(address)
-        if parts.scheme == "tcp" and parts.hostname and parts.port:
-            return parts.hostname, parts.port
-    except ValueError:
-        pass
-    raise Unavailable(f"{address} is not the address of a control socket")

@@ -10,13 +10,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 
 from common.base.bounded_messages import BoundedMessages
-from common.base.endpoints import bind, connect, endpoint
+from common.base.endpoints import bind, connect, endpoint, tcp_place
 from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.base.resolve import NameUnknown, resolve_now
 from common.security.sealed_endpoints import OVERHEAD_BYTES
@@ -198,14 +197,12 @@ def _resolved(address: str) -> str:
 
     Raises: PeerLost.
     """
+    place = tcp_place(address)
+    if place is None:
+        return address  # ZMQ refuses it
+    host, port = place
     try:
-        parts = urlsplit(address)
-        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            return address
-    except ValueError:  # ZMQ refuses it
-        return address
-    try:
-        return endpoint(parts.scheme, resolve_now(parts.hostname, _RESOLVE_S), parts.port)
+        return endpoint("tcp", resolve_now(host, _RESOLVE_S), port)
     except NameUnknown as error:
         raise PeerLost(str(error)) from None
 
