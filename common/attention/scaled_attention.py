@@ -16,7 +16,7 @@ def scaled_attention(
     mask: Tensor,
     scale: float | None,
     soft_cap: float | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """As `F.scaled_dot_product_attention` over [..., heads, tokens, head_dim]; `mask` is bool (true: attend) or added to
     capped scores. With a cap or sinks it computes in float32. sinks: [heads, tokens], as for `softmax`."""

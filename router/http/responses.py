@@ -49,7 +49,7 @@ class JsonResponse(Response):
         self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json"), *(headers or ())]
 
 
-def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None = None) -> JsonResponse:
+def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None) -> JsonResponse:
     """An error with its status, in the shape of the API that the path belongs to."""
     extra = list(headers or [])
     if scope["path"].startswith(MESSAGES_PATH) and all(name != b"request-id" for name, _ in extra):

@@ -30,14 +30,14 @@ class PackedWeight:
     group: int = 0
 
 
-def pack_float(weight: Tensor, *, is_paired: bool = False) -> PackedWeight:
+def pack_float(weight: Tensor, *, is_paired: bool) -> PackedWeight:
     """weight: [out, in], float32 or bfloat16."""
     is_bf16 = weight.dtype == torch.bfloat16
     packed = _interleave(_panels(weight, is_paired), 2 if is_bf16 else 1)
     return PackedWeight(BFLOAT16 if is_bf16 else FLOAT32, (weight.size(0), weight.size(1)), packed, is_paired)
 
 
-def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> PackedWeight:
+def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool) -> PackedWeight:
     """weight = scale * code. codes: [out, in] int8, -127 to 127; scale: [out] float32."""
     packed = _interleave(_panels(codes, is_paired), 4)
     scales = _panels(scale[:, None], is_paired).flatten()

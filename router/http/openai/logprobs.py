@@ -34,7 +34,7 @@ def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> J
     return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.text_of(token_id)}
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool = False) -> list[Json]:
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool) -> list[Json]:
     """The log-probability entries of `/v1/chat/completions`."""
 
     def shown(token_id: int, logprob: float) -> Json:
@@ -56,7 +56,7 @@ class TextLogprobs:
     A token's offset is that of the first character in the choice's text that the token contains, wholly or in part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, tokens_as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, tokens_as_ids: bool) -> None:
         self._name = _as_id if tokens_as_ids else tokenizer.text_of
         self._pieces, self._skip_special_tokens = tokenizer.pieces, skip_special_tokens
         self.begin_text()

@@ -24,7 +24,7 @@ def embedding_work(
     model: ServedModel,
     caller: Caller,
     *,
-    per_token: bool = False,
+    per_token: bool,
     first: int = 0,
 ) -> PoolWork:
     """The vectors of a body's texts, token ids or conversation. `first`: number of the first input, for errors.
