@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError
@@ -97,6 +96,15 @@ if redis.call('HGET', KEYS[1], 'incarnation') == ARGV[1] then
   redis.call('ZREM', KEYS[4], ARGV[2])
 end
 return 1
+"""
+
+# KEYS: epoch, nodes. ARGV: what comes before a node id in the key of its record. Returns the epoch, ids and the times of
+# their renewals in turn, and the records of these ids: all at one moment, so that what a restarted Redis has lost is seen
+# in all three.
+_READ = """
+local renewals, keys = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), {}
+for i = 1, #renewals, 2 do keys[#keys + 1] = ARGV[1] .. renewals[i] end
+return {redis.call('GET', KEYS[1]), renewals, #keys > 0 and redis.call('MGET', unpack(keys)) or {}}
 """
 
 
@@ -344,14 +352,11 @@ class Directory:
         await self._client.aclose()
 
     async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes]]:
-        client: Any = self._client
-        members: list[tuple[bytes, float]] = await client.zrange(self._keys.nodes, 0, -1, withscores=True)
-        renewals = {member.decode("utf-8", "replace"): score for member, score in members}
-        ids = list(renewals)
-        keys = [self._keys.epoch, *(self._keys.node(node_id) for node_id in ids)]
-        values: list[bytes | None] = await client.mget(keys)
-        epoch = values.pop(0)
-        records = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        keys = self._keys
+        epoch, members, found = await self._client.eval(_READ, 2, keys.epoch, keys.nodes, keys.node(""))
+        ids = [member.decode("utf-8", "replace") for member in members[::2]]
+        renewals = dict(zip(ids, map(float, members[1::2]), strict=True))
+        records = {node_id: value for node_id, value in zip(ids, found, strict=True) if value is not None}
         return epoch, renewals, records
 
     def _lost(self, why: str) -> None:

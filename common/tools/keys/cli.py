@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from common.base.errors import ConfigError
-from common.cli import command_group, flowing, run_checked
+from common.cli import command_group, run_checked
 from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
 
 if TYPE_CHECKING:
