@@ -98,9 +98,8 @@ end
 return 1
 """
 
-# KEYS: epoch, nodes. ARGV: what comes before a node id in the key of its record. Returns the epoch, ids and the times of
-# their renewals in turn, and the records of these ids: all at one moment, so that what a restarted Redis has lost is seen
-# in all three.
+# KEYS: epoch, nodes. ARGV: what comes before a node id in its record's key. Returns the epoch, each id and the time of its
+# renewal, and the ids' records, all of one moment: what a restarted Redis has lost is missing in all of them.
 _READ = """
 local renewals, keys = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), {}
 for i = 1, #renewals, 2 do keys[#keys + 1] = ARGV[1] .. renewals[i] end
