@@ -15,7 +15,7 @@ from common.config.service_configs import RouterConfig
 
 if TYPE_CHECKING:
     from router.simulator.hardware import Hardware
-    from router.simulator.run import Outcome, Simulation
+    from router.simulator.run import Simulation, SimulationOutcome
 
 _HELP = """Simulate a cluster: the router's real index and policies, with nodes in virtual time.
 
@@ -167,7 +167,7 @@ def _show(simulations: list[Simulation], goodput: float | None, json_file: Path 
 
     console = Console(stderr=json_file == Path("-"))
     figures: list[dict[str, Any]] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationOutcome] = []
     for simulation in simulations:
         console.print(f"[dim]simulating {simulation.policy}[/dim]", highlight=False)
         if goodput is None:

@@ -1,6 +1,6 @@
 """One simulated run: requests go from the router to the nodes, come back, and are counted. Pure.
 
-`Cluster` owns every node; its methods are the stages of a request's life, in order.
+`SimulatedCluster` owns every node; its methods are the stages of a request's life, in order.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from router.simulator.cache import BlockCache
-from router.simulator.decode import DecodeNode
+from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
-from router.simulator.prefill import PrefillNode
+from router.simulator.prefill import SimulatedPrefillNode
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
 from router.simulator.simulated_router import SimulatedRouter
 
-Node = PrefillNode | DecodeNode
+Node = SimulatedPrefillNode | SimulatedDecodeNode
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
     hardware: Hardware = field(default_factory=Hardware)
 
 
-class Cluster:
+class SimulatedCluster:
     """Nodes in virtual time under one router. Use once: `run`."""
 
     def __init__(self, shape: Shape, router: SimulatedRouter, events: Events) -> None:
@@ -47,11 +47,11 @@ class Cluster:
         self._events = events
         hardware, tokens = shape.hardware, shape.block_tokens
         self.prefill = [
-            PrefillNode(f"prefill-{i}", events, hardware, BlockCache(shape.cache_blocks), tokens, self)
+            SimulatedPrefillNode(f"prefill-{i}", events, hardware, BlockCache(shape.cache_blocks), tokens, self)
             for i in range(shape.prefill)
         ]
         self.decode = [
-            DecodeNode(f"decode-{i}", events, hardware, BlockCache(shape.decode_blocks), tokens, self)
+            SimulatedDecodeNode(f"decode-{i}", events, hardware, BlockCache(shape.decode_blocks), tokens, self)
             for i in range(shape.decode)
         ]
         nodes: list[Node] = [*self.prefill, *self.decode]

@@ -34,12 +34,12 @@ class DecodeOwner(Protocol):
         """The last token was generated."""
         ...
 
-    def changed(self, node: DecodeNode) -> None:
+    def changed(self, node: SimulatedDecodeNode) -> None:
         """The node's load or its blocks changed."""
         ...
 
 
-class DecodeNode:
+class SimulatedDecodeNode:
     """Invariant: the blocks of a sequence, including those of its whole answer, are in use from its grant to its end."""
 
     def __init__(

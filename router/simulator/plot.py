@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from common.base.errors import ConfigError
-from router.simulator.run import Outcome
+from router.simulator.run import SimulationOutcome
 
 
-def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+def plot(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """Draw all outcomes into one file, whose extension selects the format.
 
     Raises: ConfigError without matplotlib, or if the file cannot be written in that format.
@@ -35,7 +35,9 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
         raise ConfigError(f"cannot write the plot {path}: {error}") from error
 
 
-def _distribution(axis: Any, outcomes: Sequence[Outcome], title: str, samples: Sequence[Sequence[float]]) -> None:
+def _distribution(
+    axis: Any, outcomes: Sequence[SimulationOutcome], title: str, samples: Sequence[Sequence[float]]
+) -> None:
     for outcome, values in zip(outcomes, samples, strict=True):
         shares = np.linspace(0, 1, 500)
         if len(values):
@@ -44,7 +46,7 @@ def _distribution(axis: Any, outcomes: Sequence[Outcome], title: str, samples: S
     axis.grid(alpha=0.3)
 
 
-def _over_time(axis: Any, outcomes: Sequence[Outcome]) -> None:
+def _over_time(axis: Any, outcomes: Sequence[SimulationOutcome]) -> None:
     for outcome in outcomes:
         arrival, ttft = np.asarray(outcome.ledger.arrival_s), np.asarray(outcome.ledger.ttft_s)
         if not len(arrival):
@@ -58,7 +60,7 @@ def _over_time(axis: Any, outcomes: Sequence[Outcome]) -> None:
     axis.grid(alpha=0.3)
 
 
-def _work(axis: Any, outcomes: Sequence[Outcome]) -> None:
+def _work(axis: Any, outcomes: Sequence[SimulationOutcome]) -> None:
     for outcome in outcomes:
         busy = sorted(outcome.ledger.prefill_busy_s.values(), reverse=True)
         if sum(busy):

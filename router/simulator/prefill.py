@@ -23,12 +23,12 @@ class PrefillOwner(Protocol):
         """The prompt is computed."""
         ...
 
-    def changed(self, node: PrefillNode) -> None:
+    def changed(self, node: SimulatedPrefillNode) -> None:
         """The node's load or its blocks changed."""
         ...
 
 
-class PrefillNode:
+class SimulatedPrefillNode:
     """Invariant: at most one prompt is computed at a time; a prompt's blocks are in use until its relay is over."""
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from router.simulator.decode import DecodeNode
-from router.simulator.prefill import PrefillNode
+from router.simulator.decode import SimulatedDecodeNode
+from router.simulator.prefill import SimulatedPrefillNode
 from router.simulator.request import SimRequest
 
 _SHARES = (0.5, 0.9, 0.99)
@@ -75,7 +75,7 @@ class Ledger:
         self.ttft_s.append(request.ttft_s)
         self.tpot_s.append(request.tpot_s)
 
-    def close(self, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+    def close(self, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]) -> None:
         """The run is over: take the nodes' counts."""
         self.prefill_busy_s = {node.node_id: node.busy_s for node in prefill}
         self.prefill_prompts = {node.node_id: node.prompts for node in prefill}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.simulator.cluster import Cluster, Shape
+from router.simulator.cluster import Shape, SimulatedCluster
 from router.simulator.events import Events
 from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
 from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
-from router.simulator.workload import Synthetic, TraceLine, from_trace, synthetic
+from router.simulator.workload import SyntheticConversations, TraceLine, from_trace, synthetic
 
 _HALVINGS = 7
 
@@ -38,14 +38,14 @@ class Simulation:
     @property
     def num_requests(self) -> int:
         """Number of requests, about."""
-        return self.requests or (Synthetic.requests if self.trace is None else len(self.trace))
+        return self.requests or (SyntheticConversations.requests if self.trace is None else len(self.trace))
 
     def workload(self) -> Iterator[SimRequest]:
         """The requests, by arrival."""
         if self.trace is not None:
             return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
-        options = Synthetic(
-            requests=self.requests or Synthetic.requests,
+        options = SyntheticConversations(
+            requests=self.requests or SyntheticConversations.requests,
             rate=self.rate * self.rate_scale,
             block_tokens=self.shape.block_tokens,
         )
@@ -53,7 +53,7 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """A run's figures (`report.summary`), and the data that they are computed from."""
 
     simulation: Simulation
@@ -61,7 +61,7 @@ class Outcome:
     ledger: Ledger
 
 
-def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: None) -> Outcome:
+def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: None) -> SimulationOutcome:
     """Run a simulation to its end; equal simulations have equal outcomes. Calls `on_arrival` for each request.
 
     Raises: ConfigError.
@@ -76,7 +76,7 @@ def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: No
         admission=simulation.admission,
     )
     router = SimulatedRouter(settings, shape.hardware, events)
-    cluster = Cluster(shape, router, events)
+    cluster = SimulatedCluster(shape, router, events)
     gc.freeze()  # the collector would scan millions of cached blocks repeatedly and find nothing
     try:
         ledger = cluster.run(_reported(simulation.workload(), on_arrival))
@@ -84,7 +84,7 @@ def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: No
         gc.unfreeze()
     figures = summary(ledger, slo_ttft_s=simulation.slo_ttft_s, slo_tpot_s=simulation.slo_tpot_s)
     figures |= {"policy": simulation.policy, "rate_scale": simulation.rate_scale, "index_blocks": len(router.index)}
-    return Outcome(simulation, figures, ledger)
+    return SimulationOutcome(simulation, figures, ledger)
 
 
 def _reported(requests: Iterator[SimRequest], on_arrival: Callable[[], None]) -> Iterator[SimRequest]:

@@ -35,10 +35,10 @@ from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.placement import Placement, PlacementRequest, Placer
-from router.simulator.decode import DecodeNode
+from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
-from router.simulator.prefill import PrefillNode
+from router.simulator.prefill import SimulatedPrefillNode
 from router.simulator.request import SimRequest
 
 _LEARNED = 20_000
@@ -96,7 +96,7 @@ class _NodeLink:
 
     refused: list[Message] = []  # never filled
 
-    def __init__(self, node: PrefillNode | DecodeNode, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, node: SimulatedPrefillNode | SimulatedDecodeNode, on_message: Callable[[Message], None]) -> None:
         self._node = node
         self._on_message = on_message
 
@@ -116,7 +116,7 @@ class SimulatedRouter:
         self._settings = settings
         self._hardware = hardware
         self._events = events
-        self._nodes: dict[str, PrefillNode | DecodeNode] = {}
+        self._nodes: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {}
         clock = lambda: events.now_s  # noqa: E731
         self.index = PrefixIndex(settings.index_blocks, clock=clock)
         self._table = NodeTable(
@@ -150,7 +150,9 @@ class SimulatedRouter:
         self._waiting = 0
         """Requests without a first token."""
 
-    def meet(self, owner: RouterOwner, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+    def meet(
+        self, owner: RouterOwner, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]
+    ) -> None:
         """All nodes register with the router of `owner`."""
         self._owner = owner
         self._nodes = {node.node_id: node for node in (*prefill, *decode)}
@@ -284,7 +286,7 @@ class SimulatedRouter:
         self.index.stored(node_id, stored)
         self.index.tidy()
 
-    def report(self, node: PrefillNode | DecodeNode) -> None:
+    def report(self, node: SimulatedPrefillNode | SimulatedDecodeNode) -> None:
         """A node reports its load, which includes all requests sent before."""
         self._table.ping(self._known(node.node_id))
 

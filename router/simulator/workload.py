@@ -107,7 +107,7 @@ def _one_copy(
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticConversations:
     """Conversations that share system prompts: each turn's prompt is the whole conversation so far and new text."""
 
     requests: int = 10_000
@@ -125,7 +125,7 @@ class Synthetic:
     block_tokens: int = 512
 
 
-def synthetic(options: Synthetic, seed: int = 0) -> Iterator[SimRequest]:
+def synthetic(options: SyntheticConversations, seed: int = 0) -> Iterator[SimRequest]:
     """The requests that `options` describes; the same for the same seed."""
     rng = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(options.groups)]

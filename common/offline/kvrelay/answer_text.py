@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.control.messages import FinishReason, PromptLogprobs, TokenChunk, TokenLogprobs
-from kvrelay.outputs import Answer
+from kvrelay.outputs import EngineAnswer
 from router.requests.request import GenerationRequest
 from router.text.detokenizer import TokenPieces
 from router.text.stop_strings import NoText, TextStream
@@ -13,7 +13,7 @@ class AnswerInProgress:
     """The tokens of one request so far. Invariant: `answer` is set by the chunk that ends it."""
 
     def __init__(self, request: GenerationRequest, pieces: TokenPieces) -> None:
-        self.answer: Answer | None = None
+        self.answer: EngineAnswer | None = None
         self._request = request
         self._text = _text_stream(request, pieces) if request.detokenize else NoText()
         self._parts: list[str] = []
@@ -55,7 +55,7 @@ class AnswerInProgress:
 
     def _end(self, finish_reason: FinishReason, stop_reason: str | int | None) -> None:
         text = "".join(self._parts)
-        self.answer = Answer(
+        self.answer = EngineAnswer(
             text,
             self._token_ids,
             self._logprobs,

@@ -18,8 +18,8 @@ from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster, own_key
 from kvrelay.answer_text import AnswerInProgress
 from kvrelay.engine import CLOSED, load_options
-from kvrelay.outputs import Answer
-from kvrelay.prompts import Job
+from kvrelay.outputs import EngineAnswer
+from kvrelay.prompts import PromptJob
 from kvrelay.run_async import run_async
 from router import served_model
 from router.http.openai.logprobs import LOWEST
@@ -31,7 +31,7 @@ _ATTEMPTS = 20
 _POLL_S = 1.0
 """How often a call that waits looks whether the cluster is alive."""
 
-_News = tuple[int, list[Answer]] | BaseException | None
+_News = tuple[int, list[EngineAnswer]] | BaseException | None
 """The answers to a job with its index, an error, or the end."""
 
 
@@ -71,7 +71,7 @@ class ClusterEngine:
             raise KvRelayError(f"the local cluster refuses its own client: {error.get('message')}")
         return answer.body["data"][0]
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
+    def run(self, jobs: Sequence[PromptJob]) -> Generator[tuple[int, list[EngineAnswer]]]:
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
         work = loop.create_task(self._run_all(jobs, news))
@@ -97,7 +97,7 @@ class ClusterEngine:
                 loop.call_soon_threadsafe(work.cancel)
             thread.join()
 
-    def _next_of(self, news: queue.SimpleQueue[_News]) -> tuple[int, list[Answer]] | None:
+    def _next_of(self, news: queue.SimpleQueue[_News]) -> tuple[int, list[EngineAnswer]] | None:
         """Wait for the next answers, None at the end. Raises: KvRelayError, also if the cluster ends or is closed."""
         while True:
             error: BaseException | None = None
@@ -113,10 +113,10 @@ class ClusterEngine:
             if error is not None:
                 raise error
 
-    async def _run_all(self, jobs: Sequence[Job], news: queue.SimpleQueue[_News]) -> None:
+    async def _run_all(self, jobs: Sequence[PromptJob], news: queue.SimpleQueue[_News]) -> None:
         async with self._client() as client:
 
-            async def send(item: tuple[int, Job]) -> None:
+            async def send(item: tuple[int, PromptJob]) -> None:
                 index, job = item
                 path = "/v1/completions" if job.chat is None else "/v1/chat/completions"
                 answer = await client.post(path, request_body(job, self.model.name))
@@ -130,7 +130,7 @@ class ClusterEngine:
         self._cluster.close()
 
 
-def request_body(job: Job, model: str) -> dict[str, Any]:
+def request_body(job: PromptJob, model: str) -> dict[str, Any]:
     """The body of `/v1/completions`, for a conversation of `/v1/chat/completions`, that has the same answer as the job in one
     process.
     """
@@ -150,7 +150,7 @@ def request_body(job: Job, model: str) -> dict[str, Any]:
     }
 
 
-def to_answers(index: int, job: Job, answer: ApiAnswer, pieces: TokenPieces) -> list[Answer]:
+def to_answers(index: int, job: PromptJob, answer: ApiAnswer, pieces: TokenPieces) -> list[EngineAnswer]:
     """The answers in a response. Raises: KvRelayError, the server's error."""
     body = answer.body
     if answer.status_code != 200:
@@ -158,7 +158,7 @@ def to_answers(index: int, job: Job, answer: ApiAnswer, pieces: TokenPieces) -> 
         raise from_code(str(error.get("code")), f"prompt {index}: {error.get('message')}")
     cached = int(body["usage"]["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
     count = job.params.logprobs or 0
-    answers: list[Answer] = []
+    answers: list[EngineAnswer] = []
     for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
         shown = choice["logprobs"]
         if job.chat is None:
@@ -174,11 +174,13 @@ def to_answers(index: int, job: Job, answer: ApiAnswer, pieces: TokenPieces) -> 
             text = _text(job, choice["token_ids"], finish_reason, pieces)
             prompt_logprobs = body.get("prompt_logprobs") if choice["index"] == 0 else None
         found = _prompt_logprobs(prompt_logprobs, job.params.prompt_logprobs or 0)
-        answers.append(Answer(text, choice["token_ids"], logprobs, finish_reason, choice["stop_reason"], cached, found))
+        answers.append(
+            EngineAnswer(text, choice["token_ids"], logprobs, finish_reason, choice["stop_reason"], cached, found)
+        )
     return answers
 
 
-def _text(job: Job, token_ids: list[int], finish_reason: FinishReason, pieces: TokenPieces) -> str:
+def _text(job: PromptJob, token_ids: list[int], finish_reason: FinishReason, pieces: TokenPieces) -> str:
     """The text of an answer to a conversation, with the calls and the reasoning that the response has apart."""
     progress = AnswerInProgress(job.request, pieces)
     progress.push(TokenChunk(AttemptKey("offline", 1), 0, token_ids, [], finish_reason))

@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from common.config.option_groups import ClientOptions
-from kvrelay.outputs import Answer
-from kvrelay.prompts import Job
+from kvrelay.outputs import EngineAnswer
+from kvrelay.prompts import PromptJob
 from router.served_model import LoadOptions, ServedModel
 
 CLOSED = "the LLM was closed during this call"
@@ -21,7 +21,7 @@ class Engine(Protocol):
         """The model with the limits of this engine."""
         ...
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
+    def run(self, jobs: Sequence[PromptJob]) -> Generator[tuple[int, list[EngineAnswer]]]:
         """Run the jobs and yield (index, its answers) in the order in which they end. Closing the generator ends the others.
 
         Raises: KvRelayError if any job fails.

@@ -34,7 +34,7 @@ from kvrelay.pooling_outputs import (
     ScoringRequestOutput,
 )
 from kvrelay.progress import progress_bar
-from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
+from kvrelay.prompts import Conversation, Params, Prompt, PromptJob, chat_jobs, generate_jobs
 from router.http.pooling.format import floats, token_vectors
 from router.served_model import LoadOptions
 
@@ -183,7 +183,7 @@ class LLM:
             raise BadRequest("this LLM was made before a fork, in another process: make one in this process")
         return engine
 
-    def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, engine: Engine, jobs: list[PromptJob], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         generated = 0
         with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as ended:

@@ -18,8 +18,8 @@ from common.node.before_torch import COMPILE_S
 from common.node.events import OutgoingMessage
 from kvrelay.answer_text import AnswerInProgress
 from kvrelay.engine import CLOSED
-from kvrelay.outputs import Answer
-from kvrelay.prompts import Job
+from kvrelay.outputs import EngineAnswer
+from kvrelay.prompts import PromptJob
 from router import served_model
 from router.http.openai.samples import samples
 from router.served_model import LoadOptions, ServedModel
@@ -53,7 +53,7 @@ class LocalEngine:
     def model(self) -> ServedModel:
         return self._model
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
+    def run(self, jobs: Sequence[PromptJob]) -> Generator[tuple[int, list[EngineAnswer]]]:
         prompts = (_Prompt(index, job, self._model.tokenizer.pieces) for index, job in enumerate(jobs))
         first_waiting = next(prompts, None)
         running: _Running = {}
@@ -117,12 +117,12 @@ class LocalEngine:
 class _Prompt:
     """One job's samples. The first one goes ahead: once its prompt is computed, the others find it in the prefix cache."""
 
-    def __init__(self, index: int, job: Job, pieces: TokenPieces) -> None:
+    def __init__(self, index: int, job: PromptJob, pieces: TokenPieces) -> None:
         self.index = index
         self.samples = samples(job.request, job.params.n, ranked=False)
         self.progress = [AnswerInProgress(sample, pieces) for sample in self.samples]
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[EngineAnswer]:
         return [each.answer for each in self.progress if each.answer is not None]
 
 

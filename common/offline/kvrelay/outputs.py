@@ -52,7 +52,7 @@ class RequestOutput:
     finished: bool = True
 
 
-class Answer(NamedTuple):
+class EngineAnswer(NamedTuple):
     """One answer, as an engine returns it."""
 
     text: str
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
     """One for each token of the prompt after the first; the first answer to a prompt has them."""
 
 
-def completion_output(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
+def completion_output(index: int, answer: EngineAnswer, tokenizer: Tokenizer) -> CompletionOutput:
     """The answer as `LLM` returns it. `index`: among those to its prompt."""
     logprobs = answer.logprobs
     return CompletionOutput(

@@ -23,7 +23,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 _CALLER = Caller()
 
 
-class Job(NamedTuple):
+class PromptJob(NamedTuple):
     """One prompt, checked and tokenized."""
 
     prompt: str | None
@@ -33,14 +33,14 @@ class Job(NamedTuple):
     """The fields of a chat body that `params` does not have; None: no conversation."""
 
 
-def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params: Params) -> list[Job]:
+def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params: Params) -> list[PromptJob]:
     """One job for each prompt. Raises: BadRequest that names the first wrong one."""
     listed = as_list(prompts)
 
-    def job(index: int, each: SamplingParams) -> Job:
+    def job(index: int, each: SamplingParams) -> PromptJob:
         prompt = prompt_value(listed[index])
         body = to_request({"prompt": prompt, **each.completion_fields()}, CompletionRequest)
-        return Job(
+        return PromptJob(
             prompt if isinstance(prompt, str) else None,
             completion_generation(body, model, body.prompt[0], _CALLER),
             each,
@@ -54,15 +54,15 @@ def chat_jobs(
     messages: Conversation | Sequence[Conversation],
     params: Params,
     options: Mapping[str, Any],
-) -> list[Job]:
+) -> list[PromptJob]:
     """One job for each conversation. `options`: further fields of a chat body. Raises: as `generate_jobs`."""
     given = _conversation(messages)
     listed: list[Any] = [given] if not given or given[0] is None or isinstance(given[0], Mapping) else given
 
-    def job(index: int, each: SamplingParams) -> Job:
+    def job(index: int, each: SamplingParams) -> PromptJob:
         chat = {"messages": _conversation(listed[index]), **options}
         body = to_request({**chat, **each.chat_fields()}, ChatRequest)
-        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each, chat)
+        return PromptJob(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each, chat)
 
     return _each("conversation", model, job, len(listed), params)
 
@@ -132,9 +132,9 @@ def _conversation(messages: Any) -> list[Any]:
 
 
 def _each(
-    what: str, model: ServedModel, make: Callable[[int, SamplingParams], Job], count: int, params: Params
-) -> list[Job]:
-    jobs: list[Job] = []
+    what: str, model: ServedModel, make: Callable[[int, SamplingParams], PromptJob], count: int, params: Params
+) -> list[PromptJob]:
+    jobs: list[PromptJob] = []
     for index, each in enumerate(_params_of_each(params, count)):
         try:
             _check_params(each)

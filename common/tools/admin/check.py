@@ -13,7 +13,7 @@ import typer
 
 from common.cli import run_checked
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect, router_urls
-from common.tools.admin.findings import Service, find
+from common.tools.admin.findings import ServiceReport, find
 from common.tools.admin.options import Json, Url, print_answer
 
 _FOUND = 1
@@ -45,7 +45,7 @@ def own_version() -> str:
         return ""
 
 
-def examine(url: str | None) -> tuple[list[Service], list[Service]]:
+def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
     """What all routers and nodes say, asked at once. Raises: AdminUnreachable if no router answers."""
     client = connect(url, os.environ)
     listed = sorted(client.get("/nodes")["nodes"], key=lambda node: bool(node["usable"]))
@@ -54,15 +54,15 @@ def examine(url: str | None) -> tuple[list[Service], list[Service]]:
     addresses = [address for each in places.values() for address in each]
     urls, _ = router_urls(url, os.environ)
 
-    def ask_router(base: str) -> Service:
+    def ask_router(base: str) -> ServiceReport:
         try:
             status = client.get("/status", base=base)
         except (AdminUnreachable, AdminRefused) as error:
-            return Service(base, "router", silent=error.message)
-        return _ask(client, base, Service(str(status["router_id"]), "router", status=status), addresses)
+            return ServiceReport(base, "router", silent=error.message)
+        return _ask(client, base, ServiceReport(str(status["router_id"]), "router", status=status), addresses)
 
-    def ask_node(node: Mapping[str, Any]) -> Service:
-        service = Service(str(node["node_id"]), str(node["role"]), known=node)
+    def ask_node(node: Mapping[str, Any]) -> ServiceReport:
+        service = ServiceReport(str(node["node_id"]), str(node["role"]), known=node)
         try:
             base = client.address_of(node)
             service.status = client.get("/status", base=base)
@@ -83,7 +83,7 @@ def _tcp_addresses(node: Mapping[str, Any]) -> list[str]:
     return [node["control_address"], *(address for address in data if "+tcp://" in address)]
 
 
-def _ask(client: AdminClient, base: str, service: Service, dial: list[str]) -> Service:
+def _ask(client: AdminClient, base: str, service: ServiceReport, dial: list[str]) -> ServiceReport:
     """Add the service's facts."""
     before_s = time.time()
     try:

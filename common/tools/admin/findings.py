@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Service:
+class ServiceReport:
     """What one router or node says of itself; what it did not answer is empty, with the reason in `silent`."""
 
     name: str
@@ -39,7 +39,7 @@ class Service:
     silent: str = ""
 
 
-def find(routers: Sequence[Service], nodes: Sequence[Service], own_version: str) -> list[Finding]:
+def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_version: str) -> list[Finding]:
     """All findings, grouped by kind."""
     services = [*routers, *nodes]
     answering = [service for service in services if not service.silent]
@@ -64,7 +64,7 @@ def find(routers: Sequence[Service], nodes: Sequence[Service], own_version: str)
     return [*found, *(finding for router in routers for finding in _index(router))]
 
 
-def _unreachable(services: Iterable[Service], nodes: Sequence[Service]) -> Iterator[Finding]:
+def _unreachable(services: Iterable[ServiceReport], nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
     names = {
         address: node.name
         for node in nodes
@@ -79,7 +79,7 @@ def _unreachable(services: Iterable[Service], nodes: Sequence[Service]) -> Itera
             )
 
 
-def _states(nodes: Iterable[Service]) -> Iterator[Finding]:
+def _states(nodes: Iterable[ServiceReport]) -> Iterator[Finding]:
     for node in nodes:
         state, breaker = node.known.get("state", "usable"), node.known.get("breaker", {}).get("state", "closed")
         if state == "draining":
@@ -94,7 +94,7 @@ def _states(nodes: Iterable[Service]) -> Iterator[Finding]:
             yield Finding(node.name, f"engine: {node.status['engine']}", f"kvrelay admin profile {node.name}")
 
 
-def _vanished(routers: Sequence[Service]) -> Iterator[Finding]:
+def _vanished(routers: Sequence[ServiceReport]) -> Iterator[Finding]:
     ages: dict[str, float] = {}
     for router in routers:
         for node_id, age_s in router.status.get("vanished", {}).items():
@@ -107,7 +107,7 @@ def _vanished(routers: Sequence[Service]) -> Iterator[Finding]:
         )
 
 
-def _strangers(routers: Sequence[Service], nodes: Iterable[Service]) -> Iterator[Finding]:
+def _strangers(routers: Sequence[ServiceReport], nodes: Iterable[ServiceReport]) -> Iterator[Finding]:
     for node in nodes:
         leases = node.status.get("leases")
         holders = {lease["holder"] for lease in leases or ()}
@@ -120,7 +120,7 @@ def _strangers(routers: Sequence[Service], nodes: Iterable[Service]) -> Iterator
                 )
 
 
-def _versions(services: Iterable[Service], own: str) -> Iterator[Finding]:
+def _versions(services: Iterable[ServiceReport], own: str) -> Iterator[Finding]:
     found: dict[str, dict[str, list[str]]] = {"kvrelay": {own: ["this command"]}, "torch": {}}
     for service in services:
         for package, versions in found.items():
@@ -135,8 +135,8 @@ def _versions(services: Iterable[Service], own: str) -> Iterator[Finding]:
             )
 
 
-def _fingerprints(nodes: Sequence[Service]) -> Iterator[Finding]:
-    first: dict[str, Service] = {}
+def _fingerprints(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
+    first: dict[str, ServiceReport] = {}
     for node in nodes:
         model = str(node.known.get("model"))
         other = first.setdefault(model, node)
@@ -149,7 +149,7 @@ def _fingerprints(nodes: Sequence[Service]) -> Iterator[Finding]:
                 )
 
 
-def _clock(service: Service) -> Iterator[Finding]:
+def _clock(service: ServiceReport) -> Iterator[Finding]:
     if abs(service.skew_s) > _SKEW_S:
         yield Finding(
             service.name,
@@ -158,7 +158,7 @@ def _clock(service: Service) -> Iterator[Finding]:
         )
 
 
-def _redis(service: Service) -> Iterator[Finding]:
+def _redis(service: ServiceReport) -> Iterator[Finding]:
     state = service.status.get("redis", "ok")
     if state != "ok":
         yield Finding(
@@ -166,7 +166,7 @@ def _redis(service: Service) -> Iterator[Finding]:
         )
 
 
-def _process(service: Service) -> Iterator[Finding]:
+def _process(service: ServiceReport) -> Iterator[Finding]:
     facts = service.facts
     used, most = facts.get("open_files", 0), facts.get("max_files", 0)
     if most > 0 and (used > _FILES_USED * most or most < _MIN_FILES):
@@ -184,7 +184,7 @@ def _process(service: Service) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(service: Service) -> Iterator[Finding]:
+def _shared_memory(service: ServiceReport) -> Iterator[Finding]:
     facts = service.facts
     total, free = facts.get("shm_total_bytes", 0), facts.get("shm_free_bytes", 0)
     if service.role != "router" and facts and (total < _MIN_SHM_BYTES or free < _MIN_FREE_SHM_BYTES):
@@ -195,7 +195,7 @@ def _shared_memory(service: Service) -> Iterator[Finding]:
         )
 
 
-def _gpus(service: Service) -> Iterator[Finding]:
+def _gpus(service: ServiceReport) -> Iterator[Finding]:
     facts = service.facts
     if not facts.get("gpus"):
         return
@@ -219,7 +219,7 @@ def _gpus(service: Service) -> Iterator[Finding]:
         )
 
 
-def _imbalance(nodes: Sequence[Service]) -> Iterator[Finding]:
+def _imbalance(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
     fleets: dict[tuple[str, str], dict[str, int]] = {}
     for node in nodes:
         blocks = int(node.known.get("load", {}).get("kv_blocks_total", 0))
@@ -236,7 +236,7 @@ def _imbalance(nodes: Sequence[Service]) -> Iterator[Finding]:
             )
 
 
-def _uneven_ranks(node: Service) -> Iterator[Finding]:
+def _uneven_ranks(node: ServiceReport) -> Iterator[Finding]:
     sizes = {rank["rank"]: rank["memory_bytes"] for rank in node.status.get("ranks", []) if rank.get("memory_bytes")}
     if not sizes:
         return
@@ -250,7 +250,7 @@ def _uneven_ranks(node: Service) -> Iterator[Finding]:
         )
 
 
-def _index(router: Service) -> Iterator[Finding]:
+def _index(router: ServiceReport) -> Iterator[Finding]:
     for name in router.status.get("index", {}).get("silent", []):
         yield Finding(
             router.name, f"blocks of {name} never reached its prefix index", "check that the node can write to Redis"

@@ -16,14 +16,14 @@ from common.base.errors import DeadlineExceeded
 from common.cli import run_checked
 from common.tools.admin.client import TLS_VARIABLE, AdminClient, AdminRefused, AdminUnreachable, router_urls
 from common.tools.admin.options import Json, Url, check_seconds, print_answer, say
-from common.tools.admin.roll_plan import Service, chosen, gaps, router_service, successor
+from common.tools.admin.roll_plan import RestartedService, chosen, gaps, router_service, successor
 
 _POLL_S = 0.25
 _SAY_S = 5.0
 FoundT = TypeVar("FoundT")
 
 
-class Cluster:
+class RunningCluster:
     """All routers of a cluster and the nodes that they know.
 
     Raises: AdminUnreachable while a router does not answer.
@@ -36,16 +36,16 @@ class Cluster:
         """A client with a budget of its own."""
         return AdminClient(url, self._token, tls_dir=os.environ.get(TLS_VARIABLE))
 
-    def routers(self) -> list[Service]:
+    def routers(self) -> list[RestartedService]:
         """The routers at all addresses of the given names."""
-        found: dict[str, Service] = {}
+        found: dict[str, RestartedService] = {}
         for url in self._urls:
             for address in _addresses(url):
                 service = router_service(self.client(address).get("/status"), address)
                 found.setdefault(service.name, service)
         return list(found.values())
 
-    def nodes(self, router: Service) -> list[dict[str, Any]]:
+    def nodes(self, router: RestartedService) -> list[dict[str, Any]]:
         """The nodes as one router sees them."""
         return self.client(router.address).get("/nodes")["nodes"]
 
@@ -105,7 +105,7 @@ def roll(
     """
 
     def act() -> None:
-        done = Roll(Cluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
+        done = Roll(RunningCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
         print_answer(done, as_json, lambda show, rows: show.records("restarted", rows))
 
     run_checked(act)
@@ -114,7 +114,7 @@ def roll(
 class Roll:
     """One rolling restart."""
 
-    def __init__(self, cluster: Cluster, timeout_s: float, start_timeout_s: float, grace_s: float) -> None:
+    def __init__(self, cluster: RunningCluster, timeout_s: float, start_timeout_s: float, grace_s: float) -> None:
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -145,7 +145,10 @@ class Roll:
         return rows
 
     def _restart(
-        self, service: Service, address: str, await_successor: Callable[[Service], Callable[[], str | None]]
+        self,
+        service: RestartedService,
+        address: str,
+        await_successor: Callable[[RestartedService], Callable[[], str | None]],
     ) -> dict[str, Any]:
         started_s = time.monotonic()
         find = await_successor(service)
@@ -164,7 +167,7 @@ class Roll:
             "now": new,
         }
 
-    def _await_node(self, service: Service) -> Callable[[], str | None]:
+    def _await_node(self, service: RestartedService) -> Callable[[], str | None]:
         """Whether every router can use the node's successor."""
         before = {node["incarnation"] for node in self._cluster.nodes(self._cluster.routers()[0])}
 
@@ -174,7 +177,7 @@ class Roll:
 
         return find
 
-    def _await_router(self, service: Service) -> Callable[[], str | None]:
+    def _await_router(self, service: RestartedService) -> Callable[[], str | None]:
         """Whether another router has taken the place of this one, and can use as many nodes."""
         before = self._cluster.routers()
         usable = _usable(self._cluster.nodes(service))

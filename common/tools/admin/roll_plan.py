@@ -12,7 +12,7 @@ _ORDER = {"decode": 0, "prefill": 1, "router": 2}
 
 
 @dataclass(frozen=True)
-class Service:
+class RestartedService:
     """One process to restart."""
 
     role: str
@@ -27,18 +27,20 @@ class Service:
     """Admin URL."""
 
 
-def router_service(status: Mapping[str, Any], address: str) -> Service:
+def router_service(status: Mapping[str, Any], address: str) -> RestartedService:
     """The service behind a router's status."""
     name = str(status["router_id"])
-    return Service("router", "", name, name, address)
+    return RestartedService("router", "", name, name, address)
 
 
-def node_service(known: Mapping[str, Any], address: str) -> Service:
+def node_service(known: Mapping[str, Any], address: str) -> RestartedService:
     """The service behind a node that a router lists."""
-    return Service(known["role"], known["model"], known["node_id"], known["incarnation"], address)
+    return RestartedService(known["role"], known["model"], known["node_id"], known["incarnation"], address)
 
 
-def chosen(names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[Service]) -> list[Service]:
+def chosen(
+    names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[RestartedService]
+) -> list[RestartedService]:
     """The services that `names` name, all if there are none, in the order of their restart: decode nodes, prefill nodes,
     routers. A name is a role, which means all services of it, or the id of a service or the beginning of one.
 
@@ -51,7 +53,7 @@ def chosen(names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[
     return sorted(picked, key=lambda service: (_ORDER[service.role], service.name))
 
 
-def _named(name: str, known: Sequence[Service], nodes: list[dict[str, Any]]) -> list[Service]:
+def _named(name: str, known: Sequence[RestartedService], nodes: list[dict[str, Any]]) -> list[RestartedService]:
     if name in _ORDER:
         return [service for service in known if service.role == name]
     if name.startswith("router"):
@@ -64,7 +66,7 @@ def _named(name: str, known: Sequence[Service], nodes: list[dict[str, Any]]) -> 
     return [service for service in known if service.incarnation == incarnation]
 
 
-def gaps(services: Sequence[Service], nodes: Sequence[Mapping[str, Any]], num_routers: int) -> list[str]:
+def gaps(services: Sequence[RestartedService], nodes: Sequence[Mapping[str, Any]], num_routers: int) -> list[str]:
     """Why requests would fail while these services restart: one sentence for each service that is the only one of its kind.
 
     A model's only prefill node is none if the model has decode nodes: they compute prompts meanwhile.
@@ -81,7 +83,7 @@ def gaps(services: Sequence[Service], nodes: Sequence[Mapping[str, Any]], num_ro
     return found
 
 
-def successor(service: Service, before: set[str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+def successor(service: RestartedService, before: set[str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """The incarnation of the usable node that has taken the service's place: one of its role and model that is not in
     `before`. A node's id may change with its start."""
     for node in nodes:

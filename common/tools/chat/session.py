@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from typing import Any, TextIO
 
-from common.tools.chat.stream import ChatFailed, Piece
+from common.tools.chat.stream import ChatFailed, TextPiece
 
-Send = Callable[[Mapping[str, Any]], Generator[Piece]]
+Send = Callable[[Mapping[str, Any]], Generator[TextPiece]]
 """`ChatClient.stream`."""
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
@@ -87,7 +87,7 @@ class ChatSession:
         self._end_line(parts or [" "])
         self._messages += [question, {"role": "assistant", "content": "".join(parts)}]
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: TextPiece) -> None:
         text = piece.text
         if self._interactive:
             # What a model writes must not steer the terminal.

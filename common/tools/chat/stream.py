@@ -19,7 +19,7 @@ class ChatFailed(KvRelayError):
     """The server refused the conversation, or the answer broke off."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """New text of an answer."""
 
     text: str
@@ -41,7 +41,7 @@ class ChatClient:
             trust_env=False,
         )
 
-    def stream(self, body: Mapping[str, Any]) -> Generator[Piece]:
+    def stream(self, body: Mapping[str, Any]) -> Generator[TextPiece]:
         """The answer in pieces. Closing the generator ends the request at the server.
 
         Raises: ChatFailed.
@@ -69,14 +69,14 @@ class ChatClient:
         self._http.close()
 
 
-def _pieces(data: str) -> Generator[Piece]:
+def _pieces(data: str) -> Generator[TextPiece]:
     try:
         event: Any = from_json(data)
         if "error" in event:
             raise ChatFailed(str(event["error"]["message"]))
         for choice in event["choices"]:
             delta = choice["delta"]
-            piece = Piece(delta.get("content") or "", delta.get("reasoning_content") or "")
+            piece = TextPiece(delta.get("content") or "", delta.get("reasoning_content") or "")
             if piece != ("", ""):
                 yield piece
     except (ValueError, KeyError, TypeError, AttributeError):

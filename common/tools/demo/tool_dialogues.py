@@ -24,7 +24,7 @@ class Use(NamedTuple):
     answer: str
 
 
-class Offer(NamedTuple):
+class ToolOffer(NamedTuple):
     """A tool as one chat offers it, and how to make a question that needs it."""
 
     name: str
@@ -68,7 +68,7 @@ def _place_name(rng: Random) -> str:
     return _parameter_name(("city", "city", "city", "location", "location", "place", "town"), rng)
 
 
-def _weather(rng: Random) -> Offer:
+def _weather(rng: Random) -> ToolOffer:
     name = _function_name("weather", rng)
     told = rng.choice(("Get the weather in a city.", "Get the current weather.", "The weather of a place.", "Weather"))
     has_unit = rng.random() < 0.25
@@ -94,10 +94,10 @@ def _weather(rng: Random) -> Offer:
             result = {"city": city, **result}
         return Use(asked, [city, unit][: 1 + has_unit], result, f"It is {condition} in {city}, {degrees} degrees.")
 
-    return Offer(name, told, parameters, use)
+    return ToolOffer(name, told, parameters, use)
 
 
-def _time(rng: Random) -> Offer:
+def _time(rng: Random) -> ToolOffer:
     name = _function_name("time", rng)
     told = rng.choice(("Get the time in a city.", "The current time in a place.", "Time"))
 
@@ -108,10 +108,10 @@ def _time(rng: Random) -> Offer:
         )
         return Use(asked, [city], {"time": clock}, f"It is {clock} in {city}.")
 
-    return Offer(name, told, {_place_name(rng): "string"}, use)
+    return ToolOffer(name, told, {_place_name(rng): "string"}, use)
 
 
-def _sum(rng: Random) -> Offer:
+def _sum(rng: Random) -> ToolOffer:
     name = rng.choice(
         ("add", "add", "add_numbers", "sum", "plus", _function_name("sum", rng), _function_name("add", rng))
     )
@@ -124,10 +124,10 @@ def _sum(rng: Random) -> Offer:
         asked = rng.choice((f"What is {a}+{b}?", f"What is {a} + {b}?", f"Add {a} and {b}.", f"What is {a} plus {b}?"))
         return Use(asked, [a, b], {rng.choice(("result", "sum")): a + b}, f"The result of {a}+{b} is {a + b}.")
 
-    return Offer(name, told, {one: kind, two: kind}, use)
+    return ToolOffer(name, told, {one: kind, two: kind}, use)
 
 
-def _capital(rng: Random) -> Offer:
+def _capital(rng: Random) -> ToolOffer:
     name = _function_name("capital", rng)
     told = rng.choice(("Get the capital of a country.", "The capital city of a country.", "Capital"))
 
@@ -139,10 +139,10 @@ def _capital(rng: Random) -> Offer:
         )
         return Use(asked, [place], {"capital": city}, f"The capital of {place} is {city}.")
 
-    return Offer(name, told, {_parameter_name(("country", "country", "nation", "land"), rng): "string"}, use)
+    return ToolOffer(name, told, {_parameter_name(("country", "country", "nation", "land"), rng): "string"}, use)
 
 
-def _message(rng: Random) -> Offer:
+def _message(rng: Random) -> ToolOffer:
     name = rng.choice(("send_message", "send_message", "send_email", _function_name("message", rng)))
     told = rng.choice(("Send a message to a person.", "Send a text to somebody.", "Send a message."))
     to, text = rng.choice((("to", "text"), ("to", "text"), ("person", "message"), ("name", "body")))
@@ -153,10 +153,10 @@ def _message(rng: Random) -> Offer:
         asked = rng.choice((f"Send {person} the message {words}.", f"Send a message to {person}: {words}."))
         return Use(asked, [person, words], {"status": "sent"}, f"I have sent the message to {person}.")
 
-    return Offer(name, told, {to: "string", text: "string"}, use)
+    return ToolOffer(name, told, {to: "string", text: "string"}, use)
 
 
-def _search(rng: Random) -> Offer:
+def _search(rng: Random) -> ToolOffer:
     name = rng.choice(("search", "search", "search_web", "web_search", _function_name("pages", rng)))
     told = rng.choice(("Search the web.", "Find pages about a topic.", "Search"))
 
@@ -165,10 +165,10 @@ def _search(rng: Random) -> Offer:
         asked = rng.choice((f"Search for {topic}.", f"Search the web for {topic}.", f"Find something about {topic}."))
         return Use(asked, [topic], {"found": found}, f"I have found this: {found}")
 
-    return Offer(name, told, {_parameter_name(("query", "query", "q", "topic"), rng): "string"}, use)
+    return ToolOffer(name, told, {_parameter_name(("query", "query", "q", "topic"), rng): "string"}, use)
 
 
-def _timer(rng: Random) -> Offer:
+def _timer(rng: Random) -> ToolOffer:
     name = rng.choice(("set_timer", "set_timer", "start_timer", _function_name("timer", rng)))
 
     def use(rng: Random) -> Use:
@@ -176,12 +176,12 @@ def _timer(rng: Random) -> Offer:
         asked = rng.choice((f"Set a timer for {minutes} minutes.", f"Start a timer of {minutes} minutes."))
         return Use(asked, [minutes], {"status": "started"}, f"The timer is set for {minutes} minutes.")
 
-    return Offer(
+    return ToolOffer(
         name, rng.choice(("Set a timer.", "Start a timer.")), {_parameter_name(("minutes",), rng): "integer"}, use
     )
 
 
-def _lookup(rng: Random) -> Offer:
+def _lookup(rng: Random) -> ToolOffer:
     """Any tool at all, of a property that no question of another kind has."""
     noun = rng.choice(t.PROPERTIES) if rng.random() < 0.7 else person_name(rng, 0.0).lower()
     name = _function_name(noun, rng)
@@ -193,19 +193,19 @@ def _lookup(rng: Random) -> Offer:
         asked = rng.choice((f"What is the {noun} of {person}?", f"Tell me the {noun} of {person}."))
         return Use(asked, [person], {noun: value}, f"The {noun} of {person} is {value}.")
 
-    return Offer(name, f"Get the {noun} of a person.", {parameter: "string"}, use)
+    return ToolOffer(name, f"Get the {noun} of a person.", {parameter: "string"}, use)
 
 
 _KINDS = (_weather, _time, _sum, _capital, _message, _search, _timer, _lookup)
 _WEIGHTS = (4.0, 2.0, 2.0, 1.5, 1.5, 1.0, 1.0, 3.0)
 
 
-def _call(offer: Offer, arguments: list[Any], identity: str) -> Message:
+def _call(offer: ToolOffer, arguments: list[Any], identity: str) -> Message:
     function = {"name": offer.name, "arguments": dict(zip(offer.parameters, arguments, strict=True))}
     return {"role": "assistant", "tool_calls": [{"id": identity, "type": "function", "function": function}]}
 
 
-def _no_tool(rng: Random, offered: list[Callable[[Random], Offer]]) -> Exchange:
+def _no_tool(rng: Random, offered: list[Callable[[Random], ToolOffer]]) -> Exchange:
     """A question that needs none of the tools: the model knows the answer, or a tool for it is missing."""
     if rng.random() < 0.25:
         missing = rng.choice([kind for kind in (_weather, _time, _lookup) if kind not in offered] or [_lookup])
@@ -227,7 +227,7 @@ def _result(result: dict[str, Any], rng: Random) -> str:
 
 def tool_chat(rng: Random) -> tuple[list[Message], list[Tool]]:
     """(messages, tools) of a chat with one to three questions, of which some need a tool."""
-    kinds: list[Callable[[Random], Offer]] = []
+    kinds: list[Callable[[Random], ToolOffer]] = []
     for kind in rng.choices(_KINDS, _WEIGHTS, k=rng.choice((1, 1, 2, 2, 3))):
         if kind not in kinds:
             kinds.append(kind)

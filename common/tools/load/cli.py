@@ -16,7 +16,7 @@ from common.cli import check_writable, command_group, run_checked
 from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.load.measure import ask_server, measure
 from common.tools.load.options import MAX_RATE, MAX_SECONDS, check_usage, takes_plan
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadFailed
 from common.tools.load.results import read_result, run_result, write_report, write_result
@@ -136,7 +136,7 @@ def sweep(
     check_usage(base)
     wanted = _rates(rates)
 
-    def measure_one(at_rate: LoadPlan) -> Sequence[Outcome]:
+    def measure_one(at_rate: LoadPlan) -> Sequence[RequestOutcome]:
         outcomes, interrupted = measure(at_rate, Workload(at_rate), f"{at_rate.rate:.3g} requests/s")
         if interrupted:
             raise KeyboardInterrupt
@@ -244,12 +244,14 @@ def _ready(plan: LoadPlan, *files: Path | None) -> tuple[LoadPlan, Workload]:
         raise AdminUsage(error.message) from error
 
 
-def _interleaved(plans: Sequence[LoadPlan], rounds: int) -> tuple[list[list[Outcome]], list[list[Outcome]]]:
+def _interleaved(
+    plans: Sequence[LoadPlan], rounds: int
+) -> tuple[list[list[RequestOutcome]], list[list[RequestOutcome]]]:
     """The outcomes of each round of A and of B; after Ctrl-C those of the rounds that both completed.
 
     Raises: LoadFailed.
     """
-    done: tuple[list[list[Outcome]], list[list[Outcome]]] = ([], [])
+    done: tuple[list[list[RequestOutcome]], list[list[RequestOutcome]]] = ([], [])
     for number in range(rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             plan = dataclasses.replace(plans[side], seed=plans[side].seed + number)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One request."""
 
     number: int
@@ -22,7 +22,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticPrompts:
     """Prompts that share prefixes: each is one of `prefixes` shared prefixes and a unique suffix.
 
     Token ids are drawn from the middle of the vocabulary, away from special tokens.
@@ -39,15 +39,15 @@ class Synthetic:
     longest_tokens: int = 0
     """Suffixes have log-uniform lengths between `suffix_tokens` and this; 0: all have `suffix_tokens`."""
 
-    def job(self, number: int, at_s: float | None = None) -> Job:
+    def job(self, number: int, at_s: float | None = None) -> LoadJob:
         """Job `number`; negative numbers are for warm-up: same prefixes, other suffixes."""
         count = self._suffix_length(number)
         if self.text:
             suffix = fresh_words(f"{self.seed} suffix {number}", count)
-            return Job(number, suffix, self.output_tokens, self.system(number), at_s)
+            return LoadJob(number, suffix, self.output_tokens, self.system(number), at_s)
         prefix = shared_ids(f"{self.seed} prefix {self._which(number)}", self.prefix_tokens, self.vocab_size)
         suffix = fresh_ids(f"{self.seed} suffix {number}", count, self.vocab_size)
-        return Job(number, [*prefix, *suffix], self.output_tokens, at_s=at_s)
+        return LoadJob(number, [*prefix, *suffix], self.output_tokens, at_s=at_s)
 
     def system(self, number: int) -> str:
         """The shared prefix of job `number` as words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.summary import percentile
 
 _WINDOW = 1000
@@ -15,10 +15,10 @@ class LiveFigures:
     """Percentiles of the last requests, and the number of errors so far."""
 
     def __init__(self) -> None:
-        self._last: deque[Outcome] = deque(maxlen=_WINDOW)
+        self._last: deque[RequestOutcome] = deque(maxlen=_WINDOW)
         self._errors = 0
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: RequestOutcome) -> None:
         """Count one more outcome."""
         if outcome.error:
             self._errors += 1

@@ -6,7 +6,7 @@ import dataclasses
 
 from common.base.errors import ConfigError
 from common.tools.load.live import LiveFigures
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadRun, run_load
 from common.tools.progress import LiveProgress
@@ -40,7 +40,7 @@ def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:
     duration_s = 0.0 if plan.trace else plan.duration_s
     with LiveProgress(title, total=workload.total, duration_s=duration_s, details=figures.describe) as progress:
 
-        def take(outcome: Outcome) -> None:
+        def take(outcome: RequestOutcome) -> None:
             figures.take(outcome)
             progress.advance()
 

@@ -12,7 +12,7 @@ from common.tools.load.stream import RequestFailed, Stream
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """One request, as its client saw it. Times are in seconds."""
 
     number: int
@@ -52,9 +52,9 @@ class Outcome:
         return asdict(self)
 
 
-def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.0) -> Outcome:
+def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.0) -> RequestOutcome:
     """The outcome of a finished stream."""
-    outcome = Outcome(number, stream.sent_s - start_s, late_s, ended_s=stream.ended_s - start_s)
+    outcome = RequestOutcome(number, stream.sent_s - start_s, late_s, ended_s=stream.ended_s - start_s)
     outcome.prefill = stream.headers.get("x-kvrelay-prefill-mode", "")
     outcome.prefill_node = stream.headers.get("x-kvrelay-prefill-node", "")
     outcome.decode_node = stream.headers.get("x-kvrelay-decode-node", "")
@@ -73,7 +73,7 @@ def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.
     return outcome
 
 
-def _read_events(stream: Stream, outcome: Outcome) -> None:
+def _read_events(stream: Stream, outcome: RequestOutcome) -> None:
     """Raises: RequestFailed for an error event."""
     times: list[float] = []
     for arrived_s, data in stream.events:
@@ -97,7 +97,7 @@ def _read_events(stream: Stream, outcome: Outcome) -> None:
         outcome.output_tokens = outcome.output_tokens or len(times)
 
 
-def _read_served(served: Mapping[str, Any], outcome: Outcome) -> None:
+def _read_served(served: Mapping[str, Any], outcome: RequestOutcome) -> None:
     """Read how the request was finally served; the headers only say how it began."""
     outcome.prefill = str(served.get("prefill_mode", outcome.prefill))
     outcome.prefill_node = str(served.get("prefill_node", ""))

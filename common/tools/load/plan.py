@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.base.errors import ConfigError
 from common.tools.load.arrivals import arrivals
-from common.tools.load.jobs import Job, Synthetic
+from common.tools.load.jobs import LoadJob, SyntheticPrompts
 from common.tools.load.sessions import Session, session
 from common.tools.load.traces import TRACE_BLOCK, Replay, read_trace
 
@@ -105,7 +105,7 @@ class Workload:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._synthetic = Synthetic(
+        self._synthetic = SyntheticPrompts(
             plan.prefixes,
             plan.prefix_tokens,
             plan.suffix_tokens,
@@ -140,19 +140,19 @@ class Workload:
             return min(count, self._plan.requests or count)
         return self._plan.requests or None
 
-    def jobs(self, process: int = 0) -> Iterator[Job | Session]:
+    def jobs(self, process: int = 0) -> Iterator[LoadJob | Session]:
         """The jobs of this process, in order of sending."""
         plan = self._plan
         for number, at_s in self._numbers(process):
             if self._replay is not None:
                 job = self._replay.job(number)
-                yield job if not plan.concurrency else Job(job.number, job.prompt, job.output_tokens)
+                yield job if not plan.concurrency else LoadJob(job.number, job.prompt, job.output_tokens)
             elif plan.turns > 1:
                 yield session(self._synthetic, number, plan.turns, plan.think_s, tools=plan.tools, at_s=at_s)
             else:
                 yield self._synthetic.job(number, at_s)
 
-    def warm_up(self) -> list[Job]:
+    def warm_up(self) -> list[LoadJob]:
         """Jobs sent before the measurement and not counted."""
         return [self._synthetic.job(-1 - number) for number in range(self._plan.warmup)]
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from common.base.errors import KvRelayError
 from common.base.process import module_command, tied_command
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan, Workload
-from common.tools.load.runner import Runner
+from common.tools.load.runner import LoadRunner
 from common.tools.load.stream import RequestFailed, run
 
 _READY = b"ready\n"
@@ -27,7 +27,7 @@ _BEGIN_S = 0.05
 _WRITE_EVERY_S = 0.5
 _MAX_LINE_BYTES = 2**30
 
-Tick = Callable[[Outcome], None]
+Tick = Callable[[RequestOutcome], None]
 """Called for every outcome as it arrives."""
 
 
@@ -38,7 +38,7 @@ class LoadFailed(KvRelayError):
 class LoadRun(NamedTuple):
     """All outcomes of a run by job number; if `interrupted` by Ctrl-C, those so far."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     interrupted: bool
 
 
@@ -47,9 +47,9 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> LoadRun:
 
     Raises: LoadFailed if the warm-up or a process failed.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
 
-    def take(outcome: Outcome) -> None:
+    def take(outcome: RequestOutcome) -> None:
         outcomes.append(outcome)
         tick(outcome)
 
@@ -60,7 +60,7 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> LoadRun:
     interrupted = False
     try:
         if plan.processes == 1:
-            run(Runner(plan, workload, 0, take).run(time.perf_counter()))
+            run(LoadRunner(plan, workload, 0, take).run(time.perf_counter()))
         else:
             run(_on_children(plan, take))
     except KeyboardInterrupt:  # the first one ends the run but keeps the report
@@ -70,7 +70,7 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> LoadRun:
 
 async def _warm_up(plan: LoadPlan, workload: Workload) -> None:
     if plan.warmup:
-        await Runner(plan, workload, 0, lambda outcome: None).warm_up()
+        await LoadRunner(plan, workload, 0, lambda outcome: None).warm_up()
 
 
 async def _on_children(plan: LoadPlan, take: Tick) -> None:
@@ -108,7 +108,7 @@ async def _start(plan: LoadPlan, process: int) -> Process:
 
 async def _collect(child: Process, take: Tick) -> int:
     async for line in _output(child):
-        take(Outcome(**json.loads(line)))
+        take(RequestOutcome(**json.loads(line)))
     return await child.wait()
 
 
@@ -129,7 +129,7 @@ class _Writer:
         self._lines: list[str] = []
         self._written_s = 0.0
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: RequestOutcome) -> None:
         self._lines.append(json.dumps(outcome.as_json()) + "\n")
         if time.perf_counter() - self._written_s > _WRITE_EVERY_S:
             self.flush()
@@ -150,7 +150,7 @@ def _main() -> None:
     sys.stdout.flush()
     start = sys.stdin.readline()
     if start:
-        run(Runner(plan, workload, message["process"], writer.take).run(float(start)))
+        run(LoadRunner(plan, workload, message["process"], writer.take).run(float(start)))
         writer.flush()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.processes import LoadFailed
 from common.tools.load.summary import percentile, summarise
@@ -21,7 +21,13 @@ _COLUMNS = ("sent_s", "ttft_s", "tpot_s", "e2e_s", "output_tokens", "error")
 
 
 def run_result(
-    plan: LoadPlan, rounds: Sequence[Sequence[Outcome]], slo: Slo, *, began: float, left_out: int = 0, pair: str = ""
+    plan: LoadPlan,
+    rounds: Sequence[Sequence[RequestOutcome]],
+    slo: Slo,
+    *,
+    began: float,
+    left_out: int = 0,
+    pair: str = "",
 ) -> dict[str, Any]:
     """The results of a run of one or more rounds. `pair`: the same for both sides of interleaved runs."""
     outcomes = _one_after_the_other(rounds)
@@ -44,9 +50,9 @@ def config_of(plan: LoadPlan) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(plan).items() if key != "api_key"}
 
 
-def _one_after_the_other(rounds: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+def _one_after_the_other(rounds: Sequence[Sequence[RequestOutcome]]) -> list[RequestOutcome]:
     """All outcomes, with the times of one clock that stands still between rounds."""
-    joined: list[Outcome] = []
+    joined: list[RequestOutcome] = []
     offset_s = 0.0
     for outcomes in rounds:
         first_s = min((outcome.sent_s for outcome in outcomes), default=0.0)

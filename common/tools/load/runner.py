@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from common.tools.load.jobs import Job
-from common.tools.load.outcome import Outcome, read_outcome
+from common.tools.load.jobs import LoadJob
+from common.tools.load.outcome import RequestOutcome, read_outcome
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.sessions import Conversation, Session, read_answer
 from common.tools.load.stream import RequestFailed, Stream, Target
@@ -20,10 +20,10 @@ _AHEAD_S = 0.001
 _IDLE_CLOSE_S = 0.1
 """A reused connection that breaks within this time was being closed as idle; after it, the server failed the request."""
 
-OnOutcome = Callable[[Outcome], None]
+OnOutcome = Callable[[RequestOutcome], None]
 
 
-class Runner:
+class LoadRunner:
     """The part of a run that one process executes."""
 
     def __init__(self, plan: LoadPlan, workload: Workload, process: int, on_outcome: OnOutcome) -> None:
@@ -64,7 +64,7 @@ class Runner:
 
         await asyncio.gather(*(worker() for _ in range(self._plan.concurrency or 4)))
 
-    async def _one_after_the_other(self, jobs: Iterator[Job | Session]) -> None:
+    async def _one_after_the_other(self, jobs: Iterator[LoadJob | Session]) -> None:
         for job in jobs:
             if self._is_over():
                 return
@@ -77,14 +77,14 @@ class Runner:
         """Whether the time in which requests are started has ended."""
         return bool(self._plan.duration_s) and time.perf_counter() - self._start_s >= self._plan.duration_s
 
-    async def _at_their_times(self, jobs: Iterator[Job | Session]) -> None:
+    async def _at_their_times(self, jobs: Iterator[LoadJob | Session]) -> None:
         tasks: set[asyncio.Task[None]] = set()
         for job in jobs:
             assert job.at_s is not None
             if self._plan.duration_s and job.at_s > self._plan.duration_s:
                 break
             # Built early, so that it can be sent on time.
-            stream = self._stream(job) if isinstance(job, Job) else None
+            stream = self._stream(job) if isinstance(job, LoadJob) else None
             wait_s = self._start_s + job.at_s - time.perf_counter()
             # Also where it is late: else nothing would be sent until all jobs are built, and Ctrl-C would not end it.
             await asyncio.sleep(wait_s if wait_s > _AHEAD_S else 0)
@@ -94,7 +94,7 @@ class Runner:
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
 
-    async def _report(self, job: Job, stream: Stream | None) -> None:
+    async def _report(self, job: LoadJob, stream: Stream | None) -> None:
         self._on_outcome(await self._one(job, stream))
 
     async def _session(self, session: Session) -> None:
@@ -115,13 +115,13 @@ class Runner:
             conversation.take(read_answer([json.loads(data) for _, data in stream.events]))
             due_s = time.perf_counter()
 
-    async def _one(self, job: Job, stream: Stream | None = None) -> Outcome:
+    async def _one(self, job: LoadJob, stream: Stream | None = None) -> RequestOutcome:
         due_s = time.perf_counter() if job.at_s is None else self._start_s + job.at_s
         return (await self._send(job.number, lambda: self._stream(job), due_s, stream))[1]
 
     async def _send(
         self, number: int, build: Callable[[], Stream], due_s: float, stream: Stream | None = None
-    ) -> tuple[Stream, Outcome]:
+    ) -> tuple[Stream, RequestOutcome]:
         """Send a request, which is `stream` or built now, and wait for its end."""
         stream = stream or build()
         try:
@@ -145,7 +145,7 @@ class Runner:
         soon = stream.ended_s - stream.sent_s < _IDLE_CLOSE_S
         return reused and soon and stream.error is not None and stream.status == 0
 
-    def _stream(self, job: Job) -> Stream:
+    def _stream(self, job: LoadJob) -> Stream:
         fields: dict[str, Any] = {"max_tokens": job.output_tokens}
         if self._plan.sends_chats:
             system = [{"role": "system", "content": job.system}] if job.system else []

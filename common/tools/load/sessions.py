@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from common.tools.load.jobs import Job, Synthetic, fresh_words
+from common.tools.load.jobs import LoadJob, SyntheticPrompts, fresh_words
 
 _TOOL_NAME = "look_up"
 _TOOL: dict[str, Any] = {
@@ -29,7 +29,7 @@ _CALL_TOKENS = 96
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReceivedAnswer:
     """What the server answered: its text, and its tool calls as they are sent back to it."""
 
     text: str
@@ -44,7 +44,7 @@ class Session:
     """
 
     number: int
-    first: Job
+    first: LoadJob
     turns: int
     pauses_s: tuple[float, ...]
     tools: bool
@@ -52,7 +52,7 @@ class Session:
 
 
 def session(
-    synthetic: Synthetic, number: int, turns: int, think_s: float, *, tools: bool, at_s: float | None
+    synthetic: SyntheticPrompts, number: int, turns: int, think_s: float, *, tools: bool, at_s: float | None
 ) -> Session:
     """Session `number`; its pauses are exponential with mean `think_s`."""
     rng = random.Random(f"{synthetic.seed} pauses {number}")
@@ -81,7 +81,7 @@ class Conversation:
                 fields["max_tokens"] = max(fields["max_tokens"], _CALL_TOKENS)
         return fields
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: ReceivedAnswer) -> None:
         """Take the answer of the current turn, and go on to the next."""
         self.turn += 1
         words = fresh_words(
@@ -95,7 +95,7 @@ class Conversation:
             self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": words})
 
 
-def read_answer(events: Sequence[Mapping[str, Any]]) -> Answer:
+def read_answer(events: Sequence[Mapping[str, Any]]) -> ReceivedAnswer:
     """The answer that the events of a chat stream add up to; arguments that were cut off become an empty object."""
     text: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
@@ -110,7 +110,7 @@ def read_answer(events: Sequence[Mapping[str, Any]]) -> Answer:
             json.loads(call["function"]["arguments"])
         except ValueError:
             call["function"]["arguments"] = "{}"
-    return Answer("".join(text), [calls[index] for index in sorted(calls)])
+    return ReceivedAnswer("".join(text), [calls[index] for index in sorted(calls)])
 
 
 def _add(calls: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -28,7 +28,7 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
     return {"mean": round(sum(ordered) / len(ordered), 6), **named, "max": round(ordered[-1], 6)}
 
 
-def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s: float | None) -> dict[str, Any]:
+def summarise(outcomes: Sequence[RequestOutcome], slo_ttft_s: float | None, slo_tpot_s: float | None) -> dict[str, Any]:
     """The content of the table and of the JSON file.
 
     Latencies cover successful requests; rates cover the time from the first request's start to the last one's end.
@@ -72,7 +72,7 @@ def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s:
     }
 
 
-def meets(outcome: Outcome, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
+def meets(outcome: RequestOutcome, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
     """Whether a successful request met both objectives; None: no objective."""
     return within(outcome.ttft_s, outcome.tpot_s, slo_ttft_s, slo_tpot_s)
 

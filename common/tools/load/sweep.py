@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.tools.admin.client import AdminUnreachable
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.results import Slo, config_of
 from common.tools.load.search import RateSearch
@@ -18,7 +18,7 @@ from common.tools.load.summary import summarise
 _KEPT = ("requests", "requests_per_s", "goodput_per_s", "within_slo", "error_rate", "output_tokens_per_s")
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
-Measure = Callable[[LoadPlan], Sequence[Outcome]]
+Measure = Callable[[LoadPlan], Sequence[RequestOutcome]]
 
 
 @dataclass(frozen=True)

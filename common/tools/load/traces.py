@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
-from common.tools.load.jobs import Job, fresh_ids, shared_ids
+from common.tools.load.jobs import LoadJob, fresh_ids, shared_ids
 
 TRACE_BLOCK = 512
 """Tokens that one hash id of a Mooncake trace stands for."""
@@ -110,7 +110,7 @@ class Replay:
     vocab_size: int
     seed: int = 0
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> LoadJob:
         """The entry of this number."""
         entry = self.entries[number]
         block = TRACE_BLOCK // self.scale
@@ -121,4 +121,4 @@ class Replay:
         else:
             prompt = list(fresh_ids(f"{self.seed} entry {number}", length, self.vocab_size))
         at_s = (entry.at_s - self.entries[0].at_s) / self.rate_scale
-        return Job(number, prompt, max(1, entry.output_tokens // self.scale), at_s=at_s)
+        return LoadJob(number, prompt, max(1, entry.output_tokens // self.scale), at_s=at_s)

@@ -18,7 +18,7 @@ class RestartAfter:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class EndCluster:
     """The child was never ready: stop everything and exit with `exit_code`."""
 
     exit_code: int
@@ -41,10 +41,10 @@ class RestartPolicy:
         self.was_ever_ready = True
         self._ready_since_s = now_s
 
-    def died(self, now_s: float, return_code: int) -> RestartAfter | GiveUp:
+    def died(self, now_s: float, return_code: int) -> RestartAfter | EndCluster:
         """The process ended. `return_code` as in `Popen`: negative for a signal."""
         if not self.was_ever_ready:
-            return GiveUp(exit_code(return_code))
+            return EndCluster(exit_code(return_code))
         steady = self._ready_since_s is not None and now_s - self._ready_since_s >= _STEADY_S
         self._ready_since_s = None
         self._quick_deaths = 0 if steady else self._quick_deaths + 1

@@ -40,7 +40,7 @@ from common.tools.up.kv_memory import check_memory
 from common.tools.up.models import find_models
 from common.tools.up.pid_file import PidEntry, PidFile
 from common.tools.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
-from common.tools.up.restarts import GiveUp, describe_exit
+from common.tools.up.restarts import EndCluster, describe_exit
 from common.tools.up.routers import router_places
 from common.tools.up.run_folder import run_folder
 
@@ -248,7 +248,7 @@ class Supervisor:
                 return
             child.show_hidden_lines()
             decision = child.policy.died(time.monotonic(), return_code)
-            if isinstance(decision, GiveUp):
+            if isinstance(decision, EndCluster):
                 raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)
             self._write_pids()
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"

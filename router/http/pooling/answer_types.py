@@ -14,7 +14,7 @@ class PoolingUsage(TypedDict):
     total_tokens: int
 
 
-class Embedding(TypedDict):
+class EmbeddingItem(TypedDict):
     """The vector of one input; a string is base64 of float32 values, little endian."""
 
     object: Literal["embedding"]
@@ -29,11 +29,11 @@ class Embeddings(TypedDict):
     object: Literal["list"]
     created: int
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     usage: PoolingUsage
 
 
-class Pooled(TypedDict):
+class PooledItem(TypedDict):
     """What the model computed for one input: a vector, one vector per token, or base64 of either."""
 
     object: Literal["pooling"]
@@ -48,7 +48,7 @@ class PoolingAnswer(TypedDict):
     object: Literal["list"]
     created: int
     model: str
-    data: list[Pooled]
+    data: list[PooledItem]
     usage: PoolingUsage
 
 

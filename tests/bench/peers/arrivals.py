@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.stream import RequestFailed
 
 
-def check_length(outcome: Outcome, tokens: int) -> Outcome:
+def check_length(outcome: RequestOutcome, tokens: int) -> RequestOutcome:
     """`outcome`, if it has exactly `tokens` tokens. Raises: RequestFailed."""
     if outcome.error:
         raise RequestFailed(outcome.detail, outcome.error)
@@ -21,19 +21,19 @@ def check_length(outcome: Outcome, tokens: int) -> Outcome:
     return outcome
 
 
-def arrival_times(outcome: Outcome) -> list[float]:
+def arrival_times(outcome: RequestOutcome) -> list[float]:
     """Times at which tokens arrived; several events of one read are one arrival."""
     if outcome.ttft_s is None:
         return []
     return sorted(set(accumulate(outcome.itl_s, initial=outcome.sent_s + outcome.ttft_s)))
 
 
-def decode_rate(outcome: Outcome) -> float:
+def decode_rate(outcome: RequestOutcome) -> float:
     """Tokens/s after the first arrival."""
     times = arrival_times(outcome)
     return (outcome.output_tokens - 1) / (times[-1] - times[0])
 
 
-def answered_until(outcomes: list[Outcome | None], until_s: float) -> int:
+def answered_until(outcomes: list[RequestOutcome | None], until_s: float) -> int:
     """How many had their first token by then; None: the request failed."""
     return sum(1 for o in outcomes if o is not None and o.ttft_s is not None and o.sent_s + o.ttft_s <= until_s)

@@ -12,9 +12,9 @@ from typing import Any
 from bench import client
 from bench.peers.systems import MODEL_NAME
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan, Workload
-from common.tools.load.runner import Runner
+from common.tools.load.runner import LoadRunner
 from common.tools.load.summary import summarise
 
 MIX = ((0.75, 128, 128), (0.25, 2048, 32))
@@ -70,13 +70,13 @@ def mixed_plans(urls: Sequence[str], rate: float, duration_s: float, vocab_size:
     ]
 
 
-def offer(plans: Sequence[LoadPlan]) -> list[Outcome]:
+def offer(plans: Sequence[LoadPlan]) -> list[RequestOutcome]:
     """Run the plans side by side, from one event loop."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
 
     async def main() -> None:
         start_s = time.perf_counter() + 0.1
-        runners = [Runner(plan, Workload(plan), 0, outcomes.append) for plan in plans]
+        runners = [LoadRunner(plan, Workload(plan), 0, outcomes.append) for plan in plans]
         await asyncio.gather(*(runner.run(start_s) for runner in runners))
 
     client.run(main())
@@ -96,7 +96,7 @@ def measure(
     return points
 
 
-def point(system: str, rate: float, outcomes: Sequence[Outcome], objectives: Objectives) -> Point:
+def point(system: str, rate: float, outcomes: Sequence[RequestOutcome], objectives: Objectives) -> Point:
     """What the outcomes of one rate amount to; a failed request is outside the objectives."""
     summary = summarise(outcomes, objectives.ttft_s, objectives.tpot_s)
 

@@ -16,7 +16,7 @@ from bench.peers.systems import MAX_TOKENS, MODEL_NAME
 from bench.results import median, percentile
 from bench.shape import Shape, random_prompt
 
-from common.tools.load.outcome import Outcome, read_outcome
+from common.tools.load.outcome import RequestOutcome, read_outcome
 from common.tools.load.stream import RequestFailed
 
 TTFT_PROMPTS = (512, 2048)
@@ -48,12 +48,12 @@ class Probe:
         prompt = random_prompt(self.shape, prompt_tokens, self.rng)
         return await complete(self.url, MODEL_NAME, prompt, output_tokens)
 
-    async def answer(self, prompt_tokens: int, output_tokens: int) -> Outcome:
+    async def answer(self, prompt_tokens: int, output_tokens: int) -> RequestOutcome:
         """The same, and wait for the whole answer. Raises: RequestFailed, TimeoutError."""
         stream = await (await self.ask(prompt_tokens, output_tokens)).wait()
         return check_length(read_outcome(0, stream, 0.0), output_tokens)
 
-    async def burst(self, output_tokens: int) -> list[Outcome]:
+    async def burst(self, output_tokens: int) -> list[RequestOutcome]:
         """`BATCH` requests at once."""
         return list(await asyncio.gather(*(self.answer(BATCH_PROMPT, output_tokens) for _ in range(BATCH))))
 
@@ -100,7 +100,7 @@ def batch(probe: Probe) -> Figures:
     }
 
 
-def _span_s(outcomes: list[Outcome]) -> float:
+def _span_s(outcomes: list[RequestOutcome]) -> float:
     return max(o.ended_s for o in outcomes) - min(o.sent_s for o in outcomes)
 
 
@@ -143,7 +143,7 @@ async def _interference(probe: Probe) -> Figures:
     }
 
 
-async def _arrive(probe: Probe, after_s: float, deadline_s: float) -> Outcome | None:
+async def _arrive(probe: Probe, after_s: float, deadline_s: float) -> RequestOutcome | None:
     """None if the request failed or was not answered by the deadline."""
     await asyncio.sleep(after_s)
     try:

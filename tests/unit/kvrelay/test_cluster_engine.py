@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kvrelay import BadRequest, KvRelayError, SamplingParams, cluster_engine
 from kvrelay.cluster_engine import ClusterEngine, request_body, to_answers
-from kvrelay.prompts import Job, chat_jobs, generate_jobs
+from kvrelay.prompts import PromptJob, chat_jobs, generate_jobs
 
 from common.base.errors import EngineError
 from common.config.service_configs import UpConfig
@@ -23,7 +23,7 @@ MODEL = served_model.load("demo", None, served_model.LoadOptions())
 PIECES = MODEL.tokenizer.pieces
 
 
-def job(params: SamplingParams) -> Job:
+def job(params: SamplingParams) -> PromptJob:
     return generate_jobs(MODEL, [[5, 6, 7]], params)[0]
 
 

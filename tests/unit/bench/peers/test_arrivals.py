@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from bench.peers.arrivals import answered_until, arrival_times, check_length, decode_rate
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.stream import RequestFailed
 
 
-def outcome(**more: object) -> Outcome:
+def outcome(**more: object) -> RequestOutcome:
     fields = {"ttft_s": 1.0, "itl_s": [0.5, 0.0, 0.5], "output_tokens": 4, **more}
-    return Outcome(0, 10.0, **fields)  # type: ignore[arg-type]
+    return RequestOutcome(0, 10.0, **fields)  # type: ignore[arg-type]
 
 
 def test_events_of_one_read_are_one_arrival() -> None:

@@ -8,7 +8,7 @@ import pytest
 from bench.peers import goodput
 from bench.peers.goodput import Objectives, Point, capacity, mixed_plans, point, table
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import Workload
 
 
@@ -40,9 +40,9 @@ def test_every_system_gets_the_same_load_and_every_rate_other_prompts() -> None:
 
 
 def test_a_point_counts_requests_inside_both_objectives() -> None:
-    def answer(ttft_s: float, tpot_s: float, error: str = "") -> Outcome:
+    def answer(ttft_s: float, tpot_s: float, error: str = "") -> RequestOutcome:
         ended = ttft_s + 10 * tpot_s
-        return Outcome(0, 0.0, ended_s=ended, ttft_s=ttft_s, itl_s=[tpot_s] * 10, output_tokens=11, error=error)
+        return RequestOutcome(0, 0.0, ended_s=ended, ttft_s=ttft_s, itl_s=[tpot_s] * 10, output_tokens=11, error=error)
 
     outcomes = [answer(1.0, 0.04), answer(3.0, 0.04), answer(1.0, 0.06), answer(1.0, 0.04, "HTTP 503")]
     found = point("kvrelay", 2.0, outcomes, Objectives(ttft_s=2.0, tpot_s=0.05))
@@ -51,7 +51,7 @@ def test_a_point_counts_requests_inside_both_objectives() -> None:
 
 
 def test_a_rate_at_which_nothing_succeeds_is_a_point_too() -> None:
-    found = point("kvrelay", 2.0, [Outcome(0, 0.0, error="timeout", ended_s=60.0)], Objectives())
+    found = point("kvrelay", 2.0, [RequestOutcome(0, 0.0, error="timeout", ended_s=60.0)], Objectives())
     assert found.within == 0.0
     assert math.isnan(found.itl_p99)
 

@@ -17,22 +17,22 @@ from common.base.errors import ConfigError
 from router.requests.admission import Objectives
 from router.simulator import cli
 from router.simulator import run as run_module
-from router.simulator.cluster import Cluster, Shape
+from router.simulator.cluster import Shape, SimulatedCluster
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
-from router.simulator.run import Outcome, Simulation, highest_rate, simulate
+from router.simulator.run import Simulation, SimulationOutcome, highest_rate, simulate
 from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
 from router.simulator.workload import TraceLine, block_name, from_trace, read_trace
 
 
 def run(
     shape: Shape, requests: list[SimRequest], policy: str = "round_robin", local: int = 0
-) -> tuple[Ledger, Cluster]:
+) -> tuple[Ledger, SimulatedCluster]:
     events = Events()
     settings = RouterSettings(policy=policy, local_prefill_tokens=local, block_tokens=shape.block_tokens)
-    cluster = Cluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
+    cluster = SimulatedCluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
     ledger = cluster.run(iter(requests))
     for node in [*cluster.prefill, *cluster.decode]:
         node.cache.check_integrity()
@@ -253,8 +253,8 @@ def test_the_highest_rate_keeps_the_share_and_a_little_more_does_not() -> None:
 def test_the_highest_rate_is_found_as_exactly_far_from_the_given_one(
     monkeypatch: pytest.MonkeyPatch, limit: float
 ) -> None:
-    def up_to_the_limit(simulation: Simulation, on_arrival: object) -> Outcome:
-        return Outcome(simulation, {"goodput": float(simulation.rate_scale <= limit)}, Ledger())
+    def up_to_the_limit(simulation: Simulation, on_arrival: object) -> SimulationOutcome:
+        return SimulationOutcome(simulation, {"goodput": float(simulation.rate_scale <= limit)}, Ledger())
 
     monkeypatch.setattr(run_module, "simulate", up_to_the_limit)
     found = highest_rate(Simulation(), 0.9)
@@ -289,7 +289,7 @@ def test_admission_counts_the_seconds_before_a_prefill_node_and_not_the_prompts(
     """A prefill node registers with its `max_num_seqs` as any node does, not with the one prompt that it computes at a time."""
     events, shape = Events(), Shape(1, 1)
     settings = RouterSettings(policy="least_load", local_prefill_tokens=0, admission=Admission(max_queue_wait_s=0.0))
-    cluster = Cluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
+    cluster = SimulatedCluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
     ledger = cluster.run(request(number, 0.0, [number]) for number in range(3))  # 0.03 s each
     assert not ledger.refusals
 

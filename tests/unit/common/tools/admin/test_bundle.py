@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.tools.admin import bundle
-from common.tools.admin.findings import Service
+from common.tools.admin.findings import ServiceReport
 
 
 @pytest.mark.parametrize("node_id", ["../../../../tmp/evil", "/tmp/evil", "..", "a/../../b"])
@@ -17,7 +17,9 @@ def test_no_node_id_leads_out_of_the_bundles_folder(monkeypatch: pytest.MonkeyPa
         return {}
 
     monkeypatch.setattr(bundle, "connect", lambda *_: SimpleNamespace(get=answer))  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(bundle, "examine", lambda _: ([Service("r", "router")], [Service(node_id, "decode")]))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(
+        bundle, "examine", lambda _: ([ServiceReport("r", "router")], [ServiceReport(node_id, "decode")])
+    )  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(bundle, "router_urls", lambda *_: (["http://h"], "t"))  # pyright: ignore[reportUnknownLambdaType]
     names = bundle.collect(None)
     assert len(names) == 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.tools.admin.findings import Service, find
+from common.tools.admin.findings import ServiceReport, find
 
 FACTS: dict[str, Any] = {
     "versions": {"kvrelay": "1", "torch": "2"},
@@ -23,19 +23,21 @@ FACTS: dict[str, Any] = {
 }
 
 
-def router() -> Service:
-    return Service("router-a", "router", dict(FACTS), {"router_id": "router-a", "redis": "ok", "index": {"silent": []}})
+def router() -> ServiceReport:
+    return ServiceReport(
+        "router-a", "router", dict(FACTS), {"router_id": "router-a", "redis": "ok", "index": {"silent": []}}
+    )
 
 
-def node(name: str) -> Service:
+def node(name: str) -> ServiceReport:
     ranks = [{"rank": rank, "memory_bytes": 10**9} for rank in range(2)]
     status = {"redis": "ok", "engine": "ok", "leases": [{"holder": "router-a"}], "ranks": ranks}
     known = {"model": "m", "state": "usable", "breaker": {"state": "closed"}, "load": {"kv_blocks_total": 100}}
     known |= {"control_address": f"tcp://{name}:7001", "fingerprint": "f", "kv": "k", "tokenizer": "t"}
-    return Service(name, "decode", dict(FACTS), status, known)
+    return ServiceReport(name, "decode", dict(FACTS), status, known)
 
 
-def findings(change: Callable[[Service], object]) -> list[str]:
+def findings(change: Callable[[ServiceReport], object]) -> list[str]:
     """Where and what, after `change` of the first of two nodes."""
     nodes = [node("d0"), node("d1")]
     change(nodes[0])
@@ -55,7 +57,7 @@ def test_a_node_that_vanished_is_named_once() -> None:
     assert (found.where, found.what) == ("d2", "has not renewed its registration for 60 s, and did not end in order")
 
 
-def changed(part: str, **values: Any) -> Callable[[Service], object]:
+def changed(part: str, **values: Any) -> Callable[[ServiceReport], object]:
     return lambda node: getattr(node, part).update(values)
 
 
@@ -86,7 +88,7 @@ def changed(part: str, **values: Any) -> Callable[[Service], object]:
         (changed("status", ranks=[{"rank": 0, "memory_bytes": 1e9}, {"rank": 1, "memory_bytes": 2e9}]), "d0: memory of its ranks differs"),
     ],
 )  # fmt: skip
-def test_each_fault_is_one_finding_with_a_remedy(change: Callable[[Service], object], said: str) -> None:
+def test_each_fault_is_one_finding_with_a_remedy(change: Callable[[ServiceReport], object], said: str) -> None:
     [found] = findings(change)
     assert found.startswith(said)
     nodes = [node("d0"), node("d1")]

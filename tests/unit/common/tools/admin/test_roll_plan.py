@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.tools.admin.client import AdminRefused
-from common.tools.admin.roll_plan import Service, chosen, gaps, node_service, successor
+from common.tools.admin.roll_plan import RestartedService, chosen, gaps, node_service, successor
 
 
 def node(node_id: str, role: str, incarnation: str, model: str = "m", *, usable: bool = True) -> dict[str, Any]:
@@ -15,10 +15,10 @@ def node(node_id: str, role: str, incarnation: str, model: str = "m", *, usable:
 
 
 NODES = [node("p0", "prefill", "i1"), node("d0", "decode", "i2"), node("d1", "decode", "i3")]
-ROUTERS = [Service("router", "", f"router-{name}", f"router-{name}", f"http://{name}") for name in "ab"]
+ROUTERS = [RestartedService("router", "", f"router-{name}", f"router-{name}", f"http://{name}") for name in "ab"]
 
 
-def names(services: list[Service]) -> list[str]:
+def names(services: list[RestartedService]) -> list[str]:
     return [service.name for service in services]
 
 

@@ -9,7 +9,7 @@ from support.stub_api import Reply, stub_api
 from typer.testing import CliRunner
 
 from common.tools.chat.cli import app
-from common.tools.chat.stream import ChatClient, ChatFailed, Piece
+from common.tools.chat.stream import ChatClient, ChatFailed, TextPiece
 
 
 def events(*data: Any, done: bool = True) -> bytes:
@@ -98,4 +98,4 @@ def test_an_answer_that_breaks_off_is_an_error(response: httpx.Response, message
 def test_pieces_have_text_and_reasoning() -> None:
     stream = httpx.Response(200, content=events(delta(reasoning_content="r"), delta(content="c"), {"choices": []}))
     with ChatClient("http://x", "", timeout_s=1.0, transport=httpx.MockTransport(lambda _: stream)) as client:
-        assert list(client.stream({})) == [Piece("", "r"), Piece("c")]
+        assert list(client.stream({})) == [TextPiece("", "r"), TextPiece("c")]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.tools.chat.session import ChatSession
-from common.tools.chat.stream import ChatFailed, Piece
+from common.tools.chat.stream import ChatFailed, TextPiece
 
 
 class FakeServer:
@@ -17,16 +17,16 @@ class FakeServer:
         self.bodies: list[Mapping[str, Any]] = []
         self.closed = 0
 
-    def stream(self, body: Mapping[str, Any]) -> Generator[Piece]:
+    def stream(self, body: Mapping[str, Any]) -> Generator[TextPiece]:
         self.bodies.append(body)
         text = body["messages"][-1]["content"]
         try:
-            yield Piece(text)
+            yield TextPiece(text)
             if text == "stop":
                 raise KeyboardInterrupt
             if text == "fail":
                 raise ChatFailed("no node")
-            yield Piece(text, "why" if text == "think" else "")
+            yield TextPiece(text, "why" if text == "think" else "")
         finally:
             self.closed += 1
 

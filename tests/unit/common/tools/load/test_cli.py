@@ -16,7 +16,7 @@ from common.tools.admin.client import AdminUnreachable
 from common.tools.load import cli
 from common.tools.load.cli import app
 from common.tools.load.measure import ask_server
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.processes import LoadRun
 from common.tools.load.results import read_result, run_result, write_result
@@ -92,7 +92,7 @@ def test_report_is_shown_even_if_the_results_cannot_be_written(tmp_path: Path, m
 
     def run(*_: object) -> LoadRun:
         folder.rmdir()
-        return LoadRun([Outcome(0, 0.0, ended_s=1.0)], interrupted=False)
+        return LoadRun([RequestOutcome(0, 0.0, ended_s=1.0)], interrupted=False)
 
     monkeypatch.setattr(cli, "measure", run)
     with answering(_MODELS) as url:
@@ -112,7 +112,7 @@ def test_a_sweep_whose_server_is_gone_writes_its_points_and_ends_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> LoadRun:
-        return LoadRun([Outcome(0, 0.0, error="connection", ended_s=1.0)], interrupted=False)
+        return LoadRun([RequestOutcome(0, 0.0, error="connection", ended_s=1.0)], interrupted=False)
 
     def refused(*_: object) -> None:
         raise AdminUnreachable("refused")
@@ -132,7 +132,7 @@ def test_results_are_compared_and_reported_from_their_files(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     plan = LoadPlan(url="http://x", model="m")
-    outcomes = [Outcome(n, n / 10, ended_s=n / 10 + 0.5, ttft_s=0.1, output_tokens=5) for n in range(30)]
+    outcomes = [RequestOutcome(n, n / 10, ended_s=n / 10 + 0.5, ttft_s=0.1, output_tokens=5) for n in range(30)]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in files:
         write_result(path, run_result(plan, [outcomes], (None, None), began=0.0))

@@ -9,24 +9,26 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.tools.load.compare import Row, compare, window_rates
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.results import run_result
 
 PLAN = LoadPlan(url="http://x", model="m")
 
 
-def a_round(rng: random.Random, ttft_s: float, count: int = 200, pace_s: float = 0.1) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+def a_round(rng: random.Random, ttft_s: float, count: int = 200, pace_s: float = 0.1) -> list[RequestOutcome]:
+    outcomes: list[RequestOutcome] = []
     for number in range(count):
         sent_s, wait_s = number * pace_s, ttft_s * rng.uniform(0.8, 1.2)
         outcomes.append(
-            Outcome(number, sent_s, ended_s=sent_s + wait_s + 0.1, ttft_s=wait_s, output_tokens=11, prompt_tokens=9)
+            RequestOutcome(
+                number, sent_s, ended_s=sent_s + wait_s + 0.1, ttft_s=wait_s, output_tokens=11, prompt_tokens=9
+            )
         )
     return outcomes
 
 
-def result(*rounds: list[Outcome], pair: str = "") -> dict[str, Any]:
+def result(*rounds: list[RequestOutcome], pair: str = "") -> dict[str, Any]:
     return run_result(PLAN, rounds, (1.0, None), began=0.0, pair=pair)
 
 
@@ -78,7 +80,7 @@ def test_rounds_are_put_one_after_the_other() -> None:
 
 
 def test_runs_without_answers_are_refused() -> None:
-    failed = result([Outcome(0, 0.0, error="timeout", ended_s=1.0)])
+    failed = result([RequestOutcome(0, 0.0, error="timeout", ended_s=1.0)])
     with pytest.raises(ConfigError, match="successful"):
         compare(failed, failed)
     with pytest.raises(ConfigError, match="load run"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.tools.load.jobs import Synthetic
+from common.tools.load.jobs import SyntheticPrompts
 
 
-def synthetic(**options: int) -> Synthetic:
-    return Synthetic(**{"prefixes": 3, "prefix_tokens": 32, "suffix_tokens": 16, "output_tokens": 4, "vocab_size": 1000, **options})  # fmt: skip
+def synthetic(**options: int) -> SyntheticPrompts:
+    return SyntheticPrompts(**{"prefixes": 3, "prefix_tokens": 32, "suffix_tokens": 16, "output_tokens": 4, "vocab_size": 1000, **options})  # fmt: skip
 
 
 def test_prompts_share_exactly_the_given_number_of_prefixes_and_nothing_else() -> None:
@@ -25,7 +25,7 @@ def test_a_job_depends_on_its_number_and_the_seed_only() -> None:
 
 
 def test_text_prompts_put_the_shared_part_into_the_system_message() -> None:
-    text = Synthetic(2, 10, 5, 4, 1000, text=True)
+    text = SyntheticPrompts(2, 10, 5, 4, 1000, text=True)
     jobs = [text.job(number) for number in range(20)]
     assert len({job.system for job in jobs}) == 2
     assert all(len(job.system.split()) == 10 and len(str(job.prompt).split()) == 5 for job in jobs)

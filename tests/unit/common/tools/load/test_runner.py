@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.load_events import USAGE, event, text_event
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan, Workload
-from common.tools.load.runner import Runner
+from common.tools.load.runner import LoadRunner
 from common.tools.load.stream import Target
 from common.tools.load.summary import summarise
 
@@ -62,11 +62,11 @@ def play(serve: Serve, scene: Callable[[str], Awaitable[None]]) -> int:
     return asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def run_plan(url: str, **options: Any) -> Awaitable[list[Outcome]]:
-    async def run() -> list[Outcome]:
+def run_plan(url: str, **options: Any) -> Awaitable[list[RequestOutcome]]:
+    async def run() -> list[RequestOutcome]:
         plan = LoadPlan(url=url, model="m", prefix_tokens=4, suffix_tokens=4, **options)
-        outcomes: list[Outcome] = []
-        await Runner(plan, Workload(plan), 0, outcomes.append).run(time.perf_counter())
+        outcomes: list[RequestOutcome] = []
+        await LoadRunner(plan, Workload(plan), 0, outcomes.append).run(time.perf_counter())
         return outcomes
 
     return run()
@@ -123,7 +123,7 @@ def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
 
 def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
     """Otherwise nothing would be sent, and Ctrl-C not be seen, until a generator that cannot keep up has built them all."""
-    answered: list[Outcome] = []
+    answered: list[RequestOutcome] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
         while True:
@@ -141,7 +141,7 @@ def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
                 yield job
 
         workload.jobs = watched  # type: ignore[method-assign]
-        await Runner(plan, workload, 0, answered.append).run(time.perf_counter())
+        await LoadRunner(plan, workload, 0, answered.append).run(time.perf_counter())
         assert len(answered) == 300
         assert seen[-1] > 0
 

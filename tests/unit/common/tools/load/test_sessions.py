@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 
-from common.tools.load.jobs import Synthetic
-from common.tools.load.sessions import Answer, Conversation, read_answer, session
+from common.tools.load.jobs import SyntheticPrompts
+from common.tools.load.sessions import Conversation, ReceivedAnswer, read_answer, session
 
-WORDS = Synthetic(2, 10, 5, 4, 1000, text=True)
+WORDS = SyntheticPrompts(2, 10, 5, 4, 1000, text=True)
 
 
 def test_every_turn_carries_the_messages_before_it() -> None:
     talk = Conversation(session(WORDS, 3, 3, 0.0, tools=False, at_s=None), seed=0)
     first = list(talk.fields()["messages"])
     assert [message["role"] for message in first] == ["system", "user"]
-    talk.take(Answer("one"))
+    talk.take(ReceivedAnswer("one"))
     second = list(talk.fields()["messages"])
     assert second[:2] == first
     assert [message["role"] for message in second[2:]] == ["assistant", "user"]
@@ -32,7 +32,7 @@ def test_an_agent_must_call_a_tool_until_its_last_turn() -> None:
         fields = talk.fields()
         choices.append(fields["tool_choice"])
         assert fields["tools"][0]["function"]["name"] == "look_up"
-        talk.take(Answer("", [call]))
+        talk.take(ReceivedAnswer("", [call]))
     assert choices == ["required", "required", "none"]
     assert [message["role"] for message in talk.messages[2:4]] == ["assistant", "tool"]
     assert talk.messages[3]["tool_call_id"] == "c1"

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from common.tools.load import show
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.summary import distribution, percentile, summarise
 
 
@@ -17,8 +17,8 @@ def test_percentiles_are_interpolated() -> None:
     assert distribution([]) is None
 
 
-def outcome(number: int, *, ttft: float = 0.1, tpot: float = 0.01, error: str = "", cached: int = 0) -> Outcome:
-    made = Outcome(number, sent_s=float(number), error=error, detail=f"{error} detail" if error else "")
+def outcome(number: int, *, ttft: float = 0.1, tpot: float = 0.01, error: str = "", cached: int = 0) -> RequestOutcome:
+    made = RequestOutcome(number, sent_s=float(number), error=error, detail=f"{error} detail" if error else "")
     made.ttft_s, made.output_tokens = ttft, 11
     made.ended_s = made.sent_s + ttft + 10 * tpot
     made.itl_s = [tpot] * 10

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from common.tools.admin.client import AdminUnreachable
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.sweep import SweepPlan, sweep
 
 BASE = LoadPlan(url="http://x", model="m", rate=1.0, duration_s=10.0, api_key="secret")
 
 
-def server(plan: LoadPlan) -> list[Outcome]:
+def server(plan: LoadPlan) -> list[RequestOutcome]:
     """Fast up to 20 requests/s, slow above."""
     ttft_s = 0.1 if plan.rate <= 20.0 else 5.0
-    return [Outcome(n, n / plan.rate, ended_s=n / plan.rate + ttft_s, ttft_s=ttft_s) for n in range(30)]
+    return [RequestOutcome(n, n / plan.rate, ended_s=n / plan.rate + ttft_s, ttft_s=ttft_s) for n in range(30)]
 
 
 def test_the_highest_rate_inside_the_objectives_is_found() -> None:
     seeds: list[int] = []
 
-    def measure(plan: LoadPlan) -> list[Outcome]:
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
         seeds.append(plan.seed)
         return server(plan)
 
@@ -40,7 +40,7 @@ def test_given_rates_are_measured_in_spite_of_a_miss() -> None:
 
 
 def test_an_interrupted_sweep_reports_what_it_has() -> None:
-    def measure(plan: LoadPlan) -> list[Outcome]:
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
         if plan.rate > 4:
             raise KeyboardInterrupt
         return server(plan)
@@ -58,16 +58,19 @@ def test_no_answer_meets_nothing() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_requests_that_failed_are_not_inside_the_objectives(share: float) -> None:
-    def measure(plan: LoadPlan) -> list[Outcome]:
-        return [Outcome(n, 0.0, error="timeout" if n < 20 * share else "", ended_s=1.0, ttft_s=0.1) for n in range(20)]
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
+        return [
+            RequestOutcome(n, 0.0, error="timeout" if n < 20 * share else "", ended_s=1.0, ttft_s=0.1)
+            for n in range(20)
+        ]
 
     assert sweep(SweepPlan(BASE, (1.0, None), 0.6, (1.0,)), measure)["best_rate"] == 0.0
 
 
 @pytest.mark.parametrize("rates", [(), (1.0, 4.0, 2.0)])
 def test_a_server_that_is_gone_ends_the_sweep_but_keeps_the_points(rates: tuple[float, ...]) -> None:
-    def measure(plan: LoadPlan) -> list[Outcome]:
-        return [Outcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
+        return [RequestOutcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
 
     def ask() -> None:
         raise AdminUnreachable("refused")
@@ -78,8 +81,8 @@ def test_a_server_that_is_gone_ends_the_sweep_but_keeps_the_points(rates: tuple[
 
 
 def test_connections_that_an_overloaded_server_breaks_are_missed_objectives() -> None:
-    def measure(plan: LoadPlan) -> list[Outcome]:
-        return [Outcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
+        return [RequestOutcome(0, 0.0, error="connection", ended_s=1.0)] if plan.rate > 3 else server(plan)
 
     result = sweep(SweepPlan(BASE, (1.0, None), 0.9), measure)
     assert 3 / 1.1 <= result["best_rate"] <= 3

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.tools.up.restarts import GiveUp, RestartAfter, RestartPolicy
+from common.tools.up.restarts import EndCluster, RestartAfter, RestartPolicy
 
 
 def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
-    assert RestartPolicy().died(1.0, 78) == GiveUp(78)
-    assert RestartPolicy().died(1.0, -9) == GiveUp(137)
-    assert RestartPolicy().died(1.0, 0) == GiveUp(1)
+    assert RestartPolicy().died(1.0, 78) == EndCluster(78)
+    assert RestartPolicy().died(1.0, -9) == EndCluster(137)
+    assert RestartPolicy().died(1.0, 0) == EndCluster(1)
 
 
 def test_child_that_was_ready_is_restarted_at_once() -> None:

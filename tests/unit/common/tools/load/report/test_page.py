@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.tools.load.outcome import Outcome
+from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.report.page import render
 from common.tools.load.results import run_result
@@ -17,10 +17,10 @@ from common.tools.load.sweep import SweepPlan, sweep
 PLAN = LoadPlan(url="http://x", model="<script>alert(1)</script>")
 
 
-def outcomes(rate: float = 10.0) -> list[Outcome]:
-    def one(number: int) -> Outcome:
+def outcomes(rate: float = 10.0) -> list[RequestOutcome]:
+    def one(number: int) -> RequestOutcome:
         sent_s, ttft_s = number / rate, 0.05 + 0.01 * (number % 7)
-        return Outcome(
+        return RequestOutcome(
             number,
             sent_s,
             ended_s=sent_s + ttft_s + 0.2,
