@@ -1,4 +1,4 @@
-"""What is known of endpoints whose messages are sealed (`common.security.sealing`) without the package `cryptography`: the
+"""What is known of endpoints whose messages are sealed without the packages that seal them (`common.security.sealing`): the
 server's key in its address, for those who may connect and for nobody else, and how much longer frames are.
 """
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 
-KEY_BYTES, NONCE_BYTES = 32, 12
-OVERHEAD_BYTES = 16 + NONCE_BYTES
+KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 16, 32
+OVERHEAD_BYTES = TAG_BYTES + NONCE_BYTES
 """What a sealed frame has beyond its content: a tag and a nonce."""
 _IN_ADDRESS = re.compile(r"\?key=[0-9a-f]+")
 

@@ -7,6 +7,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nacl.bindings import crypto_aead_aegis128l_decrypt
 
 from common.base.errors import ProtocolError
 from common.security.sealed_endpoints import NONCE_BYTES, OVERHEAD_BYTES, split_key, with_key, without_keys
@@ -122,3 +123,21 @@ def test_data_is_sealed_and_opened_in_place(size: int) -> None:
     client.seal_into(frame[:size], frame, context=b"header")
     server.open_into(frame, frame[:size], context=b"header")
     assert frame[:size] == data
+
+
+def test_frames_are_what_libsodium_calls_aegis_128l() -> None:
+    key, data = os.urandom(16), os.urandom(1001)
+    frame = bytearray(len(data) + OVERHEAD_BYTES)
+    Channel(key, bytes(16)).seal_into(data, frame, context=b"header")
+    sealed, nonce = bytes(frame[:-NONCE_BYTES]), bytes(frame[-NONCE_BYTES:])
+    assert crypto_aead_aegis128l_decrypt(sealed, b"header", nonce, key) == data
+
+
+def test_nothing_is_written_beyond_a_buffer_of_another_size() -> None:
+    client, server = ends()
+    frame = client.seal(bytes(100))
+    for size in (0, 99, 101):
+        with pytest.raises(ValueError, match="sealed into"):
+            client.seal_into(bytes(100), bytearray(size + OVERHEAD_BYTES))
+        with pytest.raises(ProtocolError):
+            server.open_into(frame, bytearray(size))
