@@ -45,12 +45,14 @@ class Incoming:
         spec = layout.spec
         check_first_blocks(transfer.first_blocks, self.blocks, [0] * spec.num_tables)
         self.deadline: float | None = None
-        """Time at which to give up unless there is progress; None before the first slice."""
+        """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a
+        pipeline: nothing comes there while the sender computes the layers of the other stages."""
         self.bytes_received = 0
         self.in_hand = 0
         self.layers: dict[int, float] = {}
         """Layer -> seconds from the opening to its latest slice, with a timeline."""
         self._opened_s = now
+        self._is_stage = layout.pp_size > 1
         self._groups = spec.groups
         self._unit_bytes = spec.unit_bytes
         self._parts = layout.rank_shard(rank).parts
@@ -90,7 +92,7 @@ class Incoming:
 
     def placed(self, claim: Claim, now: float) -> None:
         """`claim` is written; restart the deadline."""
-        self.deadline = now + self.transfer.timeout_s
+        self.deadline = None if self._is_stage else now + self.transfer.timeout_s
         self.in_hand -= claim.size_bytes
         self.bytes_received += claim.size_bytes
         if self.transfer.timeline:

@@ -79,7 +79,8 @@ class IncomingTransfer:
     first_blocks: list[int]
     timeout_s: float
     """Idle timeout. Progress is: a slice placed. The clock starts at the first one: the sender may have to compute a long
-    prefix before it that is not wanted here. Until then the sender's timeout and the owner's own deadline apply."""
+    prefix before it that is not wanted here. Until then the sender's timeout and the owner's own deadline apply, and on a
+    stage of a pipeline always: the sender computes the other stages' layers before each further slice."""
     timeline: bool = False
     """Report when each layer had arrived."""
 

@@ -394,3 +394,35 @@ def test_receiver_has_no_deadline_before_its_first_slice() -> None:
     assert receiver.next_deadline() == now + 5.0
     receiver.expire(now + 6.0)
     assert [type(event) for event in receiver.take_events()] == [ReceiveFailed]
+
+
+def test_stage_of_a_pipeline_has_no_deadline() -> None:
+    """It gets nothing while the sender computes the layers of the other stages, each within the timeout."""
+    spec = KVSpec.uniform(6, 1, 8, "float32", block_size=4)
+    src, dst = KVLayout("m", spec), KVLayout("m", spec, pp_layers=(2, 4))
+    sender, receivers = SendingTransfers(src, 0, NUM_BLOCKS), [ReceivingTransfers(dst, r, NUM_BLOCKS) for r in range(2)]
+    key, ids, hashes = AttemptKey("r", 1), [0, 1], [bytes([i]).ljust(HASH_BYTES) for i in range(2)]
+    for receiver in receivers:
+        receiver.open(IncomingTransfer(key, PeerRef("p", "s1", "", []), src, [ids], hashes, [0], timeout_s=5.0), 0.0)
+    sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, 8, timeout_s=5.0))
+    sender.grant(Grant(key, PeerRef("d", "d1", "", ["a", "b"]), dst, [0], [pack_ids(ids)]), 0.0)
+
+    now = 0.0
+    for blocks in (1, 2):
+        for layer in range(6):
+            now += 4.0
+            for end in (sender, *receivers):
+                end.expire(now)
+                assert end.take_events() == [], f"given up while layer {layer} is computed"
+            sender.blocks_final(key, layer, blocks, now)
+            stage = int(layer >= 2)
+            batch = sender.take(key, stage, max_bytes=2**20, now=now)
+            assert batch is not None
+            header = sender.state_of(batch).header(batch, "d1", 1)
+            sender.handed(batch, now)
+            receivers[stage].placed(receivers[stage].accept(header, batch.size_bytes), now)
+            sender.acknowledged(batch, now)
+            if (layer, blocks) == (1, 2):
+                assert [type(event) for event in receivers[0].take_events()] == [Received, DestinationReleased]
+    assert [type(event) for event in receivers[1].take_events()] == [Received, DestinationReleased]
+    assert [event.error for event in sender.take_events()] == [None]
