@@ -100,6 +100,11 @@ class Incoming:
                 layers = self._groups[piece.group].layers[piece.layer_lo : piece.layer_hi]
                 self.layers.update(dict.fromkeys(layers, now - self._opened_s))
 
+    def moved_up(self, now: float) -> None:
+        """A slice from the same node is written: this attempt may wait behind that one."""
+        if self.deadline is not None:
+            self.deadline = now + self.transfer.timeout_s
+
     def _cover(self, piece: KVSlice) -> None:
         part = self._parts[piece.group] if piece.group < len(self._parts) else None
         first = self._first[piece.group] if part is not None else 0

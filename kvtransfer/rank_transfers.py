@@ -118,6 +118,12 @@ class SendingTransfers:
             state.acknowledged(now)
             self._release_if_done(state)
 
+    def moved_up(self, key: AttemptKey, now: float) -> None:
+        """The receiver has taken a message of another attempt that went before. Ignored if not live."""
+        state = self._open_state(key)
+        if state is not None:
+            state.progress(now)
+
     def refused(self, batch: Batch, error: Exception) -> None:
         """The receiver refused `batch`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
@@ -230,6 +236,9 @@ class ReceivingTransfers:
         """`claim` was written, or writing it was given up."""
         state = self._find(claim.key)
         state.placed(claim, now)
+        for other in self._live.values():
+            if other.transfer.src.incarnation == state.transfer.src.incarnation:
+                other.moved_up(now)
         if claim.key in self._aborted and not state.in_hand:
             del self._aborted[claim.key]
             self._events.append(DestinationReleased(claim.key))

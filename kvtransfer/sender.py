@@ -183,8 +183,10 @@ class Sender:
                 peer.waiting[key] = None
 
     def _take_acks(self, address: str, peer: Peer, ready: Ready, now: float) -> None:
+        latest = -1
         try:
             for ack, batch in peer.acks(ready, now):
+                latest = ack.sequence
                 if ack.code:
                     error = from_code(ack.code, ack.message)
                     log.info("%s refused a message of %s: %s", without_keys(address), batch.key, error)
@@ -196,6 +198,9 @@ class Sender:
                     self._transfers.acknowledged(batch, now)
         except PeerLost as error:
             self._table.fail(address, peer, error.message)
+        if latest >= 0:
+            for key in peer.behind(latest):
+                self._transfers.moved_up(key, now)
 
     def _send_next(self, peer: Peer) -> None:
         """Send one message of the first transfer that has a batch ready."""

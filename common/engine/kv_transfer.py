@@ -61,8 +61,9 @@ class OutgoingTransfer:
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
-    """Idle timeout. Progress is: a batch handed to the wire or acknowledged, or more blocks final. The clock starts at
-    the grant; until then the owner's own deadline applies."""
+    """Idle timeout. Progress is: a batch handed to the wire or acknowledged, more blocks final, or an acknowledgement of
+    another transfer behind which this one waits. The clock starts at the grant; until then the owner's own deadline
+    applies."""
     final_blocks: int = 0
     """Leading blocks that are final in every layer from the start: those of the prefix cache."""
 
@@ -78,9 +79,10 @@ class IncomingTransfer:
     block_hashes: list[bytes]
     first_blocks: list[int]
     timeout_s: float
-    """Idle timeout. Progress is: a slice placed. The clock starts at the first one: the sender may have to compute a long
-    prefix before it that is not wanted here. Until then the sender's timeout and the owner's own deadline apply, and on a
-    stage of a pipeline always: the sender computes the other stages' layers before each further slice."""
+    """Idle timeout. Progress is: a slice placed, of this transfer or of another one from the same node, behind which it may
+    wait. The clock starts at the first one of its own: the sender may have to compute a long prefix before it that is not
+    wanted here. Until then the sender's timeout and the owner's own deadline apply, and on a stage of a pipeline always:
+    the sender computes the other stages' layers before each further slice."""
     timeline: bool = False
     """Report when each layer had arrived."""
 

@@ -154,6 +154,10 @@ class Peer(ABC):
                 self.proven = True
                 yield ack, batch
 
+    def behind(self, sequence: int) -> set[AttemptKey]:
+        """The attempts that wait to send, or for the acks of messages that were sent after number `sequence`."""
+        return {*self.waiting, *(batch.key for number, (_, batch) in self._in_flight.items() if number > sequence)}
+
     def take_back(self, sequence: int) -> Batch:
         """End a loan: the receiver will discard whatever it still reads of it, even if it hangs now."""
         return self.lent.pop(sequence)

@@ -31,7 +31,7 @@ from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from kvtransfer.incoming import Claim
 from kvtransfer.outgoing import Batch
 from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
-from kvtransfer.wire import SliceHeader
+from kvtransfer.wire import KVSlice, SliceHeader
 
 NUM_BLOCKS = 64
 SPECS = {
@@ -394,6 +394,34 @@ def test_receiver_has_no_deadline_before_its_first_slice() -> None:
     assert receiver.next_deadline() == now + 5.0
     receiver.expire(now + 6.0)
     assert [type(event) for event in receiver.take_events()] == [ReceiveFailed]
+
+
+def test_attempt_that_waits_behind_another_one_of_the_same_node_has_no_deadline_while_that_one_moves() -> None:
+    kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
+    receiver, ids, hashes = (
+        ReceivingTransfers(kv, 0, NUM_BLOCKS),
+        [0, 1, 2],
+        [bytes([i]).ljust(HASH_BYTES) for i in range(3)],
+    )
+    keys = {name: AttemptKey(name, 1) for name in ("waits", "moves", "other node")}
+    for name, key in keys.items():
+        src = PeerRef("p", "s2" if name == "other node" else "s1", "", [])
+        receiver.open(IncomingTransfer(key, src, kv, [ids], hashes, [0], timeout_s=5.0), 0.0)
+
+    def place(name: str, block: int, now: float) -> None:
+        receiver.expire(now)
+        moved, src = KVSlice(0, 0, 1, 0, 1, block, block + 1), "s2" if name == "other node" else "s1"
+        header = SliceHeader(keys[name], src, "d", 0, 0, block, [moved], block, hashes[block])
+        receiver.placed(receiver.accept(header, moved.size_bytes(kv.spec.unit_bytes)), now)
+
+    place("waits", 0, 0.0)
+    place("other node", 0, 0.0)
+    place("moves", 0, 4.0)
+    place("moves", 1, 8.0)
+    place("waits", 1, 12.0)
+    assert [(event.key, type(event)) for event in receiver.take_events()] == [(keys["other node"], ReceiveFailed)]
+    receiver.expire(18.0)
+    assert {event.key for event in receiver.take_events()} == {keys["waits"], keys["moves"]}
 
 
 def test_stage_of_a_pipeline_has_no_deadline() -> None:

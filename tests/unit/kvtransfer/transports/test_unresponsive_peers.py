@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -60,3 +61,25 @@ def test_connection_that_breaks_with_the_last_slices_in_flight_fails_the_transfe
     assert fake.next() is not None
     fake.drop()
     assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
+def test_transfer_that_waits_behind_another_one_has_no_deadline_while_that_one_moves() -> None:
+    clock = MockClock()
+    with transports.clusters(transports.zmq) as make, closing(FakeZmqReceiver()) as fake:
+        cluster = make(clock=clock)
+        sent = [cluster.transfer(name, tokens=tokens, timeout_s=8.0) for name, tokens in (("long", 120), ("short", 30))]
+        for transfer in sent:
+            transfer.compute()
+            transfer.open_senders()
+            transfer.grant(fake.peer)
+            transfer.final()
+        recorder, order = cluster.senders[0].recorder, []
+        while not all(recorder.of(transfer.key, SourceReleased) for transfer in sent):
+            message = fake.next(timeout_s=0.5)
+            if message is not None:
+                identity, header, _ = message
+                order.append(header.key.request_id)
+                clock.advance(1.0)
+                fake.ack(identity, header)
+        assert [recorder.wait(transfer.key, SourceReleased).error for transfer in sent] == [None, None]
+        assert order.index("short") > 8
