@@ -55,7 +55,7 @@ def _nucleus(scaled: Row, top_p: float, cut: float) -> NDArray[np.int64]:
             return ids[_leading(weights, needed)]
     parts = np.minimum(scaled * -_PARTS_OF_ONE, 255.0).astype(np.uint8)
     held = np.bincount(parts, everything, 256).cumsum()
-    edge = min(int(np.searchsorted(held, needed)), 255)
+    edge = int(np.searchsorted(held, min(needed, float(held[-1]))))  # two sums of one row may differ in their last bits
     before = float(held[edge - 1]) if edge else 0.0
     of_edge = np.flatnonzero(parts == edge)
     order = np.argsort(-scaled[of_edge], kind="stable")

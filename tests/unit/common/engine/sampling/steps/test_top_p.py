@@ -25,3 +25,8 @@ def test_the_nucleus_is_the_leading_part_of_all_sorted(spread: float, top_p: flo
     least, most = (set(order[scaled[order] >= scaled[order[min(end, VOCAB - 1)]]].tolist()) for end in ends)
     assert least <= set(found.tolist()) <= most
     assert len(set(found.tolist())) == found.size
+
+
+def test_a_top_p_just_below_1_leaves_a_nucleus_where_two_sums_differ_in_the_last_bit() -> None:
+    values = np.random.default_rng(1761).normal(0, 2.9, 5000).astype(np.float32)
+    assert _nucleus(values - values.max(), math.nextafter(1.0, 0.0), -math.inf).size == 5000
