@@ -107,17 +107,24 @@ class GrammarState:
         mask = bytearray(self._matcher.compute_bitmask())
         self._check()
         self._spend(started_s)
-        for token_id in self._eos_ids:
-            _set(mask, token_id, allowed=False)
+        mask = _without(mask, self._eos_ids)
+        if self._is_short:  # of the client's stop tokens, some may be text that the grammar allows
+            longer = _without(mask, self._sampling.stop_token_ids)
+            mask = mask if _is_empty(longer) else longer
         if self._matcher.is_accepting():
-            for token_id in self._ends(alone=bytes(mask) == bytes(len(mask))):
+            for token_id in self._ends(alone=_is_empty(mask)):
                 _set(mask, token_id, allowed=True)
         self._mask = bytes(mask)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the answer has fewer than `min_tokens` tokens after the forced ones."""
+        return self._taken + len(self.forced) < self._sampling.min_tokens
 
     def _ends(self, *, alone: bool) -> list[int]:
         """The tokens that may end the answer here. alone: no other token is allowed, so that the grammar goes before
         `min_tokens` and `ignore_eos`."""
-        if not alone and self._taken + len(self.forced) < self._sampling.min_tokens:
+        if not alone and self._is_short:
             return []
         ends = self._sampling.stop_token_ids
         return self._eos_ids if alone and not ends else ends
@@ -137,6 +144,17 @@ class GrammarState:
             _set(only, token_id, allowed=True)
             return bytes(only)
         return self._mask
+
+
+def _is_empty(mask: bytearray) -> bool:
+    return not mask.strip(b"\0")
+
+
+def _without(mask: bytearray, token_ids: list[int]) -> bytearray:
+    mask = bytearray(mask)
+    for token_id in token_ids:
+        _set(mask, token_id, allowed=False)
+    return mask
 
 
 def _set(mask: bytearray, token_id: int, *, allowed: bool) -> None:

@@ -94,6 +94,13 @@ def test_before_min_tokens_and_with_ignore_eos_the_answer_goes_on_where_it_can()
     assert EOS not in masks_of(state_of(digits, stop=()), [ord("1")])
 
 
+def test_a_stop_token_that_is_text_of_the_grammar_waits_for_min_tokens_unless_nothing_else_is_allowed() -> None:
+    stop, letters = (EOS, ord("x")), Grammar("start: /[xyz]+/")
+    assert masks_of(state_of(letters, stop, min_tokens=2), [ord("y")]) == set(b"yz")
+    assert masks_of(state_of(letters, stop, min_tokens=2), [*b"yy"]) == {EOS, *b"xyz"}
+    assert masks_of(state_of(Grammar("start: /x+/"), stop, min_tokens=2), []) == {ord("x")}
+
+
 def test_a_grammar_that_is_complete_ends_the_answer_before_min_tokens_and_with_ignore_eos() -> None:
     for stop in ((), (EOS,)):
         state = state_of(Grammar('start: "ab"'), stop=stop, min_tokens=50)
