@@ -141,9 +141,9 @@ class Sequence:
     def seen_tokens(self, num_drafts: int = 0) -> SeenTokens | None:
         """The tokens that its penalties count: all that are known, and the first `num_drafts` of `draft_ids`.
 
-        None if it has no penalties.
+        None if it has no penalties, or its grammar leaves one token. Each draft costs a pass over all distinct tokens.
         """
-        if not counts_tokens(self.sampling):
+        if not counts_tokens(self.sampling) or (self.grammar is not None and num_drafts < len(self.grammar.forced)):
             return None
         if self._counter is None:
             self._counter = TokenCounter(self.token_ids[: self.prompt_len], self.sampling)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from support.grammars import EOS, fake_tokenizer
 
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
-from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
+from common.engine.grammar.compile import compile_grammar
 from common.engine.seen_tokens import TokenCounter, with_token
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec, StepInput
@@ -56,3 +58,15 @@ def test_one_more_token_counts_as_if_the_counter_had_seen_it() -> None:
         expected = with_token(counter.seen(), token_id)
         counter.add([token_id])
         assert counter.seen() == expected
+
+
+def test_draws_of_which_a_grammar_leaves_one_token_do_not_count_tokens() -> None:
+    grammar = Grammar('start: "abcabc" /[xy]/')
+    seq = sequence([5, 6], [], repetition_penalty=1.1, grammar=grammar)
+    seq.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
+    seq.draft_forced_tokens(limit=10, max_model_len=100)
+    assert seq.draft_ids == [*b"abcabc"]
+    assert [seq.seen_tokens(num_drafts) for num_drafts in range(6)] == [None] * 6
+    counter = TokenCounter([5, 6], seq.sampling)
+    counter.add([*b"abcabc"])
+    assert seq.seen_tokens(6) == counter.seen()
