@@ -93,7 +93,7 @@ def _checked(schema: Schema) -> str:
             found = cast("Schema", node)
             _check_keywords(found)
             if "anyOf" not in found and _are_told_apart(found.get("oneOf"), schema):
-                found["anyOf"] = found.pop("oneOf")
+                _admit_any_branch(found, schema)
             stack += [(each, depth + 1) for each in _subschemas(found)]
     return json.dumps(schema, ensure_ascii=False)
 
@@ -116,6 +116,18 @@ def _are_told_apart(branches: Any, root: Schema) -> bool:
         for name, found in seen.items():
             found.add(constants[name])
     return seen is not None
+
+
+def _admit_any_branch(schema: Schema, root: Schema) -> None:
+    """Make `anyOf` of a `oneOf` whose branches are told apart. What is no object is in every branch that does not name its type,
+    and so in more than one: only objects are left then."""
+    branches = [_referred(branch, root) for branch in schema["oneOf"]]
+    kinds = schema.get("type", "object")
+    if len(branches) > 1 and any(branch.get("type") != "object" for branch in branches):
+        if "object" not in (cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]):
+            return
+        schema["type"] = "object"
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _constants(schema: Schema) -> dict[str, str]:

@@ -120,6 +120,18 @@ def test_branches_that_a_constant_tells_apart_may_be_exclusive(tokenizer: LLToke
         compile_grammar(tokenizer, json_schema_grammar(schema))
 
 
+def test_only_objects_are_in_one_of_several_branches_that_do_not_name_their_type(tokenizer: LLTokenizer) -> None:
+    cat, dog = ({"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog"))
+    nullable = [{**each, "type": ["object", "null"]} for each in (cat, dog)]
+    for schema in ({"oneOf": [cat, dog]}, {"oneOf": nullable}, {"oneOf": [cat, dog], "type": ["object", "null"]}):
+        source = json_schema_grammar(schema)
+        assert accepts(tokenizer, source, '{"kind": "dog"}')
+        assert not any(accepts(tokenizer, source, text) for text in ("null", "5", '{"kind": "cow"}'))
+    assert accepts(tokenizer, json_schema_grammar({"oneOf": [cat]}), "5")
+    with pytest.raises(BadRequest, match="oneOf"):
+        compile_grammar(tokenizer, json_schema_grammar({"oneOf": [cat, dog], "type": "null"}))
+
+
 def test_branches_that_refer_to_one_large_object_take_no_time() -> None:
     names = [f"p{number}" for number in range(600)]
     large = {"type": "object", "properties": {name: {"const": "x"} for name in names}, "required": names}
