@@ -20,7 +20,7 @@ from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OnR
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
+from kvtransfer.copy.device import CLOSING_S, DeferredCommands, RelayDevice, StreamMark
 from kvtransfer.copy.host import make_copier
 from kvtransfer.incoming import Claim
 from kvtransfer.iothread import IOThread
@@ -60,7 +60,7 @@ class Receiver:
         """Messages that the device is copying into the destination blocks."""
         self._unanswered: dict[int, tuple[Listener, Arrival, wire.SliceHeader]] = {}
         """Messages taken and not acknowledged yet, by the identity of their arrival."""
-        self._blocks_free: dict[AttemptKey, Mark] = {}
+        self._blocks_free: dict[AttemptKey, StreamMark] = {}
         """Marks after which the device no longer uses the destination blocks for earlier work."""
         self._address = format_offers(listener.offer for listener in listeners)
         self._clock = clock
@@ -134,7 +134,7 @@ class Receiver:
         self._transfers.expire(self._clock())
         self._report()
 
-    def _open(self, transfer: IncomingTransfer, mark: Mark | None) -> None:
+    def _open(self, transfer: IncomingTransfer, mark: StreamMark | None) -> None:
         self._transfers.open(transfer, self._clock())
         if mark is not None:
             self._blocks_free[transfer.key] = mark
@@ -175,7 +175,7 @@ class Receiver:
         code, message = ("", "") if error is None else (error.code, error.message[:1024])
         listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence, code, message))
 
-    def _write(self, claim: Claim, arrival: Arrival) -> Mark | None:
+    def _write(self, claim: Claim, arrival: Arrival) -> StreamMark | None:
         """Start to place a message; None if it is placed already. Raises: CorruptSlice."""
         before = self._blocks_free.get(claim.key)
         if self._device is not None and before is not None and not before.done():

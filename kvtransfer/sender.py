@@ -20,7 +20,7 @@ from common.engine.kv_transfer import OnSenderEvent, OutgoingTransfer, SenderEve
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.security.sealed_endpoints import without_keys
-from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
+from kvtransfer.copy.device import CLOSING_S, DeferredCommands, RelayDevice, StreamMark
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
 from kvtransfer.outgoing import Batch
@@ -156,7 +156,7 @@ class Sender:
                 self._send_next(peer)
         self._report()
 
-    def _open_after(self, mark: Mark, transfer: OutgoingTransfer, final_blocks: int) -> None:
+    def _open_after(self, mark: StreamMark, transfer: OutgoingTransfer, final_blocks: int) -> None:
         self._transfers.open(transfer)
         if final_blocks:
             for layer in range(self._num_layers):

@@ -77,7 +77,7 @@ class LayerDescription:
 
 
 @dataclass(frozen=True)
-class LearnedPositions:
+class PositionsDescription:
     """A matrix [rows, hidden]; row (position + offset) is added to a token's embedding."""
 
     rows: int
@@ -91,7 +91,7 @@ class EndsDescription:
     embedding_multiplier: float = 1.0
     is_multiplier_rounded: bool = False
     """Whether `embedding_multiplier` is rounded to the weights' dtype."""
-    positions: LearnedPositions | None = None
+    positions: PositionsDescription | None = None
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """c in c * tanh(logit / c)."""

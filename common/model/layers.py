@@ -14,8 +14,7 @@ from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
-from common.model.description import AttentionDescription
-from common.model.description import LearnedPositions as PositionsDescription
+from common.model.description import AttentionDescription, PositionsDescription
 from common.model.norms import make_qk_norm
 from common.model.sharding import vocab_range
 

@@ -15,7 +15,7 @@ import torch
 
 from common.kv.cuda_pages import GpuMemory, cuda_library
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import POLL_S, Mark, Runs
+from kvtransfer.copy.device import POLL_S, CopyRuns, StreamMark
 from kvtransfer.copy.host import as_tensor
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class EventMark:
         self.event.record(stream)
 
     def done(self) -> bool:
-        """As `Mark.done`."""
+        """As `StreamMark.done`."""
         return self.event.query()
 
 
@@ -58,12 +58,12 @@ class CudaDevice:
         """As `RelayDevice.mark`."""
         return EventMark(torch.cuda.current_stream(self._device))
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamMark) -> None:
         """As `RelayDevice.follow`: the GPU waits, not the caller."""
         assert isinstance(mark, EventMark)
         self._stream.wait_event(mark.event)
 
-    def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+    def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
         """As `RelayDevice.copy`. Raises: RuntimeError or OSError if the GPU failed."""
         if self._library is None:
             with torch.cuda.stream(self._stream):
@@ -125,7 +125,7 @@ class CudaDevice:
     def _on_gpu(self, base: Any) -> bool:
         return isinstance(base, GpuMemory) or as_tensor(base).is_cuda
 
-    def _ids(self, runs: Runs) -> torch.Tensor | None:
+    def _ids(self, runs: CopyRuns) -> torch.Tensor | None:
         if runs.ids is None:
             return None
         with torch.cuda.stream(self._stream):
@@ -134,16 +134,16 @@ class CudaDevice:
             return pinned.to(self._device, non_blocking=True)
 
 
-def _side(runs: Runs, ids: torch.Tensor | None) -> tuple[int, int, int, int]:
+def _side(runs: CopyRuns, ids: torch.Tensor | None) -> tuple[int, int, int, int]:
     base = runs.base
     address = base.address if isinstance(base, GpuMemory) else as_tensor(base).data_ptr()
     return address + runs.offset, runs.plane_bytes, runs.block_bytes, 0 if ids is None else ids.data_ptr()
 
 
-def copy_by_index(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+def copy_by_index(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
     """As `RelayDevice.copy`, on PyTorch's current stream and with its operators alone; for tensors on any device."""
 
-    def view(runs: Runs) -> torch.Tensor:
+    def view(runs: CopyRuns) -> torch.Tensor:
         count = blocks if runs.ids is None else int(runs.ids.max()) + 1
         strides = (runs.plane_bytes, runs.block_bytes, 1)
         return as_tensor(runs.base).as_strided((planes, count, run_bytes), strides, runs.offset)

@@ -1,6 +1,6 @@
 """The interface between a relay and the device that holds a rank's KV, and where KV lies on it. Pure.
 
-A call only starts work on a device; `Mark`s tell when it has ended. The engine's thread marks the compute stream, copies
+A call only starts work on a device; `StreamMark`s tell when it has ended. The engine's thread marks the compute stream, copies
 run on a stream of their own, and I/O threads poll marks without ever waiting for one.
 `kvtransfer.copy.cuda` implements it for GPUs; tests have their own implementation.
 """
@@ -27,7 +27,7 @@ CLOSING_S = 5.0
 """A closed end waits at most this long for its copies: the process is about to exit, and the device may hang."""
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in a stream of work."""
 
     def done(self) -> bool:
@@ -39,7 +39,7 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True)
-class Runs:
+class CopyRuns:
     """One side of a copy. Run (p, i) begins at `base[offset + p * plane_bytes + ids[i] * block_bytes]`."""
 
     base: Any
@@ -59,19 +59,19 @@ class RelayDevice(Protocol):
         """Identifies the GPU; the same in every process of this host."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """A mark after everything that the calling thread has started on the compute stream so far. Takes microseconds."""
         ...
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamMark) -> None:
         """Run copies that are started from now on after `mark`."""
         ...
 
-    def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+    def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
         """Start copying `planes` x `blocks` runs of `run_bytes` each. Copies run in the order of their start."""
         ...
 
-    def fence(self) -> Mark:
+    def fence(self) -> StreamMark:
         """A mark after all copies started so far."""
         ...
 
@@ -135,9 +135,9 @@ class RankMemory:
         ):
             raise CorruptSlice(f"{piece} is not in this memory ({group})")
 
-    def runs(self, strip: Strip, piece: KVSlice, ids: np.ndarray) -> Runs:
+    def runs(self, strip: Strip, piece: KVSlice, ids: np.ndarray) -> CopyRuns:
         """Where `piece`, which `check` accepts, lies in the blocks `ids`."""
-        return Runs(self.base, *self.groups[piece.group].place(strip, piece.part), ids)
+        return CopyRuns(self.base, *self.groups[piece.group].place(strip, piece.part), ids)
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class DeferredCommands:
     """Commands that each wait for a mark. The marks belong to one stream, so they complete in order."""
 
     def __init__(self) -> None:
-        self._commands: deque[tuple[Mark, Command]] = deque()
+        self._commands: deque[tuple[StreamMark, Command]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._commands)
 
-    def add(self, mark: Mark, command: Command) -> None:
+    def add(self, mark: StreamMark, command: Command) -> None:
         """Run `command` once `mark` is done."""
         self._commands.append((mark, command))
 

@@ -1,6 +1,6 @@
 """Gathering and scattering KV on a device: both copy runs between a rank's blocks and a buffer.
 
-Runs on I/O threads, which only start copies; a `Mark` tells when one has ended. KV that another process lends is
+Runs on I/O threads, which only start copies; a `StreamMark` tells when one has ended. KV that another process lends is
 copied from its blocks directly into ours.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from common.kv.memory_layout import GroupMemory, strips_of
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import LentBlocks, Mark, RankMemory, RelayDevice, Runs
+from kvtransfer.copy.device import CopyRuns, LentBlocks, RankMemory, RelayDevice, StreamMark
 from kvtransfer.wire import KVSlice
 
 
@@ -31,7 +31,7 @@ class DeviceCopier:
         self._memory = RankMemory(device.as_bytes(storage), storage.memories)
         self._bounces: list[np.ndarray] = []
 
-    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> Mark:
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> StreamMark:
         """As `Copier.gather_all`; `out` is filled when the mark is done."""
         size_bytes = self._size(pieces)
         if self._device.reaches(out):
@@ -46,7 +46,7 @@ class DeviceCopier:
 
         return _Then(self._device.fence(), finish)
 
-    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> Mark:
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> StreamMark:
         """As `Copier.scatter_all`; `payload` may be reused when the mark is done.
 
         Raises: CorruptSlice if lent blocks are not where the message says they are; nothing is written then.
@@ -83,12 +83,12 @@ class DeviceCopier:
             own, part = blocks[self._table_of(piece), piece.block_lo : piece.block_hi], piece.part
             packed = GroupMemory(part, piece.num_blocks, self._unit_bytes[piece.group], at)
             for strip in self._strips[piece.group]:
-                inside, cache = Runs(buffer, *packed.place(strip, part)), self._memory.runs(strip, piece, own)
+                inside, cache = CopyRuns(buffer, *packed.place(strip, part)), self._memory.runs(strip, piece, own)
                 dst, src = (inside, cache) if into_buffer else (cache, inside)
                 self._copy(dst, src, piece, strip.planes_per_layer, strip.head_bytes)
             at += packed.size_bytes
 
-    def _copy(self, dst: Runs, src: Runs, piece: KVSlice, planes_per_layer: int, head_bytes: int) -> None:
+    def _copy(self, dst: CopyRuns, src: CopyRuns, piece: KVSlice, planes_per_layer: int, head_bytes: int) -> None:
         """All wanted heads of one block of one plane are neighbours, in the cache and in a payload: one run."""
         planes = planes_per_layer * (piece.layer_hi - piece.layer_lo)
         self._device.copy(dst, src, planes, piece.num_blocks, (piece.head_hi - piece.head_lo) * head_bytes)
@@ -113,7 +113,7 @@ class DeviceCopier:
 class _Then:
     """Done when `mark` is done and `finish` has run, once, on the thread that polls."""
 
-    mark: Mark
+    mark: StreamMark
     finish: Callable[[], None] | None
 
     def done(self) -> bool:

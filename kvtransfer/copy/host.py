@@ -18,7 +18,7 @@ from common.base.errors import ConfigError
 from common.kernels.native.library import NativeLibrary, find_native
 from common.kv.memory_layout import Strip, strips_of
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import Mark, RelayDevice
+from kvtransfer.copy.device import RelayDevice, StreamMark
 from kvtransfer.copy.device_copy import DeviceCopier
 from kvtransfer.wire import KVSlice
 
@@ -26,14 +26,14 @@ from kvtransfer.wire import KVSlice
 class Copier(Protocol):
     """Copies slices of one rank's storage into and out of a connection's buffers, [bytes] of uint8."""
 
-    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> Mark | None:
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> StreamMark | None:
         """Gather `pieces` one after the other into `out`, which has at least their size.
 
         If this returns None, `out` is filled; otherwise it is once the mark is done, and until then the blocks are read.
         """
         ...
 
-    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> Mark | None:
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> StreamMark | None:
         """Scatter `pieces`, which lie one after the other in `payload`.
 
         If this returns None, `payload` may be reused; otherwise it may be once the mark is done, and until then the

@@ -23,7 +23,7 @@ from common.kv.cuda_pages import cuda_library
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from kvtransfer.copy.cuda import CudaDevice, copy_by_index
-from kvtransfer.copy.device import Runs
+from kvtransfer.copy.device import CopyRuns
 from kvtransfer.copy.device_copy import DeviceCopier
 from kvtransfer.wire import KVSlice
 
@@ -33,9 +33,9 @@ LONG = 1_000_000_000
 """Clock cycles that a GPU sleeps: about half a second."""
 
 
-def second_halves(base: torch.Tensor, blocks: int, run_bytes: int, ids: np.ndarray) -> Runs:
+def second_halves(base: torch.Tensor, blocks: int, run_bytes: int, ids: np.ndarray) -> CopyRuns:
     """Runs that are no neighbours: the second half of every block."""
-    return Runs(base, run_bytes, 2 * blocks * run_bytes, 2 * run_bytes, ids)
+    return CopyRuns(base, run_bytes, 2 * blocks * run_bytes, 2 * run_bytes, ids)
 
 
 @pytest.mark.parametrize("run_bytes", [1, 12, 16, 4096, 16384, 16400, 40000])

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import Mark, Runs
+from kvtransfer.copy.device import CopyRuns, StreamMark
 
-CopyRuns = Callable[[Runs, Runs, int, int, int], None]
+CopyRuns = Callable[[CopyRuns, CopyRuns, int, int, int], None]
 
 
-def copy_runs(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+def copy_runs(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
     """Does what the copy kernel does, run by run."""
     for plane in range(planes):
         for block in range(blocks):
@@ -35,7 +35,9 @@ def copy_runs(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) ->
 class LateMark:
     """Done at the `polls`-th poll, and not before `others`."""
 
-    def __init__(self, polls: int, then: Callable[[], None] = lambda: None, others: tuple[Mark, ...] = ()) -> None:
+    def __init__(
+        self, polls: int, then: Callable[[], None] = lambda: None, others: tuple[StreamMark, ...] = ()
+    ) -> None:
         self.polls = polls
         self.then = then
         self.others = others
@@ -68,7 +70,7 @@ class HostDevice:
         storage.use(torch.from_numpy(self._memory))
         self._buffers: list[np.ndarray] = []
         self._started: list[Callable[[], None]] = []
-        self._followed: tuple[Mark, ...] = ()
+        self._followed: tuple[StreamMark, ...] = ()
         self._fences: list[LateMark] = []
         self._copy_runs = copy_runs
         self.copies = 0
@@ -79,10 +81,10 @@ class HostDevice:
     def mark(self) -> LateMark:
         return LateMark(2)
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamMark) -> None:
         self._followed += (mark,)
 
-    def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+    def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
         self.copies += 1
         self._started.append(lambda: self._copy_runs(dst, src, planes, blocks, run_bytes))
 

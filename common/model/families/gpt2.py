@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.model.config_file import ConfigFile
-from common.model.description import EndsDescription, LayerDescription, LearnedPositions, NormDescription, WeightNames
+from common.model.description import (
+    EndsDescription,
+    LayerDescription,
+    NormDescription,
+    PositionsDescription,
+    WeightNames,
+)
 from common.model.families.base import Family, read_attention, read_mlp, repeated
 
 _MAX_POSITION = 1024
@@ -49,7 +55,7 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
 
 
 def _describe_ends(config: ConfigFile) -> EndsDescription:
-    return EndsDescription(positions=LearnedPositions(config.integer("max_position_embeddings", _MAX_POSITION)))
+    return EndsDescription(positions=PositionsDescription(config.integer("max_position_embeddings", _MAX_POSITION)))
 
 
 GPT2 = Family(

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from common.model.config_file import ConfigFile
-from common.model.description import EndsDescription, LayerDescription, LearnedPositions, NormDescription, WeightNames
+from common.model.description import (
+    EndsDescription,
+    LayerDescription,
+    NormDescription,
+    PositionsDescription,
+    WeightNames,
+)
 from common.model.families.base import Family, read_attention, read_mlp, repeated
 
 _MAX_POSITION = 2048
@@ -39,7 +45,7 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
 
 def _describe_ends(config: ConfigFile) -> EndsDescription:
     rows = config.integer("max_position_embeddings", _MAX_POSITION) + _FIRST_ROW
-    return EndsDescription(positions=LearnedPositions(rows, _FIRST_ROW))
+    return EndsDescription(positions=PositionsDescription(rows, _FIRST_ROW))
 
 
 OPT = Family(

@@ -19,7 +19,7 @@ from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
-from common.model.lora.products import LayerProducts, NativeProducts, Products, Run, Runs, Term, TorchProducts
+from common.model.lora.products import AdapterRuns, LayerProducts, NativeProducts, Products, Run, Term, TorchProducts
 from common.model.mlp import GatedMlp
 from common.model.native_layer import NativeLayer
 
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 class _CurrentStep:
     """The adapters of the step that runs."""
 
-    runs: Runs | None = None
+    runs: AdapterRuns | None = None
     """Rows without an adapter are in none."""
 
 
@@ -189,7 +189,7 @@ class Adapters:
             elif adapter_id:
                 runs.append(Run(adapter_id, first, first + count))
             first += count
-        self._step.runs = Runs(runs) if runs else None
+        self._step.runs = AdapterRuns(runs) if runs else None
 
 
 def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:

@@ -40,7 +40,7 @@ class Run(NamedTuple):
     hi: int
 
 
-class Runs:
+class AdapterRuns:
     """The rows of one step that have adapters; never empty."""
 
     def __init__(self, runs: list[Run]) -> None:
@@ -60,7 +60,7 @@ class Products(Protocol):
         """Forget an adapter, if it has terms here."""
         ...
 
-    def add_(self, y: Tensor, x: Tensor, runs: Runs) -> None:
+    def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
         """Add each run's terms to its rows. y: [T, out]; x: [T, in]."""
         ...
 
@@ -77,7 +77,7 @@ class TorchProducts:
     def drop(self, adapter_id: int) -> None:
         self._terms.pop(adapter_id, None)
 
-    def add_(self, y: Tensor, x: Tensor, runs: Runs) -> None:
+    def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
         for adapter_id, lo, hi in runs.runs:
             for term in self._terms.get(adapter_id, ()):
                 part = y[lo:hi, term.first : term.first + term.b.size(0)]
@@ -111,7 +111,7 @@ class NativeProducts:
         self._terms.pop(adapter_id, None)
         self._structs.pop(adapter_id, None)
 
-    def terms(self, runs: Runs) -> tuple[int, ctypes.Array[LoraTermStruct] | None]:
+    def terms(self, runs: AdapterRuns) -> tuple[int, ctypes.Array[LoraTermStruct] | None]:
         """How many terms the runs have, and these."""
         ids, count, terms = self._latest
         if ids != runs.ids:
@@ -120,7 +120,7 @@ class NativeProducts:
             self._latest = runs.ids, count, terms
         return count, terms
 
-    def add_(self, y: Tensor, x: Tensor, runs: Runs) -> None:
+    def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
         count, terms = self.terms(runs)
         if not count:
             return
@@ -148,7 +148,7 @@ class LayerProducts:
         self._struct = LoraStruct()
         self._ids: tuple[int, ...] = ()
 
-    def address(self, runs: Runs) -> int:
+    def address(self, runs: AdapterRuns) -> int:
         """Address of the `LoraStruct` of a step, until the next call."""
         struct = self._struct
         if self._ids != runs.ids:

@@ -21,7 +21,7 @@ from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 from kvtransfer.copy.cuda import copy_by_index
-from kvtransfer.copy.device import LentBlocks, Mark, RankMemory
+from kvtransfer.copy.device import LentBlocks, RankMemory, StreamMark
 from kvtransfer.copy.device_copy import DeviceCopier
 from kvtransfer.copy.host import SliceCopier, as_tensor
 from kvtransfer.wire import KVSlice
@@ -127,7 +127,7 @@ def test_storage_outside_cpu_memory_is_refused() -> None:
         SliceCopier(KVStorage(kv, kv.shard(0, 0), 1, device="meta"))
 
 
-def finish(mark: Mark | None) -> None:
+def finish(mark: StreamMark | None) -> None:
     """As an I/O thread does: look again and again."""
     assert mark is not None
     assert not mark.done(), "nothing is copied before somebody has looked twice"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.native_variants import VARIANTS, native
 
-from common.model.lora.products import NativeProducts, Products, Run, Runs, Term, TorchProducts
+from common.model.lora.products import AdapterRuns, NativeProducts, Products, Run, Term, TorchProducts
 
 
 def make_terms(rank: int, inputs: int, parts: list[tuple[int, int]], dtype: torch.dtype) -> list[Term]:
@@ -38,7 +38,7 @@ def test_each_run_gets_the_terms_of_its_adapter_and_other_rows_stay(variant: str
             part = expected[run.lo : run.hi, term.first : term.first + term.b.size(0)]
             part += term.scale * x[run.lo : run.hi].double() @ term.a.double().t() @ term.b.double().t()
     before = y.clone()
-    products.add_(y, x, Runs(runs))
+    products.add_(y, x, AdapterRuns(runs))
     assert torch.equal(y[3], before[3])
     assert torch.equal(y[5:7], before[5:7])
     assert torch.equal(y[153:], before[153:])
@@ -53,10 +53,10 @@ def test_a_rows_result_does_not_depend_on_the_other_rows(variant: str) -> None:
     products.put(1, make_terms(7, 100, [(0, 70)], torch.float32))
     x, y = torch.randn(70, 100), torch.randn(70, 70)
     together = y.clone()
-    products.add_(together, x, Runs([Run(1, 0, 70)]))
+    products.add_(together, x, AdapterRuns([Run(1, 0, 70)]))
     for row in (0, 1, 37, 63, 64, 69):
         alone = y[row : row + 1].clone()
-        products.add_(alone, x[row : row + 1], Runs([Run(1, 0, 1)]))
+        products.add_(alone, x[row : row + 1], AdapterRuns([Run(1, 0, 1)]))
         assert torch.equal(alone[0], together[row])
 
 
@@ -66,5 +66,5 @@ def test_dropped_adapters_add_nothing_more_and_their_memory_is_free() -> None:
     products.drop(1)
     products.drop(2)
     y = torch.ones(2, 8)
-    products.add_(y, torch.ones(2, 8), Runs([Run(1, 0, 2)]))
+    products.add_(y, torch.ones(2, 8), AdapterRuns([Run(1, 0, 2)]))
     assert torch.equal(y, torch.ones(2, 8))
