@@ -59,7 +59,8 @@ class TextReader:
     def rewind(self) -> None:
         """Go back to the mark, if there is one, and drop it."""
         if self._mark is not None:
-            self._reread_chars += self._at - self._mark
+            # A text that arrives at once may have been read beyond the limit, which counts as if it had come in pieces.
+            self._reread_chars += min(self._at - self._mark, _MAX_UNDECIDED_CHARS)
             self._at, self._mark = self._mark, None
 
     def unread(self, text: str) -> None:

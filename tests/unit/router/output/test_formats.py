@@ -322,6 +322,19 @@ def test_the_result_does_not_depend_on_the_cuts(
         assert whole.content == text
 
 
+def test_a_call_behind_a_long_malformed_one_is_read_however_the_text_is_cut() -> None:
+    text = (
+        '<tool_call>{"name": "f", "more": "' + "a" * 300_000 + '"}<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    )
+    whole = _parse(text, "hermes")
+    parser, message = _parser(_formats("hermes")), ParsedMessage()
+    for start in range(0, len(text), 1000):
+        message.add(parser.push(text[start : start + 1000]))
+    message.add(parser.finish())
+    assert message == whole
+    assert _calls(whole) == [("g", {})]
+
+
 @pytest.mark.parametrize(
     ("template", "vocabulary", "tools", "tags"),
     [
