@@ -1,5 +1,6 @@
-"""What is known of endpoints whose messages are sealed without the packages that seal them (`common.security.sealing`): the
-server's key in its address, for those who may connect and for nobody else, and how much longer frames are.
+"""Addresses of receivers of sealed messages, which contain the receiver's key, and the sizes of sealed frames.
+
+Imports none of the packages that `common.security.sealing` needs: nodes without certificates run without them.
 """
 
 from __future__ import annotations
