@@ -100,6 +100,15 @@ def replaced(page: str, part: str) -> str:
     return "".join(parts)
 
 
+def main(results: Path, page: Path) -> None:
+    """Put the table into `page`; print it instead if cells are missing, since the page shows whole matrices only."""
+    found = read_results(results)
+    part = render(found, tls=TLS)
+    if len(found) == len(Target) * len(Fault) * len(Moment):
+        page.write_text(replaced(page.read_text(), part))
+    else:
+        print(f"{part}\n{page} stays as it is: not all cells have been run")
+
+
 if __name__ == "__main__":
-    out = Path(sys.argv[2])
-    out.write_text(replaced(out.read_text(), render(read_results(Path(sys.argv[1])), tls=TLS)))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from support.fault_report import render, replaced
+from pathlib import Path
+
+import pytest
+from support.fault_report import main, replaced
 
 PAGE = "# The fault matrix\n\nold\n\n# The fuzzer\n\nkept\n"
 
@@ -19,6 +22,11 @@ def test_a_part_that_is_not_there_yet_comes_last() -> None:
     )
 
 
-def test_without_results_every_cell_is_listed_as_not_run() -> None:
-    for tls in (False, True):
-        assert "0 ok, 0 failed, 144 not run, of 144" in render({}, tls=tls)
+def test_a_page_of_a_whole_matrix_is_not_replaced_by_a_part_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "faults.md"
+    page.write_text(PAGE)
+    main(tmp_path / "no-results.jsonl", page)
+    assert page.read_text() == PAGE
+    assert "0 ok, 0 failed, 144 not run, of 144" in capsys.readouterr().out
