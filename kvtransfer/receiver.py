@@ -190,7 +190,7 @@ class Receiver:
         self._answer(arrival)
 
     def _poll_timeout_ms(self) -> int:
-        """0 while messages wait that no socket reports, else the time to the next deadline, at most a second."""
+        """0 while messages wait that no socket reports, else as `poll_timeout_ms`."""
         if self._more:
             return 0
         return poll_timeout_ms(self._transfers.next_deadline(), self._clock())

@@ -256,7 +256,7 @@ class Sender:
                         self._transfers.given_up(peer.take_back(sequence))
 
     def _poll_timeout_ms(self) -> int:
-        """0 while something can be sent, else the time to the next deadline, at most a second."""
+        """0 while something can be sent, else as `poll_timeout_ms`."""
         if any(peer.waiting and peer.has_room for peer in self._peers.values()):
             return 0
         return poll_timeout_ms(self._transfers.next_deadline(), self._clock())

@@ -20,7 +20,7 @@ from common.base.errors import EngineError, RankLost
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_WAIT_S, _IDLE_WAIT_S = 0.2, 1.0
+_DEADLINE_WAIT_S, _IDLE_WAIT_S = 0.2, 5.0
 """Longest sleep without an event while the core has deadlines, and while it has none."""
 
 

@@ -36,6 +36,8 @@ Buffer = Any
 """[bytes] of uint8: a NumPy array, or a tensor on a CUDA device."""
 Ready = set[Any]
 """The sockets and file descriptors that the poller found readable."""
+_LONGEST_POLL_S = 2.0
+"""Connections that are idle or silent are looked for so often."""
 MESSAGE_BYTES = 2 * 2**20
 """Size of a message through host memory, where it is not raised to that of one block of one layer."""
 
@@ -70,8 +72,9 @@ def poll(poller: zmq.Poller, timeout_ms: int, device_busy: object) -> Ready:
 
 
 def poll_timeout_ms(deadline: float | None, now: float) -> int:
-    """Milliseconds until `deadline`, at most a second."""
-    return 1000 if deadline is None else math.ceil(1000 * min(max(deadline - now, 0.0), 1.0))
+    """Milliseconds until `deadline`, at most `_LONGEST_POLL_S`."""
+    wait_s = _LONGEST_POLL_S if deadline is None else min(max(deadline - now, 0.0), _LONGEST_POLL_S)
+    return math.ceil(1000 * wait_s)
 
 
 class Peer(ABC):

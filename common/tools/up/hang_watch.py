@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 from common.tools.up.child import Child
 from common.tools.up.console import Console
 
-PERIOD_S, _RETRY_S = 5.0, 0.5
-_PATIENCE = 2
-"""Probes in turn that a service may leave unanswered, each for `PERIOD_S`: longer than any lease, so that its requests run
-elsewhere already, and longer than a busy machine makes it wait."""
+PERIOD_S = 10.0
+"""Pause before each probe of a service: an idle cluster spends a tenth of its CPU time on probes."""
+_PROBES, _RETRY_S = 2, 0.5
+"""A service may leave so many probes in turn unanswered, each for half a period: longer than any lease, so that its requests
+run elsewhere already, and longer than a busy machine makes it wait. The second spares services if this process stood still."""
 
 
 class HangWatch:
@@ -30,28 +31,26 @@ class HangWatch:
         self._console = console
         self._answers = answers
         self._period_s = period_s
-        self._missed: dict[str, int] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._period_s)
-            await asyncio.gather(*(self._probe(child) for child in self._children if child.ready))
+            await asyncio.gather(*(self._watch(child) for child in self._children if child.ready))
 
-    async def _probe(self, child: Child) -> None:
-        pid, name = child.pid, child.spec.name
+    async def _watch(self, child: Child) -> None:
+        pid = child.pid
+        for _ in range(_PROBES):
+            if await self._probe(child) or child.pid != pid or not child.ready:
+                return
+        self._console.say(f"{child.spec.name} does not answer (pid {pid}): killing it")
+        child.signal(signal.SIGKILL)
+
+    async def _probe(self, child: Child) -> bool:
         try:
-            async with asyncio.timeout(self._period_s):
+            async with asyncio.timeout(self._period_s / 2):
                 while not await self._answers(child):
                     await asyncio.sleep(_RETRY_S)
-                answered = True
         except TimeoutError:
-            answered = False
-        if answered or child.pid != pid or not child.ready:
-            self._missed.pop(name, None)
-            return
-        self._missed[name] = self._missed.get(name, 0) + 1
-        if self._missed[name] >= _PATIENCE:
-            del self._missed[name]
-            self._console.say(f"{name} does not answer (pid {pid}): killing it")
-            child.signal(signal.SIGKILL)
+            return False
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -22,26 +23,45 @@ def connect_host(host: str) -> str:
 
 
 async def redis_answers(url: str) -> bool:
-    """Whether the Redis of `kvrelay up` is ready for commands; without the milliseconds that a client of its own takes."""
+    """Whether the Redis of `kvrelay up` is ready for commands."""
+    return await _first_line(url, b"PING\r\n") == b"+PONG\r\n"
+
+
+async def router_answers(url: str) -> bool:
+    """Whether the router at `url` answers, well or not."""
+    line = await _first_line(url, b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    return line.startswith(b"HTTP/")
+
+
+async def _first_line(url: str, request: bytes) -> bytes:
+    """Of the answer, empty without one; without the milliseconds that a client of its own takes."""
     address = urlsplit(url)
+    secured = _unchecked() if address.scheme == "https" else None
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=secured)
             try:
-                writer.write(b"PING\r\n")
-                return await reader.readline() == b"+PONG\r\n"
+                writer.write(request)
+                return await reader.readline()
             finally:
                 writer.close()
     except OSError:  # TimeoutError is one
-        return False
+        return b""
+
+
+def _unchecked() -> ssl.SSLContext:
+    """For services on loopback, where the names of their certificates do not apply."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 class HealthProbe:
     """Asks routers for their health over HTTP."""
 
     def __init__(self) -> None:
-        # No proxy from the environment: the routers are on loopback, where their certificates' names do not apply.
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501 - loopback
+        # No proxy from the environment: the routers are on loopback.
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=_unchecked())
 
     async def health(self, url: str) -> dict[str, Any] | None:
         """The router's report about itself and its nodes, usable or not; None if it does not answer."""

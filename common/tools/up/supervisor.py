@@ -35,7 +35,7 @@ from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.fork_client import ForkServer, watch_orphans
 from common.tools.up.gpus import VISIBLE, find_gpus
 from common.tools.up.hang_watch import HangWatch
-from common.tools.up.health import HealthProbe, redis_answers
+from common.tools.up.health import HealthProbe, redis_answers, router_answers
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.models import find_models
 from common.tools.up.pid_file import PidEntry, PidFile
@@ -328,7 +328,7 @@ class Supervisor:
         if child.spec.role == "redis":
             return await redis_answers(self._redis_url)
         if child.spec.role == "router":
-            return await self._probe.health(child.spec.url) is not None
+            return await router_answers(child.spec.url)
         try:
             complaint = await node_complaint(child.address, max_step_age_s=math.inf, credentials=self._credentials)
         except KvRelayError:  # a malformed address
