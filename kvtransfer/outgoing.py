@@ -8,6 +8,7 @@ whose copies outlive the call that started them. Driven by the I/O thread of one
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -140,6 +141,11 @@ class Outgoing:
     def overdue(self, now: float) -> list[int]:
         """Destination ranks for which something has been ready but held back for too long."""
         return [rank for rank, route in (self._routes or {}).items() if route.ready_bytes and self._late(route, now)]
+
+    def overdue_next(self, now: float) -> float:
+        """When slices that are held back now become overdue; infinity if none are."""
+        held = (route for route in (self._routes or {}).values() if route.ready_bytes and not self._late(route, now))
+        return min((route.taken_s + _KEEP_BACK * self.transfer.timeout_s for route in held), default=math.inf)
 
     def _late(self, route: _Route, now: float) -> bool:
         return now - route.taken_s >= _KEEP_BACK * self.transfer.timeout_s

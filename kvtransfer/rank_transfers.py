@@ -155,10 +155,11 @@ class SendingTransfers:
             if state.deadline is not None and state.deadline <= now:
                 self.fail(key, TransferTimedOut(f"{key}: no progress for {state.transfer.timeout_s} s"))
 
-    def next_deadline(self) -> float | None:
-        """When `expire` must be called next. Failed attempts have no deadline any more."""
-        open_ones = (state for key, state in self._live.items() if key not in self._ending)
-        return min((state.deadline for state in open_ones if state.deadline is not None), default=None)
+    def next_deadline(self, now: float) -> float | None:
+        """When `expire` or `overdue` must be called next. Failed attempts have no deadline any more."""
+        granted = ((state, state.deadline) for key, state in self._live.items() if key not in self._ending)
+        times = (min(deadline, state.overdue_next(now)) for state, deadline in granted if deadline is not None)
+        return min(times, default=None)
 
     def take_events(self) -> list[SenderEvent]:
         """The events since the last call, in order."""

@@ -259,7 +259,8 @@ class Sender:
         """0 while something can be sent, else as `poll_timeout_ms`."""
         if any(peer.waiting and peer.has_room for peer in self._peers.values()):
             return 0
-        return poll_timeout_ms(self._transfers.next_deadline(), self._clock())
+        now = self._clock()
+        return poll_timeout_ms(self._transfers.next_deadline(now), now)
 
     def _report(self) -> None:
         events = [replace(event, traffic=self._traffic.take(event.key)) for event in self._transfers.take_events()]

@@ -362,10 +362,10 @@ def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() 
     assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [0], [pack_ids([0])]), now=0.0) == [0]
     batch = end.take(key, 0, max_bytes=2**20, now=0.0)
     assert batch is not None
-    assert end.next_deadline() == 5.0
+    assert end.next_deadline(0.0) == 5.0
     end.expire(6.0)
     assert end.ending == [key]
-    assert end.next_deadline() is None
+    assert end.next_deadline(6.0) is None
     end.handed(batch, 7.0)
     assert [type(event) for event in end.take_events()] == [SourceReleased]
 

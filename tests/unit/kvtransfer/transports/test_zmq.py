@@ -305,6 +305,21 @@ def test_small_layers_of_a_slow_prompt_are_sent_before_the_receiver_gives_up(mak
         fake.ack(*got[:2])
 
 
+def test_small_layers_are_sent_in_time_where_the_timeout_is_shorter_than_the_longest_sleep(
+    make: Any, fake: FakeZmqReceiver
+) -> None:
+    """The thread slept until the transfer's deadline, and aborted it with slices that it had kept back to fill a message."""
+    cluster = make(message_bytes=2**20, min_message_bytes=2**20)
+    transfer = cluster.transfer(tokens=4, timeout_s=1.6)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final(layers=range(1))
+    got = fake.next()
+    assert got is not None
+    assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(0, 1)]
+
+
 @pytest.mark.parametrize("code", ["", "transfer_aborted"])
 def test_late_ack_of_an_older_transfer_does_not_count_for_the_next_one_of_the_same_key(
     make: Any, fake: FakeZmqReceiver, code: str
