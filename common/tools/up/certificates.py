@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from common.base.errors import ConfigError
 from common.security.names import ServiceRole
 from common.security.tls import Credentials
-from common.tools.up.plan import ChildSpec
+from common.tools.up.plan import ChildSpec, resolved_child
 
 _DAYS = 3650
 _ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node", "pooling": "node"}
+
+
+def refuse_given(specs: Sequence[ChildSpec], environ: Mapping[str, str]) -> None:
+    """Raises: ConfigError if services would use certificates that the supervisor does not know."""
+    for spec in specs:
+        if spec.role in _ROLES:
+            child = resolved_child(spec, environ)
+            if child.config.tls_dir is not None:
+                given = (
+                    "KVRELAY_TLS_DIR"
+                    if child.sources["tls_dir"] == "environment"
+                    else "tls_dir in the configuration file"
+                )
+                raise ConfigError(f"{given} is for services that are started one by one: leave it out, or use --tls")
 
 
 def with_certificates(specs: list[ChildSpec], directory: Path) -> tuple[list[ChildSpec], Credentials]:

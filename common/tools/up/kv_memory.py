@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from common.base.errors import ConfigError
 from common.config.option_groups import CPU_KV_GB
-from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
-from common.config.sources import resolve
-from common.tools.up.plan import ChildSpec
+from common.config.service_configs import NodeConfig
+from common.tools.up.plan import ChildSpec, resolved_child
 
 
 def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_bytes: float, *, gpus: bool) -> None:
@@ -25,7 +24,8 @@ def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_by
     sizes: dict[str, float] = {}
     for spec in specs:
         if spec.role in ("prefill", "decode"):
-            node = _node_config(spec, environ)
+            node = resolved_child(spec, environ).config
+            assert isinstance(node, NodeConfig)
             if node.kv_blocks is None and (node.device == "cpu" or (node.device == "auto" and not gpus)):
                 sizes[spec.name] = node.num_ranks * node.cpu_kv_gb
     free_gb = free_bytes / 2**30  # the unit of --kv-memory-gb
@@ -35,11 +35,3 @@ def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_by
             f"the nodes' KV caches may take {sum(sizes.values()):.2f} GB of memory together ({each}), but {free_gb:.2f} GB are "
             f"free: lower --kv-memory-gb, which counts for each rank and is {CPU_KV_GB:g} by default, or start fewer nodes"
         )
-
-
-def _node_config(spec: ChildSpec, environ: Mapping[str, str]) -> NodeConfig:
-    """The configuration that the node's process will read."""
-    cls = PrefillConfig if spec.role == "prefill" else DecodeConfig
-    words = spec.argv[spec.argv.index(cls.section) + 1 :]
-    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return resolve(cls, flags=flags, environ={**environ, **spec.environ}, file=None).config

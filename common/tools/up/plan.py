@@ -1,4 +1,4 @@
-"""Plans which processes `kvrelay up` runs. Pure: no processes, no clock."""
+"""Plans which processes `kvrelay up` runs. Pure but for reading the configuration file of a child: no processes, no clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.base.process import module_command
 from common.config.fields import field_infos
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
-from common.config.sources import ENV_PREFIX, Source
+from common.config.sources import ENV_PREFIX, Resolved, Source, resolve
 from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.models import UpModel
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
@@ -102,6 +102,17 @@ def plan_children(
                     environ[VISIBLE] = ",".join(share.visible)
                 children.append(ChildSpec(name, role, argv, environ, node_id, path))
     return children
+
+
+def resolved_child(spec: ChildSpec, environ: Mapping[str, str]) -> Resolved[RouterConfig | NodeConfig]:
+    """The configuration that a router's or a node's process will read, with this environment of the supervisor.
+
+    Raises: ConfigError for a mistake in it.
+    """
+    section, *words = spec.argv[spec.argv.index("common.cli") + 1 :]
+    cls = next(each for each in (RouterConfig, PrefillConfig, DecodeConfig) if each.section == section)
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    return resolve(cls, flags=flags, environ={**environ, **spec.environ}, file=None)
 
 
 def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:

@@ -28,7 +28,7 @@ from common.control.messages import NodeRecord, Task
 from common.node.healthcheck import node_complaint
 from common.security.tls import Credentials
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
-from common.tools.up.certificates import with_certificates
+from common.tools.up.certificates import refuse_given, with_certificates
 from common.tools.up.child import Child
 from common.tools.up.config_copy import with_config_copy
 from common.tools.up.console import Console, banner, failure_line
@@ -92,6 +92,8 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
         credentials = None
         if config.tls:
             specs, credentials = with_certificates(specs, folder)
+        else:
+            refuse_given(specs, os.environ)
         with announced(running, runtime_folder(os.environ)):
             await Supervisor(config, specs, redis_url, pid_file, credentials, fork_server).run()
 

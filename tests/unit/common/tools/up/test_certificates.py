@@ -1,0 +1,45 @@
+"""`kvrelay up` without --tls refuses certificates that its services would use and it would not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.config.service_configs import UpConfig
+from common.config.sources import resolve
+from common.tools.up.certificates import refuse_given
+from common.tools.up.models import UpModel
+from common.tools.up.plan import plan_children
+from common.tools.up.routers import RouterPlace
+
+
+def refuse(environ: dict[str, str]) -> None:
+    """Raises: ConfigError where `kvrelay up` refuses."""
+    up = resolve(UpConfig, flags={}, environ=environ, file=None)
+    specs = plan_children(
+        up.config,
+        up.sources,
+        [UpModel(up.config.model, "generate", Path(up.config.model))],
+        redis_url="redis://127.0.0.1:7/0",
+        routers=[RouterPlace("router", 9000, 9001, "http://127.0.0.1:9000", "http://127.0.0.1:9001")],
+        own_redis=("redis-server",),
+        host_name="box",
+        admin_token="the-admin-token",
+        gpus=[],
+    )
+    refuse_given(specs, environ)
+
+
+def test_a_folder_of_certificates_for_single_services_is_refused(tmp_path: Path) -> None:
+    """Exported for `kvrelay admin`, it let nodes sign records that the supervisor could not read: it never became ready."""
+    for text in ("", "none"):
+        refuse({"KVRELAY_TLS_DIR": text})
+    with pytest.raises(ConfigError, match="KVRELAY_TLS_DIR is for services that are started one by one"):
+        refuse({"KVRELAY_TLS_DIR": "keys/admin"})
+    for table in ("router", "prefill", "decode"):
+        file = tmp_path / "k.toml"
+        file.write_text(f"[{table}]\ntls_dir = 'keys/{table}'\n")
+        with pytest.raises(ConfigError, match="tls_dir in the configuration file is for services"):
+            refuse({"KVRELAY_CONFIG": str(file)})
