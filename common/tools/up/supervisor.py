@@ -131,6 +131,8 @@ class Supervisor:
         self._child_started = asyncio.Event()
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
+        self._starts: list[asyncio.Task[None]] = []
+        """Of children without a process yet: the fork server may import for a minute before it forks the first."""
         self._stop = asyncio.Event()
         self._kill_now = asyncio.Event()
         """A second Ctrl-C: kill instead of waiting."""
@@ -259,17 +261,24 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), decision.delay_s)
 
     async def _run_child(self, child: Child) -> int:
-        """Start the child and wait for its end. Returns its return code; 1 if a restart could not create a process.
+        """Start the child and wait for its end. Returns its return code; 1 if a restart could not create a process, or
+        everything stopped before there was one.
 
         Raises: OSError if its first start fails.
         """
+        start = asyncio.create_task(child.start())
+        self._starts.append(start)
         try:
-            await child.start()
+            await start
+        except asyncio.CancelledError:
+            return 1
         except OSError as error:
             if not child.policy.was_ever_ready:
                 raise
             self._console.say(f"{child.spec.name} cannot be started now: {error}")
             return 1
+        finally:
+            self._starts.remove(start)
         self._child_started.set()
         self._write_pids()
         if self._stop.is_set():
@@ -354,7 +363,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         self._stop.set()
-        await _cancel(self._watchers)
+        await _cancel([*self._watchers, *self._starts])
         for role in STOP_ORDER:
             await self._stop_children([child for child in self._children if child.spec.role == role])
         self._pid_file.remove()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from common.config.service_configs import UpConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
+from common.tools.up.fork_client import ForkedProcess, ForkServer
 from common.tools.up.pid_file import PidFile
 from common.tools.up.plan import ChildSpec
 from common.tools.up.supervisor import Supervisor
@@ -114,6 +116,30 @@ def test_restart_that_fails_for_lack_of_processes_is_retried_and_affects_no_othe
         await asyncio.wait_for(cluster._supervise(child), 20)
         assert tries == 2
         await cluster._probe.close()
+
+    asyncio.run(main())
+
+
+def test_a_stop_does_not_wait_for_a_fork_server_that_is_still_importing() -> None:
+    """Ctrl-C had no effect, and neither had a second one, until PyTorch was imported: on a cold disk up to a minute."""
+
+    class Importing(ForkServer):
+        def __init__(self) -> None:
+            self.asked = asyncio.Event()
+
+        async def fork(self, argv: Sequence[str], environ: Mapping[str, str], model_path: str) -> ForkedProcess:
+            self.asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
+        server = Importing()
+        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None), fork_server=server)
+        running = asyncio.create_task(cluster.run())
+        await server.asked.wait()
+        cluster._on_signal(signal.SIGINT)
+        await asyncio.wait_for(running, 5)
 
     asyncio.run(main())
 
