@@ -11,14 +11,21 @@ from common.base.errors import ClientError, KvRelayError, Overloaded
 
 Json = dict[str, Any]
 
+_LINE_ENDS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
+"""Unicode's line ends, and as JSON escapes them. Clients that read lines with httpx, such as ollama's, would cut there."""
+
 
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8; numbers that JSON does not have (NaN, infinite ones) are null."""
+    """Compact JSON in UTF-8 on one line; numbers that JSON does not have (NaN, infinite ones) are null."""
     try:
-        return pydantic_core.to_json(value, inf_nan_mode="null")
+        text = pydantic_core.to_json(value, inf_nan_mode="null")
     except pydantic_core.PydanticSerializationError:  # an unpaired surrogate, which can only come from a client
         value = pydantic_core.to_jsonable_python(value, inf_nan_mode="null")
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():
+            text = text.replace(character, escaped)
+    return text
 
 
 def sse(data: Json) -> bytes:

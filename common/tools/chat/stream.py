@@ -51,10 +51,10 @@ class ChatClient:
             with self._http.stream("POST", f"{self._url}/v1/chat/completions", json=whole) as response:
                 if response.status_code != 200:
                     raise ChatFailed(_refusal(response.status_code, response.read()))
-                for line in response.iter_lines():
-                    if line == "data: [DONE]":
+                for line in _lines(response):
+                    if line == b"data: [DONE]":
                         return
-                    if line.startswith("data:"):
+                    if line.startswith(b"data:"):
                         yield from _pieces(line[5:])
         except httpx.RequestError as error:
             raise ChatFailed(f"{self._url}: {str(error) or type(error).__name__}") from None
@@ -69,7 +69,17 @@ class ChatClient:
         self._http.close()
 
 
-def _pieces(data: str) -> Generator[TextPiece]:
+def _lines(response: httpx.Response) -> Generator[bytes]:
+    """The lines of a body. httpx's own also end within an answer, at characters such as U+2028."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    yield rest
+
+
+def _pieces(data: bytes) -> Generator[TextPiece]:
     try:
         event: Any = from_json(data)
         if "error" in event:
@@ -80,7 +90,7 @@ def _pieces(data: str) -> Generator[TextPiece]:
             if piece != ("", ""):
                 yield piece
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ChatFailed(f"not an event of a chat completion: {data[:200]}") from None
+        raise ChatFailed(f"not an event of a chat completion: {data[:200].decode(errors='replace')}") from None
 
 
 def _refusal(status: int, body: bytes) -> str:

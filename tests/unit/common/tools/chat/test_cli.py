@@ -99,3 +99,12 @@ def test_pieces_have_text_and_reasoning() -> None:
     stream = httpx.Response(200, content=events(delta(reasoning_content="r"), delta(content="c"), {"choices": []}))
     with ChatClient("http://x", "", timeout_s=1.0, transport=httpx.MockTransport(lambda _: stream)) as client:
         assert list(client.stream({})) == [TextPiece("", "r"), TextPiece("c")]
+
+
+def test_line_ends_of_unicode_within_an_answer_are_text() -> None:
+    text = "a\u2028b\u0085c"
+    event = json.dumps(delta(content=text), ensure_ascii=False)
+    body = f"data: {event}\r\n\r\ndata: [DONE]".encode()
+    stream = httpx.Response(200, stream=httpx.ByteStream(body))
+    with ChatClient("http://x", "", timeout_s=1.0, transport=httpx.MockTransport(lambda _: stream)) as client:
+        assert list(client.stream({})) == [TextPiece(text)]
