@@ -67,12 +67,13 @@ class InputMessage(_Body):
 
 
 class ToolParam(_Body):
-    """A function that the model may call; Anthropic's own tools are not supported."""
+    """A function that the model may call; Anthropic's own tools are not supported. `strict`: its input must follow the schema."""
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ToolChoice(_Body):
@@ -186,7 +187,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _function(tool: ToolParam) -> Json:
-    return {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
 
 
 def _tool_choice(choice: ToolChoice) -> Json:

@@ -34,6 +34,12 @@ def test_no_tools_are_offered_with_the_choice_none_and_one_call_where_parallel_o
     assert single.parallel_tool_calls is False
 
 
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_strict_tool_is_a_strict_function(strict: bool | None) -> None:
+    (tool,) = _chat(tools=[{**TOOLS[0], "strict": strict}]).offered_tools
+    assert tool.function.strict is strict
+
+
 def test_a_schema_and_the_users_id_are_taken_over() -> None:
     chat = _chat(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}, metadata={"user_id": "u"})
     assert chat.response_format is not None
