@@ -15,6 +15,8 @@ _DRAIN_BYTES = 64 * 2**20
 """How much of a body that turns out too large is read and discarded before the router stops reading."""
 _MOST_DIGITS = 18
 """Digits of a declared length that are converted."""
+_SIMPLE = ("", "application/x-www-form-urlencoded", "text/plain")
+"""What HTTP clients say of a text whose type nobody gave: Python's requests and Go, curl, fetch."""
 
 
 def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
@@ -33,7 +35,7 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """
     kind = header(request.scope, b"content-type").partition(";")[0].strip().lower()
-    if kind != "application/json" and not _is_curl_for_ollama(request, kind):
+    if kind != "application/json" and not _is_plain_call_of_ollama(request, kind):
         raise UnsupportedMediaType("the body must be sent with Content-Type: application/json")
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and (len(declared) > _MOST_DIGITS or int(declared) > limit):
@@ -71,15 +73,11 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
     return b"".join(parts)
 
 
-def _is_curl_for_ollama(request: Request, kind: str) -> bool:
-    """Whether a call looks like those of ollama's documents, `curl URL/api/chat -d '{...}'`. A browser's script of another
-    site cannot make one: it sends an origin."""
+def _is_plain_call_of_ollama(request: Request, kind: str) -> bool:
+    """Whether a call looks like those of ollama's documents, `curl URL/api/chat -d '{...}'`, for which ollama needs no type. A
+    browser's script of another site cannot make one: it sends an origin."""
     path: str = request.scope["path"]
-    return (
-        kind == "application/x-www-form-urlencoded"
-        and path.startswith("/api/")
-        and not header(request.scope, b"origin")
-    )
+    return kind in _SIMPLE and path.startswith("/api/") and not header(request.scope, b"origin")
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

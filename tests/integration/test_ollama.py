@@ -161,15 +161,21 @@ def test_errors_have_ollamas_shape(folder: Path) -> None:
     _play(folder, "sun", scene)
 
 
-def test_plain_curl_needs_no_content_type_but_a_script_of_another_site_does(folder: Path) -> None:
+def test_plain_calls_need_no_content_type_but_a_script_of_another_site_does(folder: Path) -> None:
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         body = json.dumps({**ASKED, "stream": False})
         form = {"content-type": "application/x-www-form-urlencoded"}
+        text, other_site = {"content-type": "text/plain;charset=UTF-8"}, {"origin": "http://elsewhere"}
         for path, headers, status in (
             ("/api/chat", form, 200),
-            ("/api/chat", {**form, "origin": "http://elsewhere"}, 415),
-            ("/api/chat", {"content-type": "text/plain"}, 415),
+            ("/api/chat", text, 200),
+            ("/api/chat", {}, 200),
+            ("/api/chat", {**form, **other_site}, 415),
+            ("/api/chat", {**text, **other_site}, 415),
+            ("/api/chat", other_site, 415),
+            ("/api/chat", {"content-type": "application/xml"}, 415),
             ("/v1/chat/completions", form, 415),
+            ("/v1/chat/completions", {}, 415),
         ):
             assert (await http.post(path, content=body, headers=headers)).status_code == status, (path, headers)
 
