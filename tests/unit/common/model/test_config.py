@@ -98,6 +98,14 @@ def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
         ({"use_sliding_window": True, "sliding_window": None}, [None] * 24),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, [4096] * 24),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [None] * 24),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],  # Ministral-8B
+                "sliding_window": 4096,
+                "layer_types": ["full_attention", *["sliding_attention"] * 3] * 6,
+            },
+            [None, 4096, 4096, 4096] * 6,
+        ),
     ],
 )
 def test_layers_have_the_sliding_windows_of_their_architecture(
