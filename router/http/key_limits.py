@@ -23,12 +23,14 @@ from typing import Any, cast
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, RateLimited
+from router.http.openai.shared_fields import MAX_PRIORITY
 from router.http.response_headers import RawHeaders
 
 log = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
 """The file is looked at again after this many seconds."""
+_MAX_LIMIT = 10**15
 _HASHED = "sha256:"
 
 
@@ -206,11 +208,15 @@ def read_keys(file: Path) -> dict[str, KeyClass]:
         classes[name] = _key_class(file, name, limits)
     found: dict[str, KeyClass] = {}
     for number, (key, name) in enumerate(content.get("keys", {}).items(), 1):
-        if name not in classes:
-            raise ConfigError(f"{file}: key {number} has the class {name!r}, which is not defined")
+        if not isinstance(name, str) or name not in classes:
+            # Not which: the two may be exchanged.
+            defined = ", ".join(sorted(classes))
+            raise ConfigError(f"{file}: key {number} has a class that is not defined; defined are: {defined}")
         digest = key.removeprefix(_HASHED).lower() if key.startswith(_HASHED) else digest_of(key)
         if key.startswith(_HASHED) and (len(digest) != 64 or set(digest) - set("0123456789abcdef")):
             raise ConfigError(f"{file}: key {number} is no SHA-256 digest in hexadecimal")
+        if digest == digest_of(""):
+            raise ConfigError(f"{file}: key {number} is empty, which is what clients without a key send")
         found[digest] = classes[name]
     return found
 
@@ -223,6 +229,7 @@ def _key_class(file: Path, name: str, limits: object) -> KeyClass:
     for field, value in given.items():
         if field not in known:
             raise ConfigError(f"{file}: class {name!r} has {field!r}; known: {', '.join(sorted(known))}")
-        if isinstance(value, bool) or not isinstance(value, int) or (value < 0 and field != "highest_priority"):
-            raise ConfigError(f"{file}: {field} of class {name!r} must be a whole number, at least 0")
+        low, high = (-MAX_PRIORITY, MAX_PRIORITY) if field == "highest_priority" else (0, _MAX_LIMIT)
+        if type(value) is not int or not low <= value <= high:
+            raise ConfigError(f"{file}: {field} of class {name!r} must be a whole number from {low} to {high}")
     return KeyClass(**given)
