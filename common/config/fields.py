@@ -94,8 +94,12 @@ def listed(name: str, value: str | None) -> list[str]:
 
 
 def api_keys(value: str) -> tuple[str, ...]:
-    """The keys of the option `api_key`, separated by commas."""
-    return tuple(key.strip() for key in value.split(",") if key.strip())
+    """The keys of the option `api_key`, separated by commas. Raises: ConfigError if there are only commas, since without keys
+    every client is accepted."""
+    keys = tuple(key.strip() for key in value.split(",") if key.strip())
+    if value and not keys:
+        raise ConfigError("api_key holds no key, only commas or spaces")
+    return keys
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:

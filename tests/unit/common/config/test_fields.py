@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.errors import ConfigError
-from common.config.fields import listed
+from common.config.fields import api_keys, listed
 from common.config.service_configs import DecodeConfig, RouterConfig
 from common.config.sources import resolve
 
@@ -17,6 +17,15 @@ def test_a_list_is_separated_by_commas_or_json(text: str) -> None:
 
 def test_no_value_is_an_empty_list() -> None:
     assert listed("x", None) == listed("x", " ") == []
+
+
+@pytest.mark.parametrize("text", [" ", ",", ", ,"])
+def test_separators_without_an_api_key_are_refused(text: str) -> None:
+    """Two variables that were not set, with a comma between them, let in every client."""
+    assert api_keys("") == ()
+    assert api_keys(" a, b,") == ("a", "b")
+    with pytest.raises(ConfigError, match="api_key holds no key"):
+        api_keys(text)
 
 
 @pytest.mark.parametrize("text", ["a,,b", ",", "[1]", '["a"', '[""]'])
