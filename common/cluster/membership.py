@@ -73,10 +73,10 @@ elseif ARGV[8] == 'keep' then redis.call('PEXPIRE', KEYS[6], ARGV[9])
 else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 -- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
-local now = tonumber(redis.call('TIME')[1])
-redis.call('ZADD', KEYS[4], now, ARGV[5])
-local patience = tonumber(ARGV[6])
-for _, range in ipairs({{'-inf', now - patience}, {now + patience, '+inf'}}) do
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+redis.call('ZADD', KEYS[4], string.format('%.6f', now), ARGV[5])
+for _, range in ipairs({{'-inf', now - ARGV[6]}, {now + ARGV[6], '+inf'}}) do
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], range[1], range[2])) do
     redis.call('ZREM', KEYS[4], id)
     -- Gone already, unless somebody wrote them without an expiry.

@@ -467,6 +467,25 @@ def test_record_without_an_expiry_is_dropped_and_later_swept(redis_server: Redis
     asyncio.run(main())
 
 
+def test_a_node_with_the_shortest_lease_is_seen_to_renew_its_record(redis_server: RedisServer, cluster: str) -> None:
+    """Renewals were told apart by whole seconds: with a lease below half a second each node seemed to have stopped, every
+    second, and routers said that Redis takes no writes."""
+
+    async def main() -> None:
+        clock, lease_s = MockClock(), 0.3
+        directory = Directory(redis_server.url, cluster, lambda _: None, grace_s=lease_s, clock=clock)
+        registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=lease_s)
+        for _ in range(4):
+            await registrar._renew()
+            await directory.poll()
+            assert len(directory.records) == 1
+            clock.advance(lease_s)
+        await registrar.deregister()
+        await directory.close()
+
+    asyncio.run(main())
+
+
 def test_damaged_record_removes_no_node_that_answers(redis_server: RedisServer, cluster: str) -> None:
     async def main() -> None:
         keys = Keys(cluster)
