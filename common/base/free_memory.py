@@ -7,7 +7,9 @@ import ctypes
 import math
 from pathlib import Path
 
-_MEMINFO, _CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of this container, in version 2 of control groups and in version 1."""
 
 
 def free_memory_bytes() -> float:
@@ -16,8 +18,9 @@ def free_memory_bytes() -> float:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMINFO.read_text().splitlines()
         left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        left = min(left, int(_CGROUP_LIMIT.read_text()))
+    for limit in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            left = min(left, int(limit.read_text()))
     return left
 
 
