@@ -30,7 +30,7 @@ from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
 from common.control.tls_listener import TlsListener
 from common.security.names import host_of
-from common.security.tls import Credentials
+from common.security.tls import Credentials, why_refused
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Link:
         self.address = address
         self._credentials = credentials
         self._problem = ""
-        """Why the last attempt to connect failed, where TLS knows."""
+        """Why the last attempt to connect failed, where TLS or the resolver knows."""
         self._on_message = on_message
         self._on_lost = on_lost
         place = tcp_place(address)
@@ -258,7 +258,7 @@ class Link:
                         )
                         return
                 except (ssl.SSLError, NameUnknown) as error:
-                    self._problem = f": {getattr(error, 'reason', None) or error}"
+                    self._note(why_refused(error))
                     raise
             if self._connection is not None:
                 # This process stood still, so the connect timeout fired just as the connection was made. uvloop then closes
@@ -267,6 +267,12 @@ class Link:
                 self._lose(f"connection to {self.address} was made too late")
                 return
             await asyncio.sleep(_RETRY_S)
+
+    def _note(self, problem: str) -> None:
+        """Say why it cannot connect, once: it may try for ever."""
+        if self._problem != f": {problem}":
+            log.warning("cannot connect to %s, trying again: %s", self.address, problem)
+        self._problem = f": {problem}"
 
     def _stopped_connecting(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -12,6 +12,8 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from common.security.tls import why_refused
+
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
@@ -79,8 +81,7 @@ class TlsListener:
                 self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=HANDSHAKE_S
             )
         except OSError as error:  # ssl.SSLError is one, and what a timeout raises
-            reason = getattr(error, "reason", None) or str(error)[:200] or type(error).__name__
-            log.warning("refused a TLS connection: %s", reason, extra={"peer": address})
+            log.warning("refused a TLS connection: %s", why_refused(error), extra={"peer": address})
 
 
 def _address(connection: socket.socket) -> str:

@@ -97,6 +97,12 @@ def shows_role(connection: ssl.SSLObject | ssl.SSLSocket, roles: Sequence[str]) 
     return not names.isdisjoint(map(host_of, roles))
 
 
+def why_refused(error: OSError) -> str:
+    """Why a connection over TLS was not made, in a few words: of a certificate what is wrong with it."""
+    found = getattr(error, "verify_message", None) or getattr(error, "reason", None) or str(error)[:200]
+    return str(found or type(error).__name__)
+
+
 def _unusable(folder: Path, error: Exception) -> ConfigError:
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""

@@ -56,4 +56,23 @@ def test_nothing_is_heard_from_others(server: str, client: str | None) -> None:
     assert received == []
     assert len(lost) == 1
     if server == "stranger":
-        assert "CERTIFICATE_VERIFY_FAILED" in lost[0]
+        assert "reached within 0.5 s: self-signed certificate in certificate chain" in lost[0]
+
+
+def test_a_link_that_tries_for_ever_says_once_what_is_wrong_with_the_certificate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A router that could not connect again to a node whose certificate had expired said nothing at all."""
+
+    async def main() -> None:
+        server = Server("127.0.0.1", 0, lambda _, __: None, Credentials(str(made() / "expired")))
+        link = Link(server.address, lambda _: None, lambda _: None, credentials=Credentials(str(made() / "router")))
+        async with asyncio.timeout(20):
+            await until(lambda: sum("refused a TLS" in line for line in caplog.messages) >= 3)
+        link.close()
+        await server.close()
+
+    asyncio.run(main())
+    said = [line for line in caplog.messages if line.startswith("cannot connect to")]
+    assert len(said) == 1
+    assert "certificate has expired" in said[0]
