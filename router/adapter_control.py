@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from common.base.endpoints import is_loopback
 from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
 from common.control.messages import NodeRecord
-from router.admin_http import admin_http
+from router.admin_http import admin_address, admin_http
 from router.model_catalog import ModelCatalog
 from router.nodes.node_table import NodeTable
 
@@ -105,11 +103,7 @@ class AdapterControl:
     @staticmethod
     async def _ask(http: httpx.AsyncClient, record: NodeRecord, path: str, body: dict[str, str]) -> dict[str, Any]:
         """Raises: BadRequest if the node refuses, Unavailable if it does not answer."""
-        address = record.admin_address
-        if not address:
-            raise Unavailable("it has no admin port: it was started without --admin-token")
-        if _is_loopback(address) and not _is_loopback(record.peer.control_address):
-            raise Unavailable("its admin port listens on the loopback of its host only: start it with --admin-host")
+        address = admin_address(record)
         try:
             answer = await http.post(address + path, json=body)
             found = answer.json()
@@ -137,7 +131,3 @@ class AdapterControl:
         if node is None or not node.listed:
             return None
         return {adapter.digest for adapter in node.record.adapters if adapter.name == name}
-
-
-def _is_loopback(address: str) -> bool:
-    return is_loopback(urlsplit(address).hostname or "")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from common.base.errors import NotFound, Unavailable
-from router.admin_http import admin_http
+from router.admin_http import admin_address, admin_http
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
 
@@ -32,9 +32,12 @@ class NodeControl:
 
     async def ask(self, node: Node, method: str, path: str) -> dict[str, Any]:
         """The answer of a node's admin port. Raises: Unavailable."""
-        address = node.record.admin_address
-        if not address or not self._admin_token:
-            raise Unavailable(f"{node.node_id} has no admin port: start all services with --admin-token")
+        if not self._admin_token:
+            raise Unavailable("this router cannot ask nodes: start all services with --admin-token")
+        try:
+            address = admin_address(node.record)
+        except Unavailable as error:
+            raise Unavailable(f"{node.node_id}: {error.message}") from None
         try:
             async with admin_http(self._admin_token, _TIMEOUT_S, self._tls_dir) as http:
                 answer = await http.request(method, address + path, json={} if method == "POST" else None)
