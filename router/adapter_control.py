@@ -103,7 +103,7 @@ class AdapterControl:
     @staticmethod
     async def _ask(http: httpx.AsyncClient, record: NodeRecord, path: str, body: dict[str, str]) -> dict[str, Any]:
         """Raises: BadRequest if the node refuses, Unavailable if it does not answer."""
-        address = admin_address(record)
+        address = await admin_address(record)
         try:
             answer = await http.post(address + path, json=body)
             found = answer.json()

@@ -8,12 +8,15 @@ import httpx
 
 from common.base.endpoints import is_loopback
 from common.base.errors import Unavailable
+from common.base.resolve import NameUnknown, is_own, resolve
 from common.control.messages import NodeRecord
 from common.security.names import host_of
 from common.security.tls import Credentials
 
+_RESOLVE_S = 2.0
 
-def admin_address(record: NodeRecord) -> str:
+
+async def admin_address(record: NodeRecord) -> str:
     """The URL of a node's admin port.
 
     Raises: Unavailable if it has none, or one on the loopback of another host: the same port here is somebody else's, who
@@ -22,13 +25,20 @@ def admin_address(record: NodeRecord) -> str:
     address = record.admin_address
     if not address:
         raise Unavailable("it has no admin port: it was started without --admin-token")
-    if _is_loopback(address) and not _is_loopback(record.peer.control_address):
+    if is_loopback(_host(address)) and not await _is_here(_host(record.peer.control_address)):
         raise Unavailable("its admin port listens on the loopback of its host only: start it with --admin-host")
     return address
 
 
-def _is_loopback(url: str) -> bool:
-    return is_loopback(urlsplit(url).hostname or "")
+async def _is_here(host: str) -> bool:
+    try:
+        return is_own(await resolve(host, _RESOLVE_S))
+    except NameUnknown:
+        return False
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def admin_http(token: str, timeout_s: float, tls_dir: str | None) -> httpx.AsyncClient:

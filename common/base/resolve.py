@@ -41,6 +41,16 @@ def resolve_now(host: str, timeout_s: float) -> str:
         raise _late(host, timeout_s) from None
 
 
+def is_own(address: str) -> bool:
+    """Whether this is an address of this host, where a socket can be bound to it."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

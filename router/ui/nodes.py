@@ -35,7 +35,7 @@ class NodeControl:
         if not self._admin_token:
             raise Unavailable("this router cannot ask nodes: start all services with --admin-token")
         try:
-            address = admin_address(node.record)
+            address = await admin_address(node.record)
         except Unavailable as error:
             raise Unavailable(f"{node.node_id}: {error.message}") from None
         try:

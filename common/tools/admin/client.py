@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from common.base.errors import ConfigError, KvRelayError
+from common.base.resolve import NameUnknown, is_own, resolve_now
 from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX
 from common.control.admin_token import check_token
 from common.tools.admin.opener import admin_opener
@@ -25,6 +26,7 @@ BUDGET_S = 1.4
 a service that is stopped."""
 _PICK_S = 0.6
 """The part of it in which a cluster's first router must answer, or another one is asked."""
+_RESOLVE_S = 0.5
 _MAX_ANSWER_BYTES = 256 * 2**20
 _MAX_THREADS = 32
 
@@ -101,7 +103,7 @@ class AdminClient:
         address = str(known["admin_address"])
         if not address:
             raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
-        if _is_local(address) and not _is_local(self.url):
+        if _is_local(address) and not (_is_local(self.url) and _is_here(known)):
             raise AdminRefused(
                 f"the admin port of {known['node_id']} listens on the loopback of its host only: start it with --admin-host"
             )
@@ -149,6 +151,14 @@ class AdminClient:
 def _is_local(url: str) -> bool:
     host = urllib.parse.urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _is_here(node: Mapping[str, Any]) -> bool:
+    """Whether the node listens at an address of this host."""
+    try:
+        return is_own(resolve_now(urllib.parse.urlsplit(node["control_address"]).hostname or "", _RESOLVE_S))
+    except NameUnknown:
+        return False
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

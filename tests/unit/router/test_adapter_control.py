@@ -97,7 +97,7 @@ def test_nodes_that_fail_are_named() -> None:
         nodes[1].record = replace(nodes[1].record, admin_address="")
         with pytest.raises(Unavailable, match="n1: it has no admin port"):
             await control.load("y", "/a/y", None)
-        peer = replace(nodes[1].record.peer, control_address="tcp://10.1.2.3:1")
+        peer = replace(nodes[1].record.peer, control_address="tcp://192.0.2.7:1")
         nodes[1].record = replace(nodes[0].record, peer=peer)
         with pytest.raises(Unavailable, match="n1: its admin port listens on the loopback of its host only"):
             await control.load("z", "/a/z", None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.base.errors import PeerLost
-from common.base.resolve import NameUnknown, resolve, resolve_now
+from common.base.resolve import NameUnknown, is_own, resolve, resolve_now
 from common.control.links import Link, Server
 from common.control.messages import Abort, AttemptKey, Message
 from kvtransfer.transports.zmq import _resolved
@@ -133,3 +133,10 @@ def test_a_link_whose_connecting_fails_unexpectedly_is_lost(monkeypatch: pytest.
         assert lost == ["cannot connect to tcp://name:1: scripted"]
 
     asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+@pytest.mark.parametrize(
+    ("address", "own"), [("127.0.0.1", True), ("192.0.2.7", False), ("2001:db8::7", False), ("x", False)]
+)
+def test_an_address_of_another_host_is_told_from_our_own(address: str, own: bool) -> None:
+    assert is_own(address) is own

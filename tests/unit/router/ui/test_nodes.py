@@ -40,7 +40,7 @@ def test_a_node_is_not_asked_at_the_loopback_of_another_host() -> None:
 
         assert await control.ask(node("tcp://127.0.0.1:1"), "POST", "/drain") == {}
         with pytest.raises(Unavailable, match="d0: its admin port listens on the loopback of its host only"):
-            await control.ask(node("tcp://10.1.2.3:1"), "POST", "/drain")
+            await control.ask(node("tcp://192.0.2.7:1"), "POST", "/drain")
         with pytest.raises(Unavailable, match="d0: it has no admin port"):
             await control.ask(node("tcp://127.0.0.1:1", ""), "POST", "/drain")
         await here.close()

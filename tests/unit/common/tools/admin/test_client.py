@@ -72,10 +72,13 @@ def test_the_usable_one_of_two_incarnations_of_a_node_is_chosen() -> None:
 
 
 def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
-    node = {**known("d", "i"), "admin_address": "http://127.0.0.1:7"}
+    node = {**known("d", "i"), "admin_address": "http://127.0.0.1:7", "control_address": "tcp://127.0.0.1:8"}
     assert AdminClient("http://localhost:1", "t").address_of(node) == "http://127.0.0.1:7"
     with pytest.raises(AdminRefused, match="--admin-host"):
         AdminClient("http://10.0.0.5:1", "t").address_of(node)
+    for elsewhere in ("tcp://192.0.2.7:8", "tcp://[2001:db8::7]:8", "tcp://no-such-host.invalid:8"):
+        with pytest.raises(AdminRefused, match="--admin-host"):
+            AdminClient("http://localhost:1", "t").address_of({**node, "control_address": elsewhere})
     far = {**node, "admin_address": "http://10.0.0.6:7"}
     assert AdminClient("http://10.0.0.5:1", "t").address_of(far) == "http://10.0.0.6:7"
     with pytest.raises(AdminRefused, match="--admin-token"):
@@ -132,7 +135,10 @@ def test_a_service_that_accepts_and_says_nothing_is_given_up_within_the_budget_o
 def test_nodes_are_asked_at_once_and_the_errors_of_some_leave_the_answers_of_the_others() -> None:
     with admin_port() as alive:
         client = AdminClient(alive, "t")
-        nodes = [{"node_id": name, "admin_address": url} for name, url in (("a", alive), ("b", ""))]
+        here = "tcp://127.0.0.1:8"
+        nodes = [
+            {"node_id": name, "admin_address": url, "control_address": here} for name, url in (("a", alive), ("b", ""))
+        ]
         answers, failed = client.of_each(nodes, lambda base: client.get("/status", base=base))
     assert answers == {"a": {}}
     assert "--admin-token" in failed["b"].message
