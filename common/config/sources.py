@@ -148,6 +148,13 @@ def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> d
     return {name: text for name, text in texts.items() if text}
 
 
+def optional_variable(environ: Mapping[str, str], name: str) -> str | None:
+    """What the variable of the option `name` says, for commands that take no configuration; None where it is not set, empty, or
+    `UNSET`, as for services."""
+    text = environ.get(ENV_PREFIX + name.upper(), "")
+    return None if text.lower() in ("", UNSET) else text
+
+
 def _suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -18,12 +18,12 @@ import urllib.error
 import urllib.request
 
 from common.base.errors import KvRelayError
+from common.config.sources import optional_variable
 from common.control.links import Link
 from common.control.messages import Message, NodeLoad, Ping, Pong
 from common.security.tls import Credentials, open_credentials
 
 TIMEOUT_S = 4.0
-_CERTIFICATE, _UNSET = "KVRELAY_SSL_CERTFILE", ("", "none")
 MAX_STEP_AGE_S = 60.0
 """A step of a long prompt on a slow processor may take many seconds; a stuck loop never makes another round."""
 
@@ -90,14 +90,13 @@ def main(arguments: list[str]) -> int:
         return 2
     address = arguments[0]
     if not address.startswith("tcp://"):
-        if os.environ.get(_CERTIFICATE, "") not in _UNSET:  # the router of this container is HTTPS
+        if optional_variable(os.environ, "ssl_certfile") is not None:  # the router of this container is HTTPS
             address = "https" + address.removeprefix("https").removeprefix("http")
         complaint = http_complaint(address)
     else:
         try:
-            complaint = asyncio.run(
-                node_complaint(address, credentials=open_credentials(os.environ.get("KVRELAY_TLS_DIR")))
-            )
+            credentials = open_credentials(optional_variable(os.environ, "tls_dir"))
+            complaint = asyncio.run(node_complaint(address, credentials=credentials))
         except KvRelayError as error:
             complaint = f"{address}: {error}"
     if complaint is not None:

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from common.base.errors import ConfigError, KvRelayError
 from common.base.resolve import NameUnknown, is_own, resolve_now
-from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX
+from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX, optional_variable
 from common.control.admin_token import check_token
 from common.tools.admin.opener import admin_opener
 from common.tools.admin.running_clusters import RunningCluster, running_clusters, runtime_folder
 
 TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
-TLS_VARIABLE = ENV_PREFIX + "TLS_DIR"
 BUDGET_S = 1.4
 """Time for all questions of one command: with the start of the process, no command takes more than two seconds because of
 a service that is stopped."""
@@ -195,7 +194,7 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     Raises: AdminUsage, AdminUnreachable.
     """
     admin_urls, token = _named(url, environ)
-    tls_dir = environ.get(TLS_VARIABLE)
+    tls_dir = optional_variable(environ, "tls_dir")
     return AdminClient(_first_that_answers(admin_urls, token, tls_dir), token, tls_dir=tls_dir)
 
 

@@ -14,7 +14,8 @@ import typer
 
 from common.base.errors import DeadlineExceeded
 from common.cli import run_checked
-from common.tools.admin.client import TLS_VARIABLE, AdminClient, AdminRefused, AdminUnreachable, router_urls
+from common.config.sources import optional_variable
+from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
 from common.tools.admin.options import Json, Url, check_seconds, print_answer, say
 from common.tools.admin.roll_plan import RestartedService, chosen, gaps, router_service, successor
 
@@ -34,7 +35,7 @@ class RunningCluster:
 
     def client(self, url: str) -> AdminClient:
         """A client with a budget of its own."""
-        return AdminClient(url, self._token, tls_dir=os.environ.get(TLS_VARIABLE))
+        return AdminClient(url, self._token, tls_dir=optional_variable(os.environ, "tls_dir"))
 
     def routers(self) -> list[RestartedService]:
         """The routers at all addresses of the given names."""

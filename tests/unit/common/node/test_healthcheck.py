@@ -16,6 +16,7 @@ from support.certificates import made
 
 from common.control.links import Identity, Server
 from common.control.messages import Message, NodeLoad, Ping, Pong
+from common.node import healthcheck
 from common.node.healthcheck import http_complaint, main, node_complaint
 
 
@@ -124,6 +125,21 @@ def test_an_address_where_nobody_is_gives_exit_code_1_and_one_line(
 ) -> None:
     assert main([address]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("unset", ["", "none"])
+def test_a_folder_of_certificates_that_is_not_set_is_none(
+    unset: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compose files set variables without a value to the empty string: the node ran without TLS, and was never healthy."""
+    monkeypatch.setenv("KVRELAY_TLS_DIR", unset)
+    monkeypatch.setattr(healthcheck, "node_complaint", _well)
+    assert main(["tcp://127.0.0.1:1"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+async def _well(address: str, *, credentials: object) -> None:
+    assert credentials is None
 
 
 def test_the_probe_loads_neither_torch_nor_a_web_framework() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from common.base.errors import ConfigError
 from common.base.process import start_ticks
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
 from common.tools.admin.running_clusters import RunningCluster, announced, running_clusters, runtime_folder
@@ -83,6 +84,13 @@ def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
     assert AdminClient("http://10.0.0.5:1", "t").address_of(far) == "http://10.0.0.6:7"
     with pytest.raises(AdminRefused, match="--admin-token"):
         AdminClient("http://localhost:1", "t").address_of({**node, "admin_address": ""})
+
+
+@pytest.mark.parametrize("unset", ["", "none"])
+def test_a_folder_of_certificates_that_is_not_set_is_none(unset: str) -> None:
+    connect("http://127.0.0.1:1", {"KVRELAY_ADMIN_TOKEN": "t", "KVRELAY_TLS_DIR": unset})
+    with pytest.raises(ConfigError, match="certificates in nowhere"):
+        connect("http://127.0.0.1:1", {"KVRELAY_ADMIN_TOKEN": "t", "KVRELAY_TLS_DIR": "nowhere"})
 
 
 URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
