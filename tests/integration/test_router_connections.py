@@ -244,3 +244,17 @@ def test_a_body_too_large_by_its_length_is_refused_before_it_is_sent(model_folde
             writer.close()
 
     play(model_folder, scene)
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
+def test_a_refused_key_does_not_wait_for_the_body_that_was_announced(model_folder: Path, path: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 80\r\n\r\n" % path
+
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(head)
+        assert (await answer(reader))[0] == 401
+        assert await asyncio.wait_for(reader.read(), 5) == b"", "the client sends its next request elsewhere"
+        writer.close()
+
+    play(model_folder, scene, config={"api_key": "k"}, api_key="k")
