@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from common.base.errors import ClientError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from router.http.openai.checks import shorten
 from router.http.request_headers import header
 from router.requests.deadlines import Deadlines
 
@@ -29,7 +30,7 @@ def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
 
 
 async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
-    """The body of a request whose content type is JSON. What the headers refuse is refused before the body is read; the
+    """The body of a request whose content type is JSON, not compressed. What the headers refuse is refused before the body is read; the
     connection discards it. A body that turns out too large is read and discarded up to `_DRAIN_BYTES`.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
@@ -37,6 +38,8 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
     kind = header(request.scope, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json" and not _is_plain_call_of_ollama(request, kind):
         raise UnsupportedMediaType("the body must be sent with Content-Type: application/json")
+    if (coding := header(request.scope, b"content-encoding").lower()) not in ("", "identity"):
+        raise UnsupportedMediaType(f"the body must be sent as it is, without Content-Encoding: {shorten(coding)[1:-1]}")
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and (len(declared) > _MOST_DIGITS or int(declared) > limit):
         raise _too_large(limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -623,6 +624,7 @@ def test_bad_requests_are_refused_in_openais_shape_and_touch_no_node(model_folde
                 (b"[1]", json_type, 400),
                 (b'{"prompt": "a"}', {"content-type": "text/plain"}, 415),
                 (b'{"prompt": "a"}', {}, 415),
+                (gzip.compress(b'{"prompt": "a"}'), {**json_type, "content-encoding": "gzip"}, 415),
                 (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', json_type, 413),
             ):
                 answer = await http.post("completions", content=content, headers=headers)
