@@ -57,6 +57,21 @@ def test_a_chat_with_calls_is_the_same_whole_and_in_lines(folder: Path) -> None:
     _play(folder, CALLS, scene)
 
 
+def test_more_tokens_than_there_is_room_for_are_no_error(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        many: dict[str, Any] = {"stream": False, "options": {"num_predict": 100_000}}
+        for path, body in (
+            ("/api/chat", {**ASKED, **many}),
+            ("/api/generate", {"prompt": "hi", **many}),
+            ("/api/generate", {"prompt": "hi", "raw": True, **many}),
+        ):
+            assert (await http.post(path, json=body)).json()["done_reason"] == "stop", path
+            asked = bench.decode.requests()[-1]
+            assert len(asked.token_ids) + asked.request.sampling.max_tokens == MAX_LEN
+
+    _play(folder, "yes", scene)
+
+
 def test_a_prompt_is_answered_by_the_template_or_continued_as_it_is(folder: Path) -> None:
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         body = {"prompt": "hi", "system": "Be brief", "stream": False, "options": {"num_predict": 60, "seed": 7}}
