@@ -7,9 +7,8 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from common.base.process import allow_files
@@ -81,15 +80,17 @@ def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     )
 
 
-def _add_dashboard(app: FastAPI, dashboard: ASGIApp) -> None:
-    """Serve `dashboard` at `/ui`; `GET /` leads a browser there."""
-    app.mount("/ui", dashboard)
+def _add_root(app: FastAPI, dashboard: ASGIApp | None) -> None:
+    """`GET /`, by which ollama's clients find out whether there is a server. With a dashboard, which is served at `/ui`, it leads
+    a browser there."""
+    if dashboard is not None:
+        app.mount("/ui", dashboard)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def lead(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        if "text/html" not in request.headers.get("accept", ""):
-            raise HTTPException(404)
-        return RedirectResponse("/ui/", 303)
+    async def root(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if dashboard is not None and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/ui/", 303)
+        return PlainTextResponse("kvrelay is running")
 
 
 def http_server(
@@ -126,8 +127,7 @@ def http_server(
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)
-    if dashboard is not None and not services.api_keys:
-        _add_dashboard(app, dashboard)
+    _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from common.base.errors import ConfigError
 from common.config.service_configs import RouterConfig
 from router.http.https import https_certificate
-from router.http.server import _add_dashboard, bind, http_server
+from router.http.server import _add_root, bind, http_server
 from router.router import Router
 
 
@@ -75,13 +75,16 @@ def test_a_certificate_that_cannot_be_used_is_refused_at_start(files: dict[str, 
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize(("accept", "status"), [("text/html", 303), ("*/*", 404)])
-def test_a_browser_is_led_to_the_dashboard(method: str, accept: str, status: int) -> None:
+@pytest.mark.parametrize(("accept", "status"), [("text/html", 303), ("*/*", 200)])
+@pytest.mark.parametrize("dashboard", [PlainTextResponse("dashboard"), None])
+def test_a_browser_is_led_to_the_dashboard_and_others_see_a_server(
+    dashboard: PlainTextResponse | None, method: str, accept: str, status: int
+) -> None:
     app = FastAPI()
-    _add_dashboard(app, PlainTextResponse("dashboard"))
+    _add_root(app, dashboard)
 
     async def ask() -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             return (await http.request(method, "/", headers={"accept": accept})).status_code
 
-    assert asyncio.run(ask()) == status
+    assert asyncio.run(ask()) == (200 if dashboard is None else status)
