@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,8 @@ Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _CALLER = Caller()
+_one_grammar_check = threading.Lock()
+"""A `GrammarChecker` is used by one asyncio loop at a time, and each check has its own. Callers may have several threads."""
 
 
 class PromptJob(NamedTuple):
@@ -140,7 +143,8 @@ def _each(
             _check_params(each)
             jobs.append(make(index, each))
             if jobs[-1].request.engine.sampling.grammar is not None:
-                run_async(_check_grammar(model, jobs[-1].request))
+                with _one_grammar_check:
+                    run_async(_check_grammar(model, jobs[-1].request))
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,17 @@ def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
     hello = [{"role": "user", "content": "Hello"}]
     with pytest.raises(BadRequest, match="conversation 1: "):
         chat_jobs(model, [hello, [{"role": "wizard", "content": "x"}]], None, {})
+
+
+def test_several_threads_may_check_grammars(model: ServedModel) -> None:
+    def made(number: int) -> int:
+        params = [
+            SamplingParams(structured_outputs={"regex": f"a{{{number},{number + each}}}"}) for each in range(1, 9)
+        ]
+        return len(generate_jobs(model, ["a"] * len(params), params))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(made, range(1, 17))) == [8] * 16
 
 
 def test_a_grammar_that_cannot_be_used_is_named_before_anything_runs(model: ServedModel) -> None:
