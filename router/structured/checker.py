@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from llguidance import LLTokenizer
 
@@ -20,6 +21,15 @@ _MAX_WAITING = 64
 """Sources that may wait for their turn."""
 
 
+@dataclass(slots=True, eq=False)
+class _Compilation:
+    """One source, compiled once for all requests that came with it at the same time."""
+
+    work: asyncio.Task[str]
+    waiting: int = 0
+    """How many wait for it; without any it is cancelled."""
+
+
 class GrammarChecker:
     """One model's grammars. tokenizer: or why the model has none that llguidance can use."""
 
@@ -27,7 +37,8 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._results: OrderedDict[str, str] = OrderedDict()
         """What is wrong with a source, empty if nothing is; least recently used first."""
-        self._waiting = 0
+        self._unknown: dict[str, _Compilation] = {}
+        """The sources whose result somebody waits for."""
         self._one_at_a_time = asyncio.Lock()
 
     async def check(self, source: str, param: str) -> None:
@@ -47,18 +58,23 @@ class GrammarChecker:
         tokenizer = self._tokenizer
         if isinstance(tokenizer, ConfigError):
             return f"this model takes no grammars: {tokenizer}"
-        if self._waiting >= _MAX_WAITING:
-            raise Overloaded(f"{self._waiting} grammars are being compiled")
-        self._waiting += 1
-        work = asyncio.create_task(self._compile_in_turn(tokenizer, source))
+        compilation = self._unknown.get(source)
+        if compilation is None:
+            if len(self._unknown) >= _MAX_WAITING:
+                raise Overloaded(f"{len(self._unknown)} grammars are being compiled")
+            work = asyncio.create_task(self._compile_in_turn(tokenizer, source))
+            compilation = self._unknown[source] = _Compilation(work)
+        compilation.waiting += 1
         try:
             for _ in range(2):  # time for which this process was stopped (SIGSTOP) uses up one wait at most
-                if (await asyncio.wait([work], timeout=COMPILE_TIMEOUT_S / 2))[0]:
-                    return work.result()
+                if (await asyncio.wait([compilation.work], timeout=COMPILE_TIMEOUT_S / 2))[0]:
+                    return compilation.work.result()
             raise Overloaded(f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s")
         finally:
-            work.cancel()
-            self._waiting -= 1
+            compilation.waiting -= 1
+            if not compilation.waiting:
+                compilation.work.cancel()
+                del self._unknown[source]
 
     async def _compile_in_turn(self, tokenizer: LLTokenizer, source: str) -> str:
         async with self._one_at_a_time:

@@ -71,6 +71,22 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled_and_the_wait_is_bounded(mo
     assert "within" in str(results[0])
 
 
+def test_requests_that_come_together_with_one_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, checker = Compiling(monkeypatch), GrammarChecker(TOKENIZER)
+    monkeypatch.setattr(module, "_MAX_WAITING", 2)
+
+    async def run() -> list[BaseException | None]:
+        sources = ['start: "a"'] * 50 + ["start: /(/"] * 50
+        checks = [asyncio.create_task(checker.check(source, "guided_grammar")) for source in sources]
+        await asyncio.sleep(0)
+        checks[0].cancel()  # the others wait on
+        return await asyncio.gather(*checks, return_exceptions=True)
+
+    found = [type(result) for result in asyncio.run(run())]
+    assert found == [asyncio.CancelledError] + [type(None)] * 49 + [BadRequest] * 50
+    assert len(compiling.threads) == 2
+
+
 def test_time_for_which_the_process_is_stopped_does_not_use_up_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     compiling, checker = Compiling(monkeypatch), GrammarChecker(TOKENIZER)
     compiling.go.clear()
