@@ -138,13 +138,17 @@ def _each(
     what: str, model: ServedModel, make: Callable[[int, SamplingParams], PromptJob], count: int, params: Params
 ) -> list[PromptJob]:
     jobs: list[PromptJob] = []
+    checked: set[str] = set()
+    """Grammars: thousands of prompts may share one."""
     for index, each in enumerate(_params_of_each(params, count)):
         try:
             _check_params(each)
             jobs.append(make(index, each))
-            if jobs[-1].request.engine.sampling.grammar is not None:
+            grammar = jobs[-1].request.engine.sampling.grammar
+            if grammar is not None and grammar.source not in checked:
                 with _one_grammar_check:
-                    run_async(_check_grammar(model, jobs[-1].request))
+                    run_async(model.grammars.check(grammar.source, jobs[-1].request.grammar_param))
+                checked.add(grammar.source)
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs
@@ -166,10 +170,3 @@ def _check_params(params: Any) -> None:
         raise BadRequest(
             f"sampling_params must be SamplingParams, not {type(params).__name__}", param="sampling_params"
         )
-
-
-async def _check_grammar(model: ServedModel, request: GenerationRequest) -> None:
-    """Raises: BadRequest for a grammar that cannot be used."""
-    grammar = request.engine.sampling.grammar
-    assert grammar is not None
-    await model.grammars.check(grammar.source, request.grammar_param)

@@ -132,6 +132,18 @@ def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
         chat_jobs(model, [hello, [{"role": "wizard", "content": "x"}]], None, {})
 
 
+def test_one_grammar_of_many_prompts_is_checked_once(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    async def check(source: str, param: str) -> None:
+        checked.append(source)
+
+    monkeypatch.setattr(model.grammars, "check", check)
+    params = [SamplingParams(structured_outputs={"choice": [text]}) for text in ("a", "b", "a", "b")]
+    assert len(generate_jobs(model, ["x"] * 4, params)) == 4
+    assert len(checked) == 2
+
+
 def test_several_threads_may_check_grammars(model: ServedModel) -> None:
     def made(number: int) -> int:
         params = [
