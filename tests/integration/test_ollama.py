@@ -167,7 +167,13 @@ def test_errors_have_ollamas_shape(folder: Path) -> None:
             ("/api/chat", {"messages": [], "model": "other"}, 404, "other"),
             ("/api/chat", {**ASKED, "think": "high"}, 400, "reasoning_effort"),
             ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
-            ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images"),
+            ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images: images are not supported"),
+            (
+                "/api/chat",
+                {"messages": [{**ASKED["messages"][0], "images": ["x"]}]},
+                400,
+                "messages.0.images: images are not supported",
+            ),
         ):
             refused = await http.post(path, json=body)
             assert refused.status_code == status

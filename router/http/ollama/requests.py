@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
@@ -14,6 +14,15 @@ from router.http.openai.checks import MAX_INT, as_object, with_integers
 
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that the chat call knows by another name."""
+
+
+def _refuse_images(value: list[Any]) -> list[Any]:
+    if value:
+        raise ValueError("images are not supported")
+    return value
+
+
+_Images = Annotated[list[Any], AfterValidator(_refuse_images)]
 
 
 class _Body(BodyModel):
@@ -109,7 +118,7 @@ class OllamaMessage(_Body):
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: _Images | None = None
 
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> list[Json]:
@@ -166,7 +175,7 @@ class GenerateRequest(_Call):
     raw: bool | None = False
     suffix: Literal[""] | None = None
     template: Literal[""] | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: _Images | None = None
     context: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def chat_request(self) -> Json:
