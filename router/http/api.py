@@ -29,7 +29,6 @@ from router.http.openai.completion_request import CompletionRequest
 from router.http.openapi import OF_GENERATION, described, document
 from router.http.operator_routes import add_operator_routes, version
 from router.http.pooling.routes import add_pooling_routes
-from router.http.request_headers import header
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.responses_api.routes import add_responses_routes
@@ -113,8 +112,7 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         shown = [] if ids is None else headers(ids, None)
         if isinstance(error, HTTPException):  # 405 lists the allowed methods
             shown += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-        if isinstance(known, RequestTimeout) or (isinstance(known, ClientError) and header(request.scope, b"expect")):
-            # The rest of the body, or what comes instead of one that was announced, would be parsed as the wrong thing.
+        if isinstance(known, RequestTimeout):  # the rest of the body would be parsed as the wrong thing
             shown.append((b"connection", b"close"))
         return error_response(known, request.scope, shown)
 

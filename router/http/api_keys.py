@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.base.errors import KvRelayError, Unauthorized
 from router.http.client import Client, has_client, note_client, used_tokens
 from router.http.key_limits import ApiKeys, KeyUse
-from router.http.request_headers import api_key, header
+from router.http.request_headers import api_key
 from router.http.responses import error_response
 
 OPEN_PATHS = ("/health", "/ready", "/ping")
@@ -64,6 +64,4 @@ class KeyGuard:
         self, refusal: KvRelayError, scope: Scope, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]]
     ) -> None:
         self._count(refusal.http_status)
-        if header(scope, b"expect"):  # what comes instead of the body that was announced would be read as the body
-            headers = [*headers, (b"connection", b"close")]
         await error_response(refusal, scope, headers)(scope, receive, send)

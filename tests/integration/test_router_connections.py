@@ -246,14 +246,24 @@ def test_a_body_too_large_by_its_length_is_refused_before_it_is_sent(model_folde
     play(model_folder, scene)
 
 
-@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
-def test_a_refused_key_does_not_wait_for_the_body_that_was_announced(model_folder: Path, path: bytes) -> None:
-    head = b"POST %b HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 80\r\n\r\n" % path
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        (b"/v1/completions", b"", 401),
+        (b"/v1/messages", b"", 401),
+        (b"/v1/models", b"authorization: bearer k\r\n", 405),
+        (b"/v1/completions/", b"authorization: bearer k\r\n", 307),
+    ],
+)
+def test_an_answer_that_needs_no_body_does_not_wait_for_the_one_that_was_announced(
+    model_folder: Path, path: bytes, key: bytes, status: int
+) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\n%bexpect: 100-continue\r\ncontent-length: 80\r\n\r\n" % (path, key)
 
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
         writer.write(head)
-        assert (await answer(reader))[0] == 401
+        assert (await answer(reader))[0] == status
         assert await asyncio.wait_for(reader.read(), 5) == b"", "the client sends its next request elsewhere"
         writer.close()
 
