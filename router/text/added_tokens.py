@@ -25,20 +25,40 @@ def read_if_there(path: Path) -> dict[str, Any]:
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name; each may be written as a string or as an object with its content. `config`: the content of
     tokenizer_config.json; special_tokens_map.json goes first where that is of the older kind, without a list of added tokens."""
+    merged = _merged(folder, config)
+    return {name: text for name in _SPECIAL_NAMES if (text := _text(merged.get(name))) is not None}
+
+
+def _merged(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     mapped = read_if_there(folder / "special_tokens_map.json")
-    merged = {**mapped, **config} if _LISTED in config else {**config, **mapped}
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = merged.get(name)
-        text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+    return {**mapped, **config} if _LISTED in config else {**config, **mapped}
+
+
+def _text(value: object) -> str | None:
+    text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _all_special(merged: Mapping[str, Any]) -> list[AddedToken]:
+    """Those by name, and those that are listed without a name or with one of the model's own."""
+    found: list[object] = [merged.get(name) for name in _SPECIAL_NAMES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = merged.get(key)
+        found += cast("dict[str, object]", value).values() if isinstance(value, dict) else ()
+        found += cast("list[object]", value) if isinstance(value, list) else ()
+    return [_added(text, value, special=True) for value in found if (text := _text(value)) is not None]
+
+
+def _added(text: str, value: object, **more: bool) -> AddedToken:
+    """`value`: perhaps an object with the token's flags."""
+    entry = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return AddedToken(text, **{**{flag: entry[flag] for flag in _FLAGS if flag in entry}, **more})
 
 
 def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Add the tokens that tokenizer_config.json or added_tokens.json lists and tokenizer.json lacks or has with other flags.
-    `special`: of `special_tokens`; those that are added tokens become special ones.
+    `special`: of `special_tokens`; those that are in the vocabulary become special tokens, as do those of other lists that are in
+    no list of added tokens.
 
     Raises: ConfigError for a list that is broken, or that gives a token an id which it cannot have.
     """
@@ -58,11 +78,14 @@ def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], spec
                 f"{file} gives the token {token.content!r} the id {token_id}, which cannot follow those of tokenizer.json; "
                 "save the tokenizer again with transformers"
             )
-    for text in special.values():
-        named = _known(tokenizer).get(text)
-        if named is not None and not named.special:
-            named.special = True
-            _add(tokenizer, named)
+    known = _known(tokenizer)
+    for token in _all_special(_merged(folder, config)):
+        own = known.setdefault(token.content, token)
+        if own is token and tokenizer.token_to_id(token.content) is not None:
+            _add(tokenizer, token)
+        elif not own.special and token.content in special.values():
+            own.special = True
+            _add(tokenizer, own)
 
 
 def _add(tokenizer: Tokenizer, token: AddedToken) -> None:
@@ -74,10 +97,7 @@ def _known(tokenizer: Tokenizer) -> dict[str, AddedToken]:
 
 
 def _listed(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, AddedToken]:
-    return {
-        int(token_id): AddedToken(entry["content"], **{flag: entry[flag] for flag in _FLAGS if flag in entry})
-        for token_id, entry in entries.items()
-    }
+    return {int(token_id): _added(entry["content"], entry) for token_id, entry in entries.items()}
 
 
 def _legacy(ids: Mapping[str, int], special: set[str], known: Mapping[str, AddedToken]) -> dict[int, AddedToken]:

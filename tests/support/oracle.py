@@ -264,12 +264,7 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": template,
-        "eos_token": "w2",
-        "bos_token": "w1",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -387,6 +387,35 @@ def test_the_end_token_is_special_whatever_tokenizer_json_says(tmp_path: Path) -
     assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True) == "fox"
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"eos_token": "<|end|>"},
+        {"eos_token": {"__type": "AddedToken", "content": "<|end|>", "rstrip": True}},
+        {"additional_special_tokens": ["<|end|>"]},
+        {"extra_special_tokens": ["<|end|>"]},
+        {"extra_special_tokens": {"end_token": "<|end|>"}},
+    ],
+)
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_special_tokens_are_tokens_where_only_the_vocabulary_has_them(
+    tmp_path: Path, named: dict[str, Any], where: str
+) -> None:
+    """Prompts had their letters."""
+    folder = make_model_folder(tmp_path / "model")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["<|end|>"] = len(raw["model"]["vocab"])
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    if where == "tokenizer_config.json":
+        set_config(folder, **named)
+    else:
+        (folder / where).write_text(json.dumps(named))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer(folder)
+    ids = ours.encode("the fox<|end|> the")
+    assert ids == theirs.encode("the fox<|end|> the")
+    assert ours.special_id("<|end|>") == theirs.convert_tokens_to_ids("<|end|>") in ids
+
+
 def test_the_older_map_of_special_tokens_goes_first_as_in_transformers(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|assistant|>"}))
