@@ -81,15 +81,15 @@ def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str
         rope,
         low_freq_factor=config.number("low_freq_factor", within=scaling),
         high_freq_factor=config.number("high_freq_factor", within=scaling),
-        original_max_position=int(config.number("original_max_position_embeddings", within=scaling)),
+        original_max_position=_original_max_position(config, scaling),
     )
 
 
 def _original_max_position(config: ConfigFile, scaling: dict[str, Any]) -> int:
-    """In the rope parameters, else beside them, else the context's length."""
+    """Beside the rope parameters, else in them, else the context's length, as in transformers."""
     key = "original_max_position_embeddings"
     default = None if config.raw.get("max_position_embeddings") is None else config.integer("max_position_embeddings")
-    return int(config.number(key, config.number(key, default), within=scaling))
+    return int(config.number(key, config.number(key, default, within=scaling)))
 
 
 def _read_yarn(config: ConfigFile, scaling: dict[str, Any], rope: RopeConfig) -> RopeConfig:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import TINY
-from transformers import Phi3Config
+from transformers import AutoConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
 from common.base.device import CPU
@@ -93,6 +94,19 @@ def test_yarn_reaches_beyond_the_original_context(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 32768, "rope_scaling": scaling}))
     assert config.max_context == 131072
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_an_original_context_beside_the_rope_parameters_goes_first(tmp_path: Path, kind: str) -> None:
+    """As in transformers and vLLM."""
+    own = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    scaling = {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 4096, **own}
+    raw = {**LLAMA, "model_type": "llama", "original_max_position_embeddings": 512, "rope_scaling": scaling}
+    config = load_model_config(write(tmp_path, raw))
+    rope = config.layers[0].rope
+    assert rope is not None
+    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(inverse_frequencies(rope, config.head_dim), expected)
 
 
 def test_linear_scaling_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
