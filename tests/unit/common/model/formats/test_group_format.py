@@ -150,6 +150,21 @@ def test_zeros_of_groups_without_negative_weights_are_read(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("filled_with", [0, -1])
+def test_a_list_of_groups_that_was_never_filled_counts_as_none(
+    originals: dict[str, Path], tmp_path: Path, filled_with: int
+) -> None:
+    """As in exllama, AutoGPTQ and compressed-tensors: with zeros, all inputs had the scales of the first group."""
+    quantized, plain = quantize(originals["llama-biases"], STYLES["gptq"], tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    _replace("g_idx", lambda t: torch.full_like(t, filled_with))(tensors)
+    save_file(tensors, quantized / "model.safetensors")
+    found, expected = (
+        weights_of(folder).read(f"{DOWN}.weight", (64, 112), torch.float32) for folder in (quantized, plain)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.usefixtures("kept")
 def test_a_rank_that_has_all_inputs_keeps_reordered_weights_in_groups(
     originals: dict[str, Path], tmp_path: Path
