@@ -38,7 +38,8 @@ def is_torch_file(file: Path) -> bool:
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the model in directory `path`, in a fixed order: its safetensors files, or, without any, its
-    `pytorch_model*.bin`; or the GGUF file `path`.
+    `pytorch_model*.bin`; or the GGUF file `path`. As in transformers, a single file goes before an index, which may be left of
+    the model that it was made from.
 
     Raises: ConfigError if there are none, or if the index names one that is missing.
     """
@@ -46,9 +47,11 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     for single, pattern in _KINDS:
         index = path / f"{single}.index.json"
+        if (path / single).is_file():
+            return [path / single]
         if index.exists():
             return _indexed(path, index)
-        files = [path / single] if (path / single).is_file() else sorted(path.glob(pattern))
+        files = sorted(path.glob(pattern))
         if files:
             return files
     raise ConfigError(f"{path} holds neither safetensors files nor pytorch_model.bin")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
-from common.model.files import files_state
+from common.model.files import files_state, weight_files
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 
@@ -58,6 +58,17 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     for use in (load, identity):
         with pytest.raises(ConfigError, match="model-00002-of-00008"):
             use(sharded)
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin"])
+def test_a_single_file_goes_before_an_index_that_was_left_behind(sharded: Path, suffix: str) -> None:
+    """As in transformers: weights of the model that was tuned were used, or its missing files ended the start."""
+    single = sharded / ("pytorch_model.bin" if suffix else "model.safetensors")
+    if suffix:
+        for file in sharded.glob("model*"):
+            file.rename(sharded / file.name.replace("model", "pytorch_model").replace(".safetensors", ".bin"))
+    single.write_bytes(b"")
+    assert weight_files(sharded) == [single]
 
 
 def test_an_index_cannot_lead_out_of_the_directory(sharded: Path, tmp_path: Path) -> None:
