@@ -74,7 +74,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     if vocabulary is None:
         raise ConfigError(f"{path} holds no tensor token_embd.weight")
     weight = file.tensors.get("blk.0.attn_q.weight", vocabulary)
-    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     raw.update(
         architectures=[_ARCHITECTURES[architecture]],
         vocab_size=vocabulary.shape[0],

@@ -87,6 +87,12 @@ def test_scaling_without_a_type_is_linear_as_in_llama_cpp(tmp_path: Path) -> Non
     assert rope.kind == "default"
 
 
+def test_answers_end_at_the_tokens_that_end_them_in_llama_cpp(tmp_path: Path) -> None:
+    ends = {"eos": 3, "eot": 4, "eom": 5}
+    numbers = {f"tokenizer.ggml.{name}_token_id": number for name, number in ends.items()}
+    assert written(tmp_path / "a.gguf", {}, numbers, yarn=False).eos_token_ids == (3, 4, 5)
+
+
 @pytest.mark.parametrize(
     ("key", "number", "message"),
     [
