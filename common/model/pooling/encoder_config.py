@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from common.base.errors import ConfigError
 from common.control.messages import Task
 from common.model.config_file import ConfigFile, read_json_object
-from common.model.pooling.sentence_transformers import Pooling, max_seq_length, read_pooling
+from common.model.pooling.sentence_transformers import Pooling, max_seq_length, noted_activation, read_pooling
 
 ScoreActivation = Literal["sigmoid", "identity"]
 _ACTIVATIONS: dict[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
@@ -104,15 +104,18 @@ def read_encoder_config(path: Path) -> EncoderConfig:
         activation=cast("Any", activation),
         max_model_len=min(positions - first, max_seq_length(path, positions)),
         pooling=read_pooling(path, "mean"),
-        score_activation=_score_activation(config) if task == "score" else "sigmoid",
+        score_activation=_score_activation(config, noted_activation(path)) if task == "score" else "sigmoid",
     )
 
 
-def _score_activation(config: ConfigFile) -> ScoreActivation:
-    """The activation that sentence-transformers has noted, under its newer or its older name. Raises: ConfigError."""
+def _score_activation(config: ConfigFile, newest: str | None) -> ScoreActivation:
+    """The activation that sentence-transformers has noted: `newest`, or in config.json under its newer or its older name.
+
+    Raises: ConfigError.
+    """
     noted: Any = config.raw.get("sentence_transformers")
     newer = cast("dict[str, Any]", noted).get("activation_fn") if isinstance(noted, dict) else None
-    name = newer or config.raw.get("sbert_ce_default_activation_function") or "Sigmoid"
+    name = newest or newer or config.raw.get("sbert_ce_default_activation_function") or "Sigmoid"
     found = _ACTIVATIONS.get(str(name).rpartition(".")[2])
     if found is None:
         raise config.error(f"the cross-encoder's activation {name!r} is not supported; {', '.join(_ACTIVATIONS)} are")

@@ -30,6 +30,15 @@ def max_seq_length(path: Path, default: int) -> int:
     return ConfigFile(file).integer("max_seq_length", default) if file.is_file() else default
 
 
+def noted_activation(path: Path) -> str | None:
+    """The activation of a cross-encoder's output that sentence-transformers 6 has noted; None: it has noted none."""
+    file = path / "config_sentence_transformers.json"
+    if not is_sentence_transformer(path) or not file.is_file():
+        return None
+    name = read_json_object(file).get("activation_fn")
+    return None if name is None else str(name)
+
+
 def read_pooling(path: Path, default: Pooling) -> Pooling:
     """How vectors are pooled. Raises: ConfigError for what is not supported."""
     folder = _pooling_folder(path / _MODULES)

@@ -102,6 +102,18 @@ def test_the_activation_of_scores_is_that_of_sentence_transformers(
     assert read_encoder_config(folder).score_activation == activation
 
 
+def test_the_activation_that_sentence_transformers_6_notes_goes_first(tmp_path: Path) -> None:
+    """It keeps it beside modules.json: scores were the sigmoid of what they are there."""
+    folder = make_encoder(tmp_path / "cross", labels=1)
+    change(folder / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.Sigmoid"})
+    noted = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(noted))
+    assert read_encoder_config(folder).score_activation == "sigmoid"
+    modules = [{"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert read_encoder_config(folder).score_activation == "identity"
+
+
 def test_an_activation_that_is_not_implemented_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "cross", labels=1)
     change(folder / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
