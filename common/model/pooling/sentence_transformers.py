@@ -25,9 +25,22 @@ def is_sentence_transformer(path: Path) -> bool:
 
 
 def max_seq_length(path: Path, default: int) -> int:
-    """sentence-transformers' own limit of an input's tokens."""
-    file = path / "sentence_bert_config.json"
-    return ConfigFile(file).integer("max_seq_length", default) if file.is_file() else default
+    """The limit of an input's tokens as sentence-transformers has it: its own, which it keeps as the tokenizer's since
+    version 6."""
+    config = _transformer_config(path)
+    if config.raw.get("max_seq_length") is not None:
+        return config.integer("max_seq_length")
+    file = path / "tokenizer_config.json"
+    limit: object = read_json_object(file).get("model_max_length") if file.is_file() else None
+    is_limit = isinstance(limit, int | float) and 1 <= limit < default  # 10^30 stands for none
+    return int(cast("float", limit)) if is_limit else default
+
+
+def _transformer_config(path: Path) -> ConfigFile:
+    """What sentence-transformers says of the model itself; empty if it says nothing."""
+    files = (path / f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta"))
+    file = next((file for file in files if file.is_file()), None)
+    return ConfigFile(path, {}) if file is None else ConfigFile(file)
 
 
 def noted_activation(path: Path) -> str | None:
@@ -42,7 +55,7 @@ def noted_activation(path: Path) -> str | None:
 def read_pooling(path: Path, default: Pooling) -> Pooling:
     """How vectors are pooled. Raises: ConfigError for what is not supported."""
     folder = _pooling_folder(path / _MODULES)
-    if _lowers_texts(path):
+    if _transformer_config(path).flag("do_lower_case", False):
         raise ConfigError(f"{path}: do_lower_case of sentence-transformers is not supported")
     file = path / folder / "config.json"
     if not file.is_file():
@@ -58,11 +71,6 @@ def read_pooling(path: Path, default: Pooling) -> Pooling:
     if len(found) != 1 or others:  # vectors of several modes are joined
         raise ConfigError(f"{file}: exactly one of {', '.join(_POOLING_KEYS)} must be set")
     return found[0]
-
-
-def _lowers_texts(path: Path) -> bool:
-    file = path / "sentence_bert_config.json"
-    return file.is_file() and ConfigFile(file).flag("do_lower_case", False)
 
 
 def _pooling_folder(file: Path) -> str:

@@ -30,6 +30,17 @@ def test_context_and_pooling_are_those_of_the_files(tmp_path: Path) -> None:
     assert (roberta.max_model_len, roberta.first_position, roberta.pooling) == (64, 2, "mean")
 
 
+def test_the_context_is_the_tokenizers_where_sentence_transformers_notes_none(tmp_path: Path) -> None:
+    """As in sentence-transformers, which writes it nowhere else since version 6."""
+    folder = make_encoder(tmp_path / "bert")
+    for limit, expected in ((48, 48), (int(1e30), 64), (1e30, 64), (None, 64), (0, 64)):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+        assert read_encoder_config(folder).max_model_len == expected
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 48}')
+    (folder / "sentence_roberta_config.json").write_text('{"max_seq_length": 32}')
+    assert read_encoder_config(folder).max_model_len == 32
+
+
 def test_the_settings_of_pooling_are_where_modules_json_says(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "bert", pooling="cls")
     (folder / "1_Pooling").rename(folder / "pool")
