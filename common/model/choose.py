@@ -43,10 +43,15 @@ def choose_model(path: Path, implementation: ModelImpl) -> ModelConfig:
 
 def check_model(path: Path, implementation: ModelImpl) -> None:
     """What can be said of a model before torch is imported. Raises: ConfigError."""
-    try:
-        load_model_config(path)
-    except UnknownArchitecture as error:
-        if implementation == "native":
-            raise
-        if not is_installed():
-            raise ConfigError(f"{error.message}; {INSTALL}") from error
+    why = "--model-impl transformers needs a library"
+    if implementation != "transformers":
+        try:
+            load_model_config(path)
+        except UnknownArchitecture as error:
+            if implementation == "native":
+                raise
+            why = error.message
+        else:
+            return
+    if not is_installed():
+        raise ConfigError(f"{why}; {INSTALL}")

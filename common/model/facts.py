@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import ConfigError
-from common.model.config import UnknownArchitecture, load_model_config, token_ids
+from common.model.config import load_model_config, token_ids
 from common.model.config_file import ConfigFile, read_json_object
+from common.model.hub import is_gguf
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _ANY_CONTEXT = 2**20
@@ -31,7 +32,10 @@ def read_facts(path: Path) -> ModelFacts:
     try:
         config = load_model_config(path)
         return ModelFacts(config.vocab_size, config.max_context, config.eos_token_ids, config.architecture)
-    except UnknownArchitecture:
+    except ConfigError:
+        # What native families refuse may run by a class of transformers, which nodes know.
+        if is_gguf(path):
+            raise
         file = ConfigFile(path / "config.json")
     generation_file = path / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}

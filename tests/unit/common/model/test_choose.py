@@ -13,6 +13,7 @@ from support.oracle import make_tiny
 from common.base.errors import ConfigError
 from common.model import choose
 from common.model.choose import check_model, choose_model
+from common.model.facts import read_facts
 from common.model.generic.config import GenericConfig
 
 
@@ -45,10 +46,23 @@ def test_native_refuses_an_unknown_architecture(unknown: Path) -> None:
             check(unknown, "native")
 
 
+def test_transformers_runs_what_a_native_family_refuses(tmp_path: Path) -> None:
+    """OPT-350m and others could not be served at all: nodes and routers asked the native family first."""
+    config = config_of("opt")
+    config.architectures = ["OPTForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="word_embed_proj_dim"):
+        check_model(tmp_path, "auto")
+    check_model(tmp_path, "transformers")
+    assert isinstance(choose_model(tmp_path, "transformers"), GenericConfig)
+    assert read_facts(tmp_path) == (250, 2048, (2,), "OPTForCausalLM")
+
+
 def test_without_the_library_the_error_says_how_to_get_it(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "is_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[models\]'"):
-        check_model(unknown, "auto")
+    for implementation in ("auto", "transformers"):
+        with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[models\]'"):
+            check_model(unknown, implementation)
 
 
 def test_a_corrupt_config_is_an_error_whatever_is_asked_for(tmp_path: Path) -> None:
