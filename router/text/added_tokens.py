@@ -40,8 +40,8 @@ def _text(value: object) -> str | None:
 
 
 def _all_special(merged: Mapping[str, Any]) -> list[AddedToken]:
-    """Those by name, and those that are listed without a name or with one of the model's own."""
-    found: list[object] = [merged.get(name) for name in _SPECIAL_NAMES]
+    """Those by name, which may be the model's own, and those that are listed."""
+    found: list[object] = [value for key, value in merged.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = merged.get(key)
         found += cast("dict[str, object]", value).values() if isinstance(value, dict) else ()
@@ -79,7 +79,7 @@ def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], spec
                 "save the tokenizer again with transformers"
             )
     known = _known(tokenizer)
-    for token in _all_special(_merged(folder, config)):
+    for token in _all_special(config if is_listed else _merged(folder, config)):
         own = known.setdefault(token.content, token)
         if own is token and tokenizer.token_to_id(token.content) is not None:
             _add(tokenizer, token)

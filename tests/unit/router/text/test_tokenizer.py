@@ -395,6 +395,7 @@ def test_the_end_token_is_special_whatever_tokenizer_json_says(tmp_path: Path) -
         {"additional_special_tokens": ["<|end|>"]},
         {"extra_special_tokens": ["<|end|>"]},
         {"extra_special_tokens": {"end_token": "<|end|>"}},
+        {"image_token": "<|end|>"},
     ],
 )
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
