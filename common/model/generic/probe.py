@@ -73,11 +73,28 @@ def build_on_meta(cls: Any, config: Any, attention: str, dtype: torch.dtype) -> 
     """The model without weights. Raises: ConfigError if the class cannot be built."""
     try:
         with _META:
-            return cls._from_config(config, attn_implementation=attention, dtype=dtype).eval()
+            model = cls._from_config(config, attn_implementation=attention, dtype=dtype).eval()
     except ConfigError:
         raise
     except Exception as error:  # whatever a class thinks of a config
         raise ConfigError(f"{cls.__name__} cannot be built from this config.json: {_first_line(error)}") from error
+    _keep_wide(model, dtype)
+    return model
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Make what the class keeps in float32 beside weights of `dtype` float32, as transformers does where it loads weights: biases
+    that choose experts would be rounded to others."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    patterns, names, _ = load("transformers.core_model_loading").build_glob_alternation(list(plan))
+    for prefix, module in model.named_modules():
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                found = patterns.search(f"{prefix}.{key}")
+                if tensor is not None and found is not None and key not in module._non_persistent_buffers_set:
+                    tensor.data = tensor.data.to(plan[names[found.lastgroup]])
 
 
 def probe(cls: Any, config: Any) -> tuple[Any, list[AttentionCall]]:

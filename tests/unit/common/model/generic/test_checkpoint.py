@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.generic_models import config_of
 from support.oracle import write_model
 from support.runner_cases import drive, make_runner, prompt
+from transformers import AutoModelForCausalLM
 
 from common.base.errors import ConfigError
 from common.model.generic.build_model import build_class
@@ -38,6 +39,18 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         make_runner(folder, model_impl="transformers")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "dots1", "flint", "glm"])
+def test_what_a_class_keeps_in_float32_stays_in_it_beside_bfloat16(kind: str, tmp_path: Path) -> None:
+    """Biases that choose DeepSeek's experts were rounded, and others chosen."""
+    folder = write_model(config_of(kind), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    ours = build_class(folder, torch.bfloat16).state_dict()
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {n: tensor.dtype for n, tensor in theirs.items()}
+    runner = make_runner(folder, model_impl="transformers", dtype="bfloat16")
+    [sequence] = drive(runner, [prompt(20, 250)], 16, 4)
+    assert len(sequence.generated) == 4
 
 
 def test_int8_weights_are_made_while_loading(tmp_path: Path) -> None:
