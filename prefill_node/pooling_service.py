@@ -21,7 +21,7 @@ from common.kernels.choose import describe_kernels
 from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
-from common.model.fingerprint import tokenizer_digest
+from common.model.fingerprint import pooling_fingerprint, tokenizer_digest
 from common.model.hub import model_name, resolve_model
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
@@ -70,7 +70,8 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
         of_model.task,
         of_model.hidden_size,
     )
-    layout = KVLayout(f"pooling-{digest}", KVSpec.uniform(1, 1, 1, "float32"))
+    fingerprint = pooling_fingerprint(path, config.load_format, config.seed, config.quantization)
+    layout = KVLayout(fingerprint, KVSpec.uniform(1, 1, 1, "float32"))
     record = NodeRecord(
         "prefill",
         server.me,

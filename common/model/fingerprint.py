@@ -54,6 +54,21 @@ def fingerprint(
     return digest.hexdigest()[:32] + suffix
 
 
+def pooling_fingerprint(path: Path, load_format: str, seed: int, quantization: Quantization) -> str:
+    """The same of a pooling model: vectors of nodes whose fingerprints differ must not be compared.
+
+    Raises: ConfigError for missing or corrupt files.
+    """
+    digest = hashlib.sha256(tokenizer_digest(path).encode())
+    if load_format == "dummy":
+        digest.update(str(seed).encode())
+    else:
+        for file in weight_files(path):
+            digest.update(_file_digest(file))
+    suffix = f"-{quantization}" if quantization in ("int8", "int4") else ""
+    return f"pooling-{digest.hexdigest()[:32]}{suffix}"
+
+
 def tokenizer_digest(path: Path) -> str:
     """Digest of the model folder's tokenizer.json, 32 hex digits; empty where there is none (`--load-format dummy`).
 

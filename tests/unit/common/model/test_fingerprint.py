@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.config.option_groups import Quantization
 from common.model.config import load_model_config
-from common.model.fingerprint import fingerprint
+from common.model.fingerprint import fingerprint, pooling_fingerprint
 
 
 def identity(path: Path, load_format: str = "auto", dtype: str = "float32", seed: int = 0) -> str:
@@ -48,3 +49,18 @@ def test_fingerprint_sees_every_tensor_the_config_the_dtype_and_the_tokenizer(fo
     (folder / "tokenizer.json").write_text("{ }")
     seen.add(identity(folder))
     assert len(seen) == 10
+
+
+def test_weights_of_a_pooling_model_are_told_apart(folder: Path) -> None:
+    """Their nodes registered the tokenizer alone: vectors of two fine-tunes were mixed, and `kvrelay admin check` found nothing."""
+
+    def pooling(load_format: str = "auto", seed: int = 0, quantization: Quantization = "auto") -> str:
+        return pooling_fingerprint(folder, load_format, seed, quantization)
+
+    seen = {pooling(), pooling("dummy"), pooling("dummy", 1), pooling(quantization="int8")}
+    before = pooling()
+    (folder / "README.md").write_text("other")
+    assert pooling() == before
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.001))
+    seen.add(pooling())
+    assert len(seen) == 5
