@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Awaitable, Callable
 
+from common.base.clock import monotonic, until_next
 from common.tools.up.child import Child
 from common.tools.up.console import Console
 
@@ -33,24 +35,22 @@ class HangWatch:
         self._period_s = period_s
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await asyncio.sleep(self._period_s)
-            await asyncio.gather(*(self._watch(child) for child in self._children if child.ready))
+        """Until cancelled. One that does not answer delays no other's probe; all are due at the same moments."""
+        await asyncio.gather(*map(self._watch, self._children))
 
     async def _watch(self, child: Child) -> None:
-        pid = child.pid
-        for _ in range(_PROBES):
-            if await self._probe(child) or child.pid != pid or not child.ready:
-                return
-        self._console.say(f"{child.spec.name} does not answer (pid {pid}): killing it")
-        child.signal(signal.SIGKILL)
+        while True:
+            await asyncio.sleep(until_next(self._period_s, monotonic()))
+            pid = child.pid
+            if child.ready and not await self._answers_in_time(child) and child.ready and child.pid == pid:
+                self._console.say(f"{child.spec.name} does not answer (pid {pid}): killing it")
+                child.signal(signal.SIGKILL)
 
-    async def _probe(self, child: Child) -> bool:
-        try:
-            async with asyncio.timeout(self._period_s / 2):
-                while not await self._answers(child):
-                    await asyncio.sleep(_RETRY_S)
-        except TimeoutError:
-            return False
-        return True
+    async def _answers_in_time(self, child: Child) -> bool:
+        for _ in range(_PROBES):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s / 2):
+                    while not await self._answers(child):
+                        await asyncio.sleep(_RETRY_S)
+                return True
+        return False
