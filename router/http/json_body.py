@@ -8,11 +8,9 @@ from typing import Any
 import pydantic_core
 
 from common.base.errors import ClientError, KvRelayError, Overloaded
+from common.base.one_line import one_line
 
 Json = dict[str, Any]
-
-_LINE_ENDS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
-"""Unicode's line ends, and as JSON escapes them. Clients that read lines with httpx, such as ollama's, would cut there."""
 
 
 def to_json(value: object) -> bytes:
@@ -22,10 +20,7 @@ def to_json(value: object) -> bytes:
     except pydantic_core.PydanticSerializationError:  # an unpaired surrogate, which can only come from a client
         value = pydantic_core.to_jsonable_python(value, inf_nan_mode="null")
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-    if not text.isascii():
-        for character, escaped in _LINE_ENDS.items():
-            text = text.replace(character, escaped)
-    return text
+    return one_line(text)
 
 
 def sse(data: Json) -> bytes:

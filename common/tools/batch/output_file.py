@@ -18,6 +18,7 @@ from pydantic_core import from_json, to_json
 
 from common.base.errors import KvRelayError
 from common.base.file_lock import try_lock
+from common.base.one_line import one_line
 from common.tools.api_client import ApiAnswer
 from common.tools.batch.input_file import BadBatch
 
@@ -95,7 +96,7 @@ class OutputFile:
             "response": response,
             "error": error,
         }
-        encoded = to_json(line) + b"\n"
+        encoded = one_line(to_json(line)) + b"\n"
         rest = memoryview(encoded)
         try:
             while rest:

@@ -31,6 +31,14 @@ def test_results_have_the_fields_of_openais_format(tmp_path: Path) -> None:
         assert (output.finished, output.failed) == ({"a", "b", "c"}, 2)
 
 
+def test_a_result_is_one_line_for_readers_who_end_lines_as_unicode_does(tmp_path: Path) -> None:
+    file, body = tmp_path / "out.jsonl", {"text": "a\u2028b\u0085c"}
+    with OutputFile(file) as output:
+        output.add("a", ApiAnswer(200, "r", body))
+    (line,) = file.read_text("utf-8").splitlines()
+    assert json.loads(line)["response"]["body"] == body
+
+
 @pytest.mark.parametrize("tail", [b"{", b'{"id":"batch_req_ab', b'{"id":"' + b"x" * 200_000, bytes(4096)])
 def test_an_incomplete_last_line_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     """Also zeros, as some file systems leave them after a power failure."""
