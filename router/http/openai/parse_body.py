@@ -58,7 +58,8 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
         errors = error.errors(include_url=False, include_context=False)
         # A field of several forms has an error for each: the deepest one is that of the form that the client meant.
         first = max(
-            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"])
+            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]),
+            key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
         )
         place = [str(part) for part in first["loc"] if "[" not in str(part)]
         message = first["msg"].removeprefix("Value error, ")

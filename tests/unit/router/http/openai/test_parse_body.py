@@ -64,3 +64,22 @@ def test_every_model_of_a_body_ends_lists_at_the_first_wrong_item() -> None:
         for kind in found
         if not issubclass(kind, BodyModel) and kind.__module__.rpartition(".")[2] != "answer_types"
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        (ResponsesRequest, {"input": []}, "input: List should have at least 1 item"),
+        (OllamaChatRequest, {"think": "max"}, "think: Input should be 'low', 'medium' or 'high'"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "function"}},
+            "function: ",
+        ),
+    ],
+)
+def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_meant(
+    kind: type[BaseModel], body: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadRequest, match=said):
+        validated(body, kind)
