@@ -113,6 +113,11 @@ class Generation:
         shared = self.request.shared
         return self._prompt_logprobs if shared is None else shared.prompt_logprobs
 
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the arrival to the first token; 0 while there is none."""
+        return max(0.0, self._first_token_s - self._arrived_s)
+
     def take(self) -> list[Delta]:
         """The deltas since the last call."""
         deltas, self._deltas = self._deltas, []

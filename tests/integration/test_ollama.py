@@ -53,6 +53,10 @@ def test_a_chat_with_calls_is_the_same_whole_and_in_lines(folder: Path) -> None:
         streamed = [call for line in lines for call in line["message"].get("tool_calls", ())]
         assert streamed == whole["message"]["tool_calls"]
         assert lines[-1]["prompt_eval_count"] == whole["prompt_eval_count"]
+        for last in (whole, lines[-1]):  # clients divide the counts by these
+            durations = last["prompt_eval_duration"], last["eval_duration"]
+            assert min(durations) > 0
+            assert sum(durations) == last["total_duration"]
 
     _play(folder, CALLS, scene)
 

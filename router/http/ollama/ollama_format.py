@@ -28,10 +28,9 @@ class OllamaFormat(ParsedFormat):
         super().__init__(options, tokenizer, parsers)
         self._chat = chat
         self._call: ToolCallDelta | None = None
-        self._started_ns = self._first_ns = time.monotonic_ns()
+        self._started_ns = time.monotonic_ns()
 
     def opening(self, generation: Generation, index: int) -> list[Json]:
-        self._first_ns = time.monotonic_ns()
         return []
 
     def events(self, parsed: ParsedDelta) -> list[Json]:
@@ -72,17 +71,18 @@ class OllamaFormat(ParsedFormat):
         return {"model": self.options.model, "created_at": datetime.now(UTC).isoformat(), **shown, "done": False}
 
     def _end(self, generation: Generation) -> Json:
-        outcome, now_ns = generation.outcome, time.monotonic_ns()
+        outcome, total_ns = generation.outcome, time.monotonic_ns() - self._started_ns
         assert outcome is not None
+        prompt_ns = min(int(1e9 * generation.ttft_s), total_ns)
         return {
             "done": True,
             "done_reason": outcome.finish_reason,
-            "total_duration": now_ns - self._started_ns,
+            "total_duration": total_ns,
             "load_duration": 0,
             "prompt_eval_count": len(generation.request.engine.prompt_ids),
-            "prompt_eval_duration": self._first_ns - self._started_ns,
+            "prompt_eval_duration": prompt_ns,
             "eval_count": generation.completion_tokens,
-            "eval_duration": now_ns - self._first_ns,
+            "eval_duration": total_ns - prompt_ns,
         }
 
     def _finished_call(self) -> list[Json]:

@@ -26,6 +26,7 @@ ENDED = cast(
         request_id="r",
         cached_tokens=0,
         completion_tokens=2,
+        ttft_s=0.0,
         request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1])),
     ),
 )
