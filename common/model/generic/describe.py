@@ -39,12 +39,12 @@ def describe(path: Path) -> GenericConfig:
     cls = class_of(file)
     config = read_config(path)
     _check_kinds(config, cls.__name__)
+    dtype = str(config.dtype or "float32").removeprefix("torch.")  # the model that is built next changes it
     model, calls = probe(cls, config)
     layers = _layers(cls.__name__, config, model, calls)
     find_parts(model, tuple(call.module for call in calls))
     generation_file = path / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
-    dtype = str(config.dtype or "float32").removeprefix("torch.")
     longest = int(_of_text(config, "max_position_embeddings", cls.__name__))
     return GenericConfig(
         architecture=cls.__name__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_layers_are_described_as_the_class_calls_attention(tmp_path: Path) -> No
     assert [layer.attention.window for layer in config.layers] == [32, 32, 32, None]
     assert config.attention.num_q_heads == 64
     assert config.attention.scale == pytest.approx(config.attention.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_type_of_the_weights_is_that_of_the_file(tmp_path: Path, key: str) -> None:
+    """Models were served in float32, which takes twice the memory, unless --dtype said otherwise."""
+    folder = folder_of(tmp_path, "mixtral", "MixtralForCausalLM")
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps({**raw, key: "bfloat16"}))
+    assert describe(folder).resolve_dtype("auto") == "bfloat16"
 
 
 @pytest.mark.parametrize(("rope", "differs"), [("default", False), ("dynamic", True)])
