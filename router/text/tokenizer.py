@@ -217,8 +217,17 @@ class Tokenizer:
         first, *others = rendered.split(SEPARATOR)
         ids = self.encode(first, add_special_tokens=add_special_tokens)
         for part in others:
-            ids += self.encode(part, add_special_tokens=False)
+            ids += self._encode_within(part)
         return ids
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of another one: sentencepiece's kind puts a space before a text's beginning, here
+        before a line break, whose tokens are left out again."""
+        if self.pieces.kind == "fallback":
+            before, ids = self.encode_batch(["\n", "\n" + text], add_special_tokens=False)
+            if before and ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of these ids."""
