@@ -217,10 +217,10 @@ class Tokenizer:
         first, *others = rendered.split(SEPARATOR)
         ids = self.encode(first, add_special_tokens=add_special_tokens)
         for part in others:
-            ids += self._encode_within(part)
+            ids += self.encode_within(part)
         return ids
 
-    def _encode_within(self, text: str) -> list[int]:
+    def encode_within(self, text: str) -> list[int]:
         """Token ids of a text in the middle of another one: sentencepiece's kind puts a space before a text's beginning, here
         before a line break, whose tokens are left out again."""
         if self.pieces.kind == "fallback":

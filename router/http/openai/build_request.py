@@ -159,7 +159,7 @@ def _fill_in_the_middle(body: CompletionRequest, model: ServedModel, prompt: str
     _check_length(body, model, prompt, "prompt")
     _check_length(body, model, suffix, "suffix")
     begin = tokenizer.encode("", add_special_tokens=body.add_special_tokens is not False)
-    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, suffix))
+    before, after = tokenizer.encode(prompt, add_special_tokens=False), tokenizer.encode_within(suffix)
     return [*begin, fim.prefix, *before, fim.suffix, *after, fim.middle]
 
 

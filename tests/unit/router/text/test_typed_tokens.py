@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fallback_tokenizers import make_fallback_tokenizer
 from support.stub_node import make_model_folder
-from tokenizers import AddedToken, decoders, models, normalizers
-from tokenizers import Tokenizer as RawTokenizer
 
 from router.text.tokenizer import Tokenizer
 from router.text.typed_tokens import SEPARATOR, TypedTokens
@@ -51,13 +50,7 @@ def test_typed_special_tokens_are_text_wherever_the_client_puts_them(tokenizer: 
 @pytest.mark.parametrize("typed", ["<s>old</s> new", "</s>", "a<s>\n</s> b", "é<s></s>é"])
 def test_no_space_is_put_into_typed_tokens_by_tokenizers_that_put_one_before_a_text(tmp_path: Path, typed: str) -> None:
     """With those of Llama 2 and Mistral, `<s>` became `< s>`."""
-    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
-    vocab = {text: token_id for token_id, text in enumerate(texts)}
-    raw = RawTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts[:3]])
-    raw.save(str(tmp_path / "tokenizer.json"))
+    make_fallback_tokenizer(["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
     template = "[{% for m in messages %}{{ m.content }}{% endfor %}]</s>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
     tokenizer = Tokenizer(tmp_path)

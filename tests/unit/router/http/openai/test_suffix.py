@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fallback_tokenizers import make_fallback_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.base.errors import BadRequest
@@ -19,10 +20,14 @@ WORDS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "def", "return", 
 MODEL = load("demo", None, LoadOptions())
 
 
-def _prompt_ids(folder: Path, words: list[str], suffix: str) -> list[int]:
+def _of_words(words: list[str]) -> Tokenizer:
     raw = Tokenizer(models.WordLevel({word: token_id for token_id, word in enumerate(words)}, unk_token="x"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.add_special_tokens([word for word in words if word.startswith("<|")])
+    return raw
+
+
+def _prompt_ids(folder: Path, raw: Tokenizer, suffix: str) -> list[int]:
     raw.save(str(folder / "tokenizer.json"))
     served = replace(MODEL, tokenizer=ServedTokenizer(folder))
     body = completion_request({"prompt": "def x", "suffix": suffix}, CompletionRequest)
@@ -30,9 +35,17 @@ def _prompt_ids(folder: Path, words: list[str], suffix: str) -> list[int]:
 
 
 def test_a_suffix_is_put_behind_the_prompt_with_the_models_tokens(tmp_path: Path) -> None:
-    assert _prompt_ids(tmp_path, WORDS, "return x") == [0, 3, 5, 1, 4, 5, 2]
+    assert _prompt_ids(tmp_path, _of_words(WORDS), "return x") == [0, 3, 5, 1, 4, 5, 2]
+
+
+def test_a_suffix_begins_without_a_space_of_the_tokenizers(tmp_path: Path) -> None:
+    """As in CodeLlama's own code, where only the text before the gap has one."""
+    raw = make_fallback_tokenizer(["▁<PRE>", "▁<SUF>", "▁<MID>"])
+    after = [raw.token_to_id(text) for text in ("<0x0A>", "y")]
+    before = [raw.token_to_id(text) for text in ("▁", "d", "e", "f", "▁", "x")]
+    assert _prompt_ids(tmp_path, raw, "\ny") == [1, *before, 2, *after, 3]
 
 
 def test_a_model_without_such_tokens_refuses_a_suffix(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="suffix"):
-        _prompt_ids(tmp_path, WORDS[3:], "return x")
+        _prompt_ids(tmp_path, _of_words(WORDS[3:]), "return x")
