@@ -222,9 +222,9 @@ class Tokenizer:
 
     def encode_within(self, text: str) -> list[int]:
         """Token ids of a text in the middle of another one: sentencepiece's kind puts a space before a text's beginning, here
-        before a line break, whose tokens are left out again."""
+        before a character that no token joins with others, and whose tokens are left out again."""
         if self.pieces.kind == "fallback":
-            before, ids = self.encode_batch(["\n", "\n" + text], add_special_tokens=False)
+            before, ids = self.encode_batch(["\x02", "\x02" + text], add_special_tokens=False)
             if before and ids[: len(before)] == before:
                 return ids[len(before) :]
         return self.encode(text, add_special_tokens=False)

@@ -34,6 +34,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """Some 20 ms for compiling, 10 ms for the worst mask, 20 MB for a grammar's lexer."""
+_BEGINNING = "\x02"
+"""A character that no token joins with others."""
 _SPECIAL = b"\xff"
 """First byte of special tokens for llguidance."""
 
@@ -168,8 +170,9 @@ class _TextTokenizer:
     def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], ends: list[int]) -> None:
         """`encode`: makes no tokens that tokenizer.json calls special; `tokens`: as `parsed_tokens`; `ends`: tokens that end an
         answer."""
-        self._encode = encode
         self.tokens = [token.removeprefix(_SPECIAL) for token in tokens]
+        adds_space = b"".join(self.tokens[token_id] for token_id in encode("a")) == b" a"
+        self._encode = _without_space(encode) if adds_space else encode
         self.special_token_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_SPECIAL)]
         self._special = {each: self.tokens[each].decode(errors="replace") for each in self.special_token_ids}
         self.eos_token_id = ends[0] if ends else 0  # llguidance needs one that exists
@@ -181,6 +184,18 @@ class _TextTokenizer:
         cuts = [f"(?<={re.escape(each[0])})(?={re.escape(each[1:])})" for each in found if len(each) > 1]
         parts = re.split("|".join(cuts), text) if cuts else [text]
         return ids if len(parts) == 1 else [token_id for part in parts for token_id in self(part)]
+
+
+def _without_space(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """`encode` of a tokenizer that puts a space before the beginning of a text, for texts that stand within others: what
+    grammars force would not fit them."""
+    before = encode(_BEGINNING)
+
+    def encode_within(text: str) -> list[int]:
+        ids = encode(_BEGINNING + text)
+        return ids[len(before) :] if before and ids[: len(before)] == before else encode(text)
+
+    return encode_within
 
 
 def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:

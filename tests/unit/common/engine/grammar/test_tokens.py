@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from support.fallback_tokenizers import make_fallback_tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from common.engine.grammar.compile import byte_level_tokens, compile_grammar, load_tokenizer, parsed_tokens
 from common.model.hub import resolve_model
+from router.text.tokenizer import Tokenizer as RouterTokenizer
 
 DEMO = Path(resolve_model("demo"))
 
@@ -32,6 +34,32 @@ def test_byte_level_tokens_are_read_as_llguidance_reads_them(more: int) -> None:
     assert tokens == parsed_tokens(file, size)
     assert tokens is not None
     assert {bytes([byte]) for byte in range(0xFF)} <= set(tokens), "every byte is a token"
+
+
+@pytest.mark.parametrize("scheme", [None, "first", "always"])
+@pytest.mark.parametrize(
+    ("grammar", "forced"),
+    [
+        ('start: "abc def" /[xy]/', list("abc▁def")),
+        ('start: " abc" | " abd"', list("▁ab")),
+        ('start: "</s>" /[xy]/', list("</s>")),
+    ],
+)
+def test_forced_texts_begin_without_the_space_that_sentencepiece_adds(
+    tmp_path: Path, scheme: str | None, grammar: str, forced: list[str]
+) -> None:
+    """With the tokenizers of Llama 2, Mistral and Phi-3 no grammar could be compiled that forces its first characters."""
+    raw = make_fallback_tokenizer(["<s>", "</s>"])
+    if scheme is not None:
+        raw.normalizer = None
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    size = raw.get_vocab_size()
+    for tokenizer in load_tokenizer(tmp_path, size, [2]), RouterTokenizer(tmp_path).for_grammars(size, [2]):
+        matcher = compile_grammar(tokenizer, grammar)
+        ids = matcher.compute_ff_tokens()
+        assert [raw.id_to_token(token_id) for token_id in ids] == forced
+        assert matcher.consume_tokens(ids)
 
 
 _ADDED = {
