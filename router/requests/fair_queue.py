@@ -3,6 +3,8 @@
 Requests with a lower priority number leave first. Within one priority, the next request is one of the tenant that has
 got the fewest prompt and answer tokens, and of that tenant's users, the one with the fewest (start-time fair queueing:
 each has a clock that its requests' tokens advance; the clock of one that returns starts at the current virtual time).
+Virtual time also advances by the share of each of those who wait: otherwise it would stand still while newcomers never
+cease, such as a service's end users, and those who were served once would starve and be remembered for ever.
 
     Source: P. Goyal, H. Vin, H. Cheng, Start-Time Fair Queueing, 1996.
 """
@@ -10,7 +12,7 @@ each has a clock that its requests' tokens advance; the clock of one that return
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -63,7 +65,7 @@ class FairQueue:
         self._by_id: dict[str, QueuedRequest] = {}
         self._shares = _Shares()
         self._shares_of_users: dict[str, _Shares] = {}
-        """By tenant's name, of those with clocks ahead."""
+        """By tenant's name, of those with clocks."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -94,15 +96,17 @@ class FairQueue:
         if not self._by_priority:
             return None
         tenants = self._by_priority[min(self._by_priority)]
-        name = self._shares.next(dict.fromkeys(tenant.name for tenant in tenants))
+        names = dict.fromkeys(tenant.name for tenant in tenants)
+        name = self._shares.next(names)
+        of_name = dict.fromkeys(tenant.user for tenant in tenants if tenant.name == name)
         users = self._shares_of_users.setdefault(name, _Shares())
-        tenant = Tenant(name, users.next([tenant.user for tenant in tenants if tenant.name == name]))
+        tenant = Tenant(name, users.next(of_name))
         queued = next(iter(tenants[tenant].values()))
         self.remove(queued.request_id)
-        self._shares.serve(name, queued.tokens)
-        users.serve(tenant.user, queued.tokens)
+        self._shares.serve(name, queued.tokens, names)
+        users.serve(tenant.user, queued.tokens, of_name)
         self._shares_of_users = {
-            name: users for name, users in self._shares_of_users.items() if self._shares.is_ahead(name)
+            name: users for name, users in self._shares_of_users.items() if self._shares.has_clock(name)
         }
         return queued.request_id
 
@@ -143,20 +147,22 @@ class _Shares:
 
     def __init__(self) -> None:
         self._clocks: dict[str, float] = {}
-        """Those ahead of `_now`."""
+        """Of those ahead of `_now`, and of those who waited at the last turn."""
         self._now = 0.0
+        """Virtual time."""
 
-    def next(self, waiting: Iterable[str]) -> str:
+    def next(self, waiting: Collection[str]) -> str:
         """Whose turn it is."""
-        return min(waiting, key=self._clock)
+        for name in waiting:
+            self._clocks.setdefault(name, self._now)
+        return min(waiting, key=self._clocks.__getitem__)
 
-    def serve(self, name: str, tokens: int) -> None:
-        self._now = self._clock(name)
-        self._clocks[name] = self._now + tokens
-        self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+    def serve(self, name: str, tokens: int, waiting: Collection[str]) -> None:
+        """One of those who wait, as for `next`, gets its turn."""
+        begun = self._clocks[name]
+        self._clocks[name] = begun + tokens
+        self._now = max(begun, self._now + tokens / (1 + len(waiting)))
+        self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now or name in waiting}
 
-    def is_ahead(self, name: str) -> bool:
+    def has_clock(self, name: str) -> bool:
         return name in self._clocks
-
-    def _clock(self, name: str) -> float:
-        return max(self._clocks.get(name, 0.0), self._now)

@@ -175,6 +175,36 @@ def test_a_tenant_with_a_user_for_each_request_gets_no_more_than_its_share() -> 
     assert Counter(name.partition("-")[0] for name in drain(queue)[:20]) == {"greedy": 10, "modest": 10}
 
 
+def test_newcomers_that_never_cease_starve_nobody_and_are_forgotten() -> None:
+    queue = FairQueue()
+    for tenant, user in (("t", "u"), ("", "")):  # newcomers among the users of a tenant, and among tenants
+        queue.push(held("first", tenant + "0", tokens=100, user=user))
+        assert queue.pop() == "first"
+        queue.push(held("second", tenant + "0", tokens=100, user=user))
+        left = list[str | None]()
+        for number in range(1000):
+            name, own = (tenant + "0", f"{user}{number}") if tenant else (f"new{number}", "")
+            queue.push(held(f"{number}", name, tokens=100, user=own))
+            if number >= 10:
+                left.append(queue.pop())
+        assert "second" in left[:40]
+        clocks = [queue._shares, *queue._shares_of_users.values()]
+        assert all(len(each._clocks) < 40 for each in clocks), "each turn looks at all clocks"
+        drain(queue)
+
+
+def test_who_waits_behind_more_urgent_requests_gains_no_credit_among_these() -> None:
+    queue = FairQueue()
+    queue.push(held("patient", "a", priority=1))
+    for number in range(20):
+        queue.push(held(f"b{number}", "b", tokens=100))
+        queue.pop()
+    for number in range(4):
+        queue.push(held(f"a-now{number}", "a", tokens=100))
+        queue.push(held(f"b-now{number}", "b", tokens=100))
+    assert "b-now0" in drain(queue)[:3]
+
+
 def test_users_of_one_tenant_share_what_it_gets() -> None:
     queue = FairQueue()
     for index in range(30):
