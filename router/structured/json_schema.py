@@ -84,6 +84,7 @@ def _checked(schema: Schema) -> str:
     if len(text) > MAX_SOURCE_CHARS:
         raise BadRequest(f"the schema has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
     schema = json.loads(text)
+    unions = _Unions(schema)
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -92,30 +93,45 @@ def _checked(schema: Schema) -> str:
         if isinstance(node, dict):
             found = cast("Schema", node)
             _check_keywords(found)
-            if "anyOf" not in found and _are_told_apart(found.get("oneOf"), schema):
+            if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
                 _admit_any_branch(found, schema)
             stack += [(each, depth + 1) for each in _subschemas(found)]
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _are_told_apart(branches: Any, root: Schema) -> bool:
-    """Whether a required property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions.
-    llguidance does not see it through a `$ref`.
-    """
-    if not isinstance(branches, list):
-        return False
-    seen: dict[str, set[str]] | None = None
-    """By property that tells the branches so far apart: its constants."""
-    for branch in cast("list[Any]", branches):
-        constants = _constants(_referred(branch, root))
-        if seen is None:
-            seen = {name: set() for name in constants}
-        seen = {name: found for name, found in seen.items() if name in constants and constants[name] not in found}
-        if not seen:
+class _Unions:
+    """The `oneOf` of one schema. Each object and each set of them is looked through once, however often the schema refers to it."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._constants: dict[int, dict[str, str]] = {}
+        """By `id` of the object, which the root keeps alive or which is empty."""
+        self._told_apart: dict[frozenset[int], bool] = {}
+
+    def are_told_apart(self, branches: Any) -> bool:
+        """Whether a required property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions.
+        llguidance does not see it through a `$ref`.
+        """
+        if not isinstance(branches, list):
             return False
-        for name, found in seen.items():
-            found.add(constants[name])
-    return seen is not None
+        referred = [_referred(branch, self._root) for branch in cast("list[Any]", branches)]
+        key = frozenset(map(id, referred))
+        if not key or len(key) < len(referred):
+            return False
+        if key not in self._told_apart:
+            self._told_apart[key] = self._differ(referred)
+        return self._told_apart[key]
+
+    def _differ(self, branches: list[Schema]) -> bool:
+        found = [self._constants_of(branch) for branch in branches]
+        names = set(found[0]).intersection(*found[1:])
+        return any(len({constants[name] for constants in found}) == len(found) for name in names)
+
+    def _constants_of(self, branch: Schema) -> dict[str, str]:
+        known = self._constants.get(id(branch))
+        if known is None:
+            known = self._constants[id(branch)] = _constants(branch)
+        return known
 
 
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
