@@ -235,10 +235,15 @@ class _Lark:
             value = self._json(f"value_{index}", {})
             return f'(KEYWORD {value} (", " KEYWORD {value})*)?'
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        required = schema.get("required") or ()
+        properties: Any = schema.get("properties") or {}
+        required: Any = schema.get("required") or []
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise BadRequest(
+                "a function's parameters: properties must be an object, and required a list of names", param="tools"
+            )
         may_be_empty, some = True, ""
         """Whether the properties so far may all be missing, and the rule for those that contain one."""
-        for number, (name, value) in enumerate(cast("dict[str, Any]", schema.get("properties") or {}).items()):
+        for number, (name, value) in enumerate(cast("dict[str, Any]", properties).items()):
             if not _KEYWORD.fullmatch(name):
                 raise BadRequest(f"this model's format has no way to write the parameter {name[:100]!r}", param="tools")
             inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
@@ -247,7 +252,7 @@ class _Lark:
             ways = [item] if may_be_empty else []
             if some:
                 ways.append(f'{some} ", " {item}')
-            if name in required:
+            if name in cast("list[Any]", required):
                 may_be_empty = False
             elif some:
                 ways.append(some)

@@ -279,7 +279,12 @@ def test_gpt_oss_answers_in_a_given_form_on_its_final_channel(answer: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "parameters", "words"),
-    [("hermes", {"type": "array"}, "of type object"), ("pythonic", {"properties": {"a b": {}}}, "'a b'")],
+    [
+        ("hermes", {"type": "array"}, "of type object"),
+        ("pythonic", {"properties": {"a b": {}}}, "'a b'"),
+        ("pythonic", {"properties": ["a"]}, "properties must be an object"),
+        ("pythonic", {"properties": {"a": {}}, "required": True}, "required a list of names"),
+    ],
 )
 def test_functions_that_the_format_cannot_call_are_refused(name: str, parameters: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
