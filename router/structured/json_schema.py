@@ -114,12 +114,12 @@ class _Unions:
         """
         if not isinstance(branches, list):
             return False
-        referred = [_referred(branch, self._root) for branch in cast("list[Any]", branches)]
-        key = frozenset(map(id, referred))
-        if not key or len(key) < len(referred):
+        found = [referred(branch, self._root) for branch in cast("list[Any]", branches)]
+        key = frozenset(map(id, found))
+        if not key or len(key) < len(found):
             return False
         if key not in self._told_apart:
-            self._told_apart[key] = self._differ(referred)
+            self._told_apart[key] = self._differ(found)
         return self._told_apart[key]
 
     def _differ(self, branches: list[Schema]) -> bool:
@@ -137,7 +137,7 @@ class _Unions:
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
     """Make `anyOf` of a `oneOf` whose branches are told apart. What is no object is in every branch that does not name its type,
     and so in more than one: only objects are left then."""
-    branches = [_referred(branch, root) for branch in schema["oneOf"]]
+    branches = [referred(branch, root) for branch in schema["oneOf"]]
     kinds = schema.get("type", "object")
     if len(branches) > 1 and any(branch.get("type") != "object" for branch in branches):
         if "object" not in (cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]):
@@ -160,7 +160,7 @@ def _is_constant(schema: Any) -> bool:
     return isinstance(schema, dict) and isinstance(cast("Schema", schema).get("const"), str)
 
 
-def _referred(schema: Any, root: Schema) -> Schema:
+def referred(schema: Any, root: Schema) -> Schema:
     """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
     path = cast("Schema", schema).get("$ref") if isinstance(schema, dict) else None
     if isinstance(path, str):

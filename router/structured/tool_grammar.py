@@ -12,7 +12,7 @@ from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
 from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
 from router.output.reasoning import ReasoningTags
-from router.structured.json_schema import embedded_schema
+from router.structured.json_schema import embedded_schema, referred
 
 _MAX_CALLS = 32
 _OTHERWISE = "otherwise"
@@ -231,10 +231,12 @@ class _Lark:
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:
         """`a=1, b="x"`: the properties in the schema's order. The values are JSON, which the parser of literals reads."""
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        if "properties" not in schema:  # pydantic refers to models that contain themselves
+            schema = referred(schema, schema)
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             value = self._json(f"value_{index}", {})
             return f'(KEYWORD {value} (", " KEYWORD {value})*)?'
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         properties: Any = schema.get("properties") or {}
         required: Any = schema.get("required") or []
         if not isinstance(properties, dict) or not isinstance(required, list):

@@ -246,6 +246,16 @@ def test_a_function_that_takes_anything_takes_any_keywords(forced: bool) -> None
         assert _accepts(tokenizer, matcher, text), text
 
 
+def test_a_function_whose_schema_refers_to_itself_takes_its_own_keywords_only() -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    tree = {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}, "additionalProperties": False}
+    parameters = {"$defs": {"Tree": tree}, "$ref": "#/$defs/Tree"}
+    source = tool_grammar("pythonic", [Schema("f", parameters)], _vocabulary(tokenizer), parallel=True)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    for text, accepted in (('[f(left={"left": {}})]', True), ("[f()]", True), ("[f(right={})]", False)):
+        assert _accepts(tokenizer, matcher, text) == accepted, text
+
+
 @pytest.mark.parametrize("otherwise", ["start: /yes|no/", LLMatcher.grammar_from_regex("yes|no")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_of_a_given_form_may_take_the_calls_place(name: str, otherwise: str) -> None:
