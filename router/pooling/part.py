@@ -207,6 +207,7 @@ class PoolPart:
 
     def _on_admitted(self) -> None:
         self._admitted = self._siblings.admitted = True
+        self._node_deadline_s = None  # nodes were found when it was queued
         self._handle_all(_PlaceNow())
 
     def _on_refused(self, error: Overloaded) -> None:

@@ -11,14 +11,18 @@ import pytest
 from support.stub_node import Stack, StubNode, running_stack
 from support.stub_pooling import pooled
 
+from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, EngineError, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.ids import pack_ids
 from common.control.pooling import PoolInput, PoolRequest
+from router.metrics import Metrics
+from router.nodes.node_table import NodeTable
 from router.policy import Fleet
 from router.pooling.call import PoolCall
 from router.pooling.part import pick
 from router.pooling.work import PoolWork
+from router.requests.dispatch import Dispatcher
 from router.requests.fair_queue import Tenant
 
 WIDTH = 8
@@ -282,6 +286,26 @@ def test_calls_of_many_users_do_not_overfill_the_queue(model_folder: Path) -> No
         assert sum(isinstance(each, Overloaded) for each in ended) == 6
 
     play(model_folder, scene, count=1, max_waiting=2, max_num_seqs=1)
+
+
+def test_the_wait_for_a_node_before_the_queue_does_not_shorten_that_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        clock = MockClock()
+        dispatcher = Dispatcher(RouterConfig(), Metrics(), clock=clock)
+        call = PoolCall(dispatcher, "p", "", work())
+        monkeypatch.setattr(NodeTable, "rejoining", True)
+        running = asyncio.create_task(call.run())
+        while not call.parts[0]._node_deadline_s:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(NodeTable, "rejoining", False)
+        clock.advance(60.0)
+        call.parts[0]._on_admitted()  # from the queue, where it was as long as there was a node
+        assert call.parts[0].outcome is None
+        call.cancel()
+        assert await running is None
+        dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_the_node_with_the_least_work_is_picked_of_those_that_take_the_input() -> None:
