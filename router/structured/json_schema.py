@@ -104,8 +104,8 @@ class _Unions:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._constants: dict[int, dict[str, str]] = {}
-        """By `id` of the object, which the root keeps alive or which is empty."""
+        self._constants: dict[int, tuple[Schema, dict[str, str]]] = {}
+        """By `id` of the object, which stays alive here."""
         self._told_apart: dict[frozenset[int], bool] = {}
 
     def are_told_apart(self, branches: Any) -> bool:
@@ -128,10 +128,9 @@ class _Unions:
         return any(len({constants[name] for constants in found}) == len(found) for name in names)
 
     def _constants_of(self, branch: Schema) -> dict[str, str]:
-        known = self._constants.get(id(branch))
-        if known is None:
-            known = self._constants[id(branch)] = _constants(branch)
-        return known
+        if id(branch) not in self._constants:
+            self._constants[id(branch)] = branch, _constants(branch)
+        return self._constants[id(branch)][1]
 
 
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
