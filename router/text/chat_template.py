@@ -21,7 +21,18 @@ import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 
-_NULL_CONTENT = re.compile(r"content['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
+_NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
+
+# A template is a program: besides jinja's own errors, unexpected messages can make it raise any of these.
+_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -114,31 +125,29 @@ class ChatTemplate:
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
         `developer` messages, so the role is renamed. Messages with tool calls may have no content, as in Hugging
-        Face's rendering; a template that asks whether it is none sees null.
+        Face's rendering; a template that asks whether it is none sees null, and one that fails without it an empty text.
         Raises: BadRequest when the template rejects the messages.
         """
         if not self._knows_developer:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
-        if self._expects_null_content:
-            messages = [each if "content" in each else {**each, "content": None} for each in messages]
+        shown = [{"content": None, **each} for each in messages] if self._expects_null_content else messages
         variables = {
             **(kwargs or {}),
             **self._special_tokens,
-            "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
             "documents": None,
         }
         try:
-            return self._template.render(variables)
-        # A template is a program: besides jinja's own errors, unexpected messages can make it raise any of these.
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise BadRequest(f"the chat template refused the messages: {error}", param="messages") from error
+            return self._template.render(variables, messages=shown)
+        except _FAILURES as error:
+            if all("content" in each for each in messages):
+                raise _refusal(error) from error
+        try:
+            return self._template.render(variables, messages=[{"content": "", **each} for each in messages])
+        except _FAILURES as error:
+            raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> BadRequest:
+    return BadRequest(f"the chat template refused the messages: {error}", param="messages")

@@ -137,13 +137,16 @@ def test_tools_are_rendered_as_by_transformers(folder: Path) -> None:
     ("template", "text"),
     [
         ("{% if message.content is none %}none{% endif %}", "none"),
+        ("{% if message.reasoning_content is not none %}{{ message.content }}{% endif %}", ""),
+        ("{% if '</think>' not in message.content %}{{ 'said ' + message.content }}{% endif %}", "said "),
+        ("{% if message.content is none or message.content.count('x') == 0 %}{{ message.content[:1] }}{% endif %}", ""),
         ("{{ message.tool_calls[0].function.arguments + '!' }}", '{"city": "Zürich"}!'),
         ("{{ '!' + message.tool_calls[0].function.arguments }}", '!{"city": "Zürich"}'),
         ("{{ message.tool_calls[0].function.arguments | tojson }}", '{"city": "Zürich"}'),
     ],
 )
 def test_templates_that_expect_null_or_text_are_served(folder: Path, template: str, text: str) -> None:
-    """As those of DeepSeek do."""
+    """As those of DeepSeek do, and the first one of Qwen 3."""
     call = {"function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
     message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
     set_config(folder, chat_template="{% for message in messages %}" + template + "{% endfor %}")
