@@ -132,11 +132,11 @@ class ChatTemplate:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         shown = [{"content": None, **each} for each in messages] if self._expects_null_content else messages
         variables = {
+            "documents": None,
             **(kwargs or {}),
             **self._special_tokens,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
-            "documents": None,
         }
         try:
             return self._template.render(variables, messages=shown)

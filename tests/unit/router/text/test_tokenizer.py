@@ -192,6 +192,12 @@ def test_client_variables_cannot_replace_the_special_tokens(folder: Path) -> Non
     assert Tokenizer(folder).render_chat(CHAT, kwargs={"bos_token": "x", "messages": []}) == "<s>4"
 
 
+def test_documents_are_a_variable_of_the_template(folder: Path) -> None:
+    set_config(folder, chat_template="{% for each in documents or () %}{{ each.text }}{% endfor %}")
+    assert Tokenizer(folder).render_chat(CHAT, kwargs={"documents": [{"title": "A", "text": "found"}]}) == "found"
+    assert Tokenizer(folder).render_chat(CHAT) == ""
+
+
 @pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
 def test_a_developer_is_the_system_where_the_template_knows_none(folder: Path, template: str, role: str) -> None:
     """Qwen's, among others, leaves out messages of roles that it does not know."""
