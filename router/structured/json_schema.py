@@ -187,6 +187,9 @@ def _check_keywords(schema: Schema) -> None:
     for key in _IGNORED:
         if key in schema:
             raise BadRequest(f"the schema's keyword {key} is not supported")
+    for key in ("const", "enum"):
+        if key in schema:
+            _check_integers(key, schema[key])
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise BadRequest("the schema's keyword required must be a list of names")
@@ -198,3 +201,18 @@ def _check_keywords(schema: Schema) -> None:
             "the schema's keyword minProperties is not supported beyond the number of required properties, except with "
             "additionalProperties=false"
         )
+
+
+def _check_integers(keyword: str, value: Any) -> None:
+    """Refuse those that no float64 is: llguidance would write the nearest one."""
+    stack: list[Any] = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack += cast("dict[str, Any]", node).values()
+        elif isinstance(node, list):
+            stack += cast("list[Any]", node)
+        elif isinstance(node, int) and node and abs(node) // (node & -node) > 1 << 53:
+            raise BadRequest(
+                f"the schema's keyword {keyword} is not supported with {str(node)[:40]}, which is beyond 2^53"
+            )

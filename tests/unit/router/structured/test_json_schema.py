@@ -88,11 +88,18 @@ def test_a_schema_is_embedded_in_a_grammar(tokenizer: LLTokenizer) -> None:
         ({"properties": {"a": {"required": True}}}, "required"),
         ({"type": "object", "minProperties": 1}, "minProperties"),
         ({"type": "typo"}, "typo"),
+        ({"const": 1234567890123456789}, "const .* 1234567890123456789"),
+        ({"properties": {"a": {"enum": [1, {"b": [-(2**53) - 1]}]}}}, "enum .* -9007199254740993"),
     ],
 )
 def test_a_keyword_that_is_not_supported_is_named(tokenizer: LLTokenizer, schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(BadRequest, match=keyword):
         compile_grammar(tokenizer, json_schema_grammar(schema))
+
+
+def test_large_integers_that_are_floats_are_written_in_full(tokenizer: LLTokenizer) -> None:
+    for number in (2**53, -(2**53), 2**53 + 2, 10**22, 0):
+        assert accepts(tokenizer, json_schema_grammar({"enum": [number, None, True]}), str(number))
 
 
 def test_properties_may_have_the_names_of_keywords(tokenizer: LLTokenizer) -> None:
