@@ -21,8 +21,9 @@ import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 
+_DEVELOPER = re.compile(r"""['"]developer['"]""")
+"""How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
-
 # A template is a program: besides jinja's own errors, unexpected messages can make it raise any of these.
 _FAILURES = (
     jinja2.TemplateError,
@@ -85,7 +86,7 @@ class ChatTemplate:
         helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         environment.globals.update(helpers)
         self._special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
+        self._knows_developer = _DEVELOPER.search(source) is not None
         self._expects_null_content = _NULL_CONTENT.search(source) is not None
         try:
             parsed = environment.parse(source)

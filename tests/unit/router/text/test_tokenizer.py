@@ -198,9 +198,17 @@ def test_documents_are_a_variable_of_the_template(folder: Path) -> None:
     assert Tokenizer(folder).render_chat(CHAT) == ""
 
 
-@pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("", "system"),
+        ("{% set developer_preamble = '# Developer' %}", "system"),
+        ("{% set known = messages[0].role in ['system', 'developer'] %}", "developer"),
+        ('{% set known = messages[0].role == "developer" %}', "developer"),
+    ],
+)
 def test_a_developer_is_the_system_where_the_template_knows_none(folder: Path, template: str, role: str) -> None:
-    """Qwen's, among others, leaves out messages of roles that it does not know."""
+    """Qwen's, among others, leaves out messages of roles that it does not know; Command R's has the word elsewhere."""
     set_config(folder, chat_template=template + "{% for message in messages %}{{ message.role }} {% endfor %}")
     chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert Tokenizer(folder).render_chat(chat) == f"{role} user "
