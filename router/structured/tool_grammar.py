@@ -23,6 +23,24 @@ _NAME = "\1"
 _LINE_BREAKS = "/\\n{0,2}/"
 _ANYTHING = r"(.|\n)*"
 _KEYWORD = re.compile(r"[-.\w]+")
+_OF_ALL_ARGUMENTS = (
+    *(
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "const",
+        "enum",
+        "patternProperties",
+    ),
+    *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+)
+"""Keywords of JSON Schema that tie parameters to each other."""
 
 
 class Schema(NamedTuple):
@@ -233,19 +251,16 @@ class _Lark:
         """`a=1, b="x"`: the properties in the schema's order. The values are JSON, which the parser of literals reads."""
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if "properties" not in schema:  # pydantic refers to models that contain themselves
-            schema = referred(schema, schema)
-        if "properties" not in schema and schema.get("additionalProperties") is not False:
-            value = self._json(f"value_{index}", {})
+            schema = {**shared, **referred(schema, schema)}
+        _check_keywords(schema)
+        required = schema.get("required") or ()
+        further = schema.get("additionalProperties")
+        if "properties" not in schema and further is not False:
+            value = self._json(f"value_{index}", {**shared, **further} if isinstance(further, dict) else {})
             return f'(KEYWORD {value} (", " KEYWORD {value})*)?'
-        properties: Any = schema.get("properties") or {}
-        required: Any = schema.get("required") or []
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise BadRequest(
-                "a function's parameters: properties must be an object, and required a list of names", param="tools"
-            )
         may_be_empty, some = True, ""
         """Whether the properties so far may all be missing, and the rule for those that contain one."""
-        for number, (name, value) in enumerate(cast("dict[str, Any]", properties).items()):
+        for number, (name, value) in enumerate(cast("dict[str, Any]", schema.get("properties") or {}).items()):
             if not _KEYWORD.fullmatch(name):
                 raise BadRequest(f"this model's format has no way to write the parameter {name[:100]!r}", param="tools")
             inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
@@ -254,7 +269,7 @@ class _Lark:
             ways = [item] if may_be_empty else []
             if some:
                 ways.append(f'{some} ", " {item}')
-            if name in cast("list[Any]", required):
+            if name in required:
                 may_be_empty = False
             elif some:
                 ways.append(some)
@@ -327,3 +342,19 @@ def _object_schema(function: Schema) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise BadRequest(f"the parameters of {function.name} must be of type object", param="tools")
     return {**schema, "type": "object"}
+
+
+def _check_keywords(schema: dict[str, Any]) -> None:
+    """Refuse what Python's keyword arguments, each with a schema of its own, would not hold."""
+    listed: Any = schema.get("properties") or {}
+    required: Any = schema.get("required") or []
+    if not isinstance(listed, dict) or not isinstance(required, list):
+        raise BadRequest("a function's parameters: properties must be an object, and required a list", param="tools")
+    for name in cast("list[Any]", required):
+        if name not in cast("dict[Any, Any]", listed):
+            raise BadRequest(f"this model's format needs the required {str(name)[:100]!r} in properties", param="tools")
+    for key in _OF_ALL_ARGUMENTS:
+        if key in schema:
+            raise BadRequest(f"this model's format cannot hold {key} of all parameters", param="tools")
+    if '"$ref": "#"' in json.dumps(schema):
+        raise BadRequest("this model's format cannot hold a $ref to all parameters", param="tools")

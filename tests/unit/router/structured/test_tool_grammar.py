@@ -256,6 +256,15 @@ def test_a_function_whose_schema_refers_to_itself_takes_its_own_keywords_only() 
         assert _accepts(tokenizer, matcher, text) == accepted, text
 
 
+def test_keywords_that_are_not_listed_follow_the_schema_of_further_ones() -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    schema = Schema("f", {"type": "object", "additionalProperties": {"type": "integer"}})
+    source = tool_grammar("pythonic", [schema], _vocabulary(tokenizer), parallel=True)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    assert _accepts(tokenizer, matcher, "[f(a=1, b=2)]")
+    assert not _accepts(tokenizer, matcher, '[f(a="x")]')
+
+
 @pytest.mark.parametrize("otherwise", ["start: /yes|no/", LLMatcher.grammar_from_regex("yes|no")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_of_a_given_form_may_take_the_calls_place(name: str, otherwise: str) -> None:
@@ -293,7 +302,12 @@ def test_gpt_oss_answers_in_a_given_form_on_its_final_channel(answer: str) -> No
         ("hermes", {"type": "array"}, "of type object"),
         ("pythonic", {"properties": {"a b": {}}}, "'a b'"),
         ("pythonic", {"properties": ["a"]}, "properties must be an object"),
-        ("pythonic", {"properties": {"a": {}}, "required": True}, "required a list of names"),
+        ("pythonic", {"$ref": "#/$defs/a", "$defs": {"a": {"required": ["x"]}}}, "'x'"),
+        ("pythonic", {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "anyOf"),
+        ("llama4_pythonic", {"patternProperties": {"^a": {"type": "integer"}}}, "patternProperties"),
+        ("pythonic", {"properties": {"a": {}}, "required": ["b"]}, "'b'"),
+        ("pythonic", {"properties": {"a": {}}, "required": True}, "required a list"),
+        ("pythonic", {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, r"\$ref"),
     ],
 )
 def test_functions_that_the_format_cannot_call_are_refused(name: str, parameters: Any, words: str) -> None:
