@@ -7,6 +7,7 @@ strings, lists and dicts.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,6 +22,8 @@ import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""What templates call a message's reasoning."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
@@ -126,7 +129,7 @@ class ChatTemplate:
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
         `developer` messages, so the role is renamed. Messages with tool calls may have no content, as in Hugging
-        Face's rendering; a template that asks whether it is none sees null, and one that fails without it an empty text.
+        Face's rendering; a template that asks whether it is none sees null. One that fails gets texts that are `_easier`.
         Raises: BadRequest when the template rejects the messages.
         """
         if not self._knows_developer:
@@ -142,12 +145,22 @@ class ChatTemplate:
         try:
             return self._template.render(variables, messages=shown)
         except _FAILURES as error:
-            if all("content" in each for each in messages):
+            easier = [_easier(each) for each in messages]
+            if all(map(operator.eq, easier, messages)):
                 raise _refusal(error) from error
         try:
-            return self._template.render(variables, messages=[{"content": "", **each} for each in messages])
+            return self._template.render(variables, messages=easier)
         except _FAILURES as error:
             raise _refusal(error) from error
+
+
+def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with an empty text where it has no content; and with text, reasoning and calls, the text behind the reasoning:
+    gpt-oss's template refuses it elsewhere, and shows both as its analysis."""
+    content, reasoning = message.get("content") or "", message.get("thinking")
+    if not (content and reasoning and message.get("tool_calls")):
+        return {"content": "", **message}
+    return {**message, "content": "", **dict.fromkeys(REASONING_NAMES, f"{reasoning}\n\n{content}")}
 
 
 def _refusal(error: Exception) -> BadRequest:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
-from router.text.chat_template import JsonText
+from router.text.chat_template import REASONING_NAMES, JsonText
 
 
 class TextPart(BodyModel):
@@ -47,9 +47,7 @@ class Message(BodyModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Annotated[
-        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking"))
-    ] = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices(*REASONING_NAMES))] = None
     """Newer clients of vLLM call it `reasoning`; templates read one of the three."""
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
@@ -89,7 +87,7 @@ class Message(BodyModel):
             return plain if self.name is None else {**plain, "name": self.name}
         shown = self.model_dump(exclude_none=True)
         if self.reasoning_content is not None:
-            shown["reasoning"] = shown["thinking"] = self.reasoning_content
+            shown.update(dict.fromkeys(REASONING_NAMES, self.reasoning_content))
         if not self.tool_calls:
             shown.pop("tool_calls", None)  # many templates take an empty list for calls
             shown.setdefault("content", "")

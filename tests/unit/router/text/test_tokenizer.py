@@ -153,6 +153,20 @@ def test_templates_that_expect_null_or_text_are_served(folder: Path, template: s
     assert Tokenizer(folder).render_chat([message.for_template()]) == text
 
 
+def test_a_template_that_refuses_text_beside_reasoning_and_calls_gets_both_as_reasoning(folder: Path) -> None:
+    """As gpt-oss's does, though the model may write all three."""
+    call = {"function": {"name": "weather", "arguments": "{}"}}
+    sent = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    refuses = (
+        "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}{{ m.content }}{{ m.thinking }}"
+    )
+    message = Message.model_validate(sent).for_template()
+    set_config(folder, chat_template="{% for m in messages %}" + refuses + "{% endfor %}")
+    assert Tokenizer(folder).render_chat([message]) == "Hm.\n\nI look."
+    with pytest.raises(BadRequest, match="not both"):
+        Tokenizer(folder).render_chat([{**message, "tool_calls": []}])
+
+
 def test_requests_with_tools_take_the_template_for_tools(folder: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     set_config(folder, chat_template=named)
