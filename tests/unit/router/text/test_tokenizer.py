@@ -31,6 +31,8 @@ TEMPLATES = {
 <{{ message.role }}>{{ ns.last }}</{{ message.role }}>
     {% endfor %}
 {% if add_generation_prompt %}{% generation %}<assistant>{% endgeneration %}{% endif %}""",
+    "what a generation sets": "{% for message in messages %}{% set end = '!' %}{% generation %}{% set end = '.' %}"
+    "{{ loop.index }}{{ message.content }}{{ end }}{% endgeneration %}{{ end }}{% endfor %}",
     "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ '<&>é' | tojson }}{{ unk_token }}{{ tools }}",
     "defaults": "{% if tools is defined and tools %}T{% endif %}{{ strftime_now('%Y') }}{{ messages[-1]['content'] }}"
     "{% if enable_thinking is defined and enable_thinking is false %}<no-think>{% endif %}",
