@@ -130,7 +130,8 @@ class ChatTemplate:
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
         `developer` messages, so the role is renamed. Messages with tool calls may have no content, as in Hugging
-        Face's rendering; a template that asks whether it is none sees null. One that fails gets texts that are `_easier`.
+        Face's rendering; a template that asks whether it is none sees null. One that fails gets messages that are `_easier`, and
+        tools that are all `_described`.
         Raises: BadRequest when the template rejects the messages.
         """
         if not self._knows_developer:
@@ -146,11 +147,11 @@ class ChatTemplate:
         try:
             return self._template.render(variables, messages=shown)
         except _FAILURES as error:
-            easier = [_easier(each) for each in messages]
-            if all(map(operator.eq, easier, messages)):
+            easier, described = [_easier(each) for each in messages], [_described(each) for each in tools or ()]
+            if all(map(operator.eq, [*easier, *described], [*messages, *(tools or ())])):
                 raise _refusal(error) from error
         try:
-            return self._template.render(variables, messages=easier)
+            return self._template.render(variables, messages=easier, tools=described or None)
         except _FAILURES as error:
             raise _refusal(error) from error
 
@@ -162,6 +163,11 @@ def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not (content and reasoning and message.get("tool_calls")):
         return {"content": "", **message}
     return {**message, "content": "", **dict.fromkeys(REASONING_NAMES, f"{reasoning}\n\n{content}")}
+
+
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool with a description, which is optional in OpenAI's API; gpt-oss's template takes it for text."""
+    return {**tool, "function": {"description": "", **tool.get("function", {})}}
 
 
 def _refusal(error: Exception) -> BadRequest:

@@ -169,6 +169,16 @@ def test_a_template_that_refuses_text_beside_reasoning_and_calls_gets_both_as_re
         Tokenizer(folder).render_chat([{**message, "tool_calls": []}])
 
 
+def test_a_template_that_needs_descriptions_of_tools_gets_empty_ones(folder: Path) -> None:
+    """As gpt-oss's does, though they are optional."""
+    set_config(
+        folder,
+        chat_template="{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}{% endfor %}",
+    )
+    tools = [{"type": "function", "function": {"name": "now"}}, *TOOLS]
+    assert Tokenizer(folder).render_chat(CHAT, tools=tools).startswith("// now// ")
+
+
 def test_requests_with_tools_take_the_template_for_tools(folder: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     set_config(folder, chat_template=named)
