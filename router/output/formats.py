@@ -5,7 +5,7 @@ The names are vLLM's, so that its options keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from common.base.errors import ConfigError
@@ -24,17 +24,17 @@ class ToolFormat(NamedTuple):
 
     name: str
     markers: tuple[str, ...]
-    read: Callable[[Container[str]], Format]
+    read: Callable[[Collection[str]], Format]
     """The format for a request with functions of these names."""
     make_id: Callable[[], str] = call_id
 
 
-def _always(read: Format) -> Callable[[Container[str]], Format]:
+def _always(read: Format) -> Callable[[Collection[str]], Format]:
     """The same format whatever the functions are."""
     return lambda names: read
 
 
-_HARMONY = ToolFormat("openai", harmony.MARKERS, _always(harmony.read_harmony))
+_HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)
 """It also separates reasoning from content."""
 _TOOL_FORMATS = {
     each.name: each

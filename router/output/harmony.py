@@ -10,9 +10,11 @@ The recipient may also stand before the channel. Commentary without one is conte
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from functools import partial
 
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import OutputWriter
+from router.output.writer import Format, OutputWriter
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -24,23 +26,28 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([-.\w]+)")
 
 
-def read_harmony(reader: TextReader, writer: OutputWriter) -> Steps[None]:
+def harmony(names: Collection[str]) -> Format:
+    """The format, for a request with functions of these names; without any, a call's arguments are content."""
+    return partial(_read_harmony, calls=bool(names))
+
+
+def _read_harmony(reader: TextReader, writer: OutputWriter, *, calls: bool) -> Steps[None]:
     """Messages; text outside of them is content. The prompt ends with `<|start|>assistant`, so that the first recipient may come
     without a marker.
     """
     reader.mark()
     yield from reader.skip_space()
     if (yield from reader.accept(_TO)):
-        yield from _read_message(reader, writer, _TO)
+        yield from _read_message(reader, writer, _TO, calls)
     else:
         reader.rewind()
     while (marker := (yield from reader.until((START, CHANNEL), writer.content))) is not None:
         reader.mark()
-        if not (yield from _read_message(reader, writer, marker)):
+        if not (yield from _read_message(reader, writer, marker, calls)):
             writer.content(marker)
 
 
-def _read_message(reader: TextReader, writer: OutputWriter, opening: str) -> Steps[bool]:
+def _read_message(reader: TextReader, writer: OutputWriter, opening: str, calls: bool) -> Steps[bool]:
     """Read the rest of a message's header, and its body. False: there is none; the reader is back at its mark."""
     try:
         header, _ = yield from reader.text_until((MESSAGE,))
@@ -48,14 +55,14 @@ def _read_message(reader: TextReader, writer: OutputWriter, opening: str) -> Ste
     except Malformed:
         reader.rewind()
         return False
-    yield from _read_body(reader, writer, opening + header)
+    yield from _read_body(reader, writer, opening + header, calls)
     return True
 
 
-def _read_body(reader: TextReader, writer: OutputWriter, header: str) -> Steps[None]:
+def _read_body(reader: TextReader, writer: OutputWriter, header: str, calls: bool) -> Steps[None]:
     channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
     ends = (END, CALL, RETURN, START)
-    if function is not None:
+    if function is not None and calls:
         writer.call(function[1])
         some = False
 

@@ -206,6 +206,13 @@ def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() 
     assert message == ParsedMessage("Yes.", "Hm.")
 
 
+def test_gpt_oss_makes_no_calls_where_there_are_no_functions() -> None:
+    new_parser = _formats("openai").parser("", ())
+    assert new_parser is not None
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert parse_whole(new_parser(), text) == ParsedMessage("{}", "Hm.")
+
+
 @pytest.mark.parametrize("space", ["", " "])
 def test_the_first_message_of_gpt_oss_may_begin_with_its_recipient(space: str) -> None:
     message = _parse(space + 'to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "openai")
