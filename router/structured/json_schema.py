@@ -7,6 +7,7 @@ that it does not implement, by name; those that it would ignore, or hold only in
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,8 @@ WHITESPACE = r" |\n[ \t]{0,20}"
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_CHARS = 200
 
+_NEGATED = re.compile(r"\\.|\[\^[]-]?", re.DOTALL)
+"""The begin of a negated class, `[^`, maybe with a bracket or hyphen as its first character; or anything escaped."""
 _IGNORED = ("divisibleBy", "disallow", "extends", "x-guidance")
 _SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -93,10 +96,22 @@ def _checked(schema: Schema) -> str:
         if isinstance(node, dict):
             found = cast("Schema", node)
             _check_keywords(found)
+            if isinstance(found.get("pattern"), str):
+                found["pattern"] = _NEGATED.sub(_without_nul, found["pattern"])
+            if isinstance(named := found.get("patternProperties"), dict):
+                patterns = cast("dict[str, Any]", named)
+                found["patternProperties"] = {_NEGATED.sub(_without_nul, key): each for key, each in patterns.items()}
             if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
                 _admit_any_branch(found, schema)
             stack += [(each, depth + 1) for each in _subschemas(found)]
     return json.dumps(schema, ensure_ascii=False)
+
+
+def _without_nul(found: re.Match[str]) -> str:
+    """A negated class of a pattern that excludes NUL, too: llguidance takes one with all control characters for one that has
+    quotes and backslashes."""
+    begin = found[0]
+    return begin if begin[0] == "\\" else "[^\\x00" + (f"\\{begin[2]}" if len(begin) == 3 else "")
 
 
 class _Unions:

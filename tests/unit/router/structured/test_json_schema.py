@@ -97,6 +97,30 @@ def test_a_keyword_that_is_not_supported_is_named(tokenizer: LLTokenizer, schema
         compile_grammar(tokenizer, json_schema_grammar(schema))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "refused"),
+    [
+        ('^[^"]+$', ["a", "a\\", "é\n"], ['"', 'a"', '"\b']),
+        (r'^[^\\/:*?"<>|]+$', ["a.txt", "b\t"], ["\\", '"', "a/"]),
+        (r'^([^\n"\\]|\[\^)$', ["a", "[^"], ["\n", '"', "\\"]),
+        (r'^[^]"]$', ["a", "["], ["]", '"']),
+        (r'^[^-"]$', ["a", "!"], ["-", '"']),
+        (r'^[^--9"]$', ["a", "!"], ["-", "5", '"']),
+    ],
+)
+def test_negated_classes_of_a_pattern_hold_for_quotes_and_backslashes(
+    tokenizer: LLTokenizer, pattern: str, accepted: list[str], refused: list[str]
+) -> None:
+    source = json_schema_grammar({"type": "string", "pattern": pattern})
+    for text in accepted:
+        assert accepts(tokenizer, source, json.dumps(text, ensure_ascii=False)), text
+    for text in refused:
+        assert not accepts(tokenizer, source, json.dumps(text)), text
+    keys = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    assert accepts(tokenizer, json_schema_grammar(keys), json.dumps({accepted[0]: None}))
+    assert not any(accepts(tokenizer, json_schema_grammar(keys), json.dumps({text: None})) for text in refused)
+
+
 def test_large_integers_that_are_floats_are_written_in_full(tokenizer: LLTokenizer) -> None:
     for number in (2**53, -(2**53), 2**53 + 2, 10**22, 0):
         assert accepts(tokenizer, json_schema_grammar({"enum": [number, None, True]}), str(number))
