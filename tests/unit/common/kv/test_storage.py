@@ -44,6 +44,6 @@ def test_a_containers_limit_counts(
     limit_file = tmp_path / "memory.max"
     if limit is not None:
         limit_file.write_text(limit + "\n")
-    monkeypatch.setattr("common.base.free_memory._CGROUP_LIMIT", limit_file)
+    monkeypatch.setattr("common.base.free_memory._CGROUP_LIMITS", (limit_file,))
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r": 0\.00 GB are free"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**24 // LAYOUT.spec.bytes_per_block)
