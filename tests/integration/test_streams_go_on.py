@@ -119,6 +119,7 @@ def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, token
         for node in decodes:
             node.automatic = False
         for _ in range(4):
+            await bench.stack.settled()
             reader = asyncio.ensure_future(_collected(bench))
             first = await _whoever_runs(*decodes)
             first.step()
