@@ -9,7 +9,7 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of this container, in version 2 of control groups and in version 1."""
+"""Files that hold a container's memory limit: of control groups in version 2, and in version 1."""
 
 
 def free_memory_bytes() -> float:

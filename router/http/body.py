@@ -30,8 +30,8 @@ def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
 
 
 async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
-    """The body of a request whose content type is JSON, not compressed. What the headers refuse is refused before the body is read; the
-    connection discards it. A body that turns out too large is read and discarded up to `_DRAIN_BYTES`.
+    """The body of a request whose content type is JSON, not compressed. What the headers refuse is refused before the body is
+    read; the connection discards it. A body that turns out too large is read and discarded up to `_DRAIN_BYTES`.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """

@@ -147,7 +147,7 @@ class _Shares:
 
     def __init__(self) -> None:
         self._clocks: dict[str, float] = {}
-        """Of those ahead of `_now`, and of those who waited at the last turn."""
+        """The clocks that are ahead of `_now`, and those of all who waited at the last turn."""
         self._now = 0.0
         """Virtual time."""
 

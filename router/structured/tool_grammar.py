@@ -23,23 +23,26 @@ _NAME = "\1"
 _LINE_BREAKS = "/\\n{0,2}/"
 _ANYTHING = r"(.|\n)*"
 _KEYWORD = re.compile(r"[-.\w]+")
-_OF_ALL_ARGUMENTS = (
-    *(
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "const",
-        "enum",
-        "patternProperties",
-    ),
-    *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
-    *("dependencies", "dependentRequired", "dependentSchemas"),
-)
+_OF_ALL_ARGUMENTS = [
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "const",
+    "enum",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "unevaluatedProperties",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+]
 """Keywords of JSON Schema that tie parameters to each other."""
 
 

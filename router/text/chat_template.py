@@ -7,7 +7,6 @@ strings, lists and dicts.
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -148,7 +147,7 @@ class ChatTemplate:
             return self._template.render(variables, messages=shown)
         except _FAILURES as error:
             easier, described = [_easier(each) for each in messages], [_described(each) for each in tools or ()]
-            if all(map(operator.eq, [*easier, *described], [*messages, *(tools or ())])):
+            if [*easier, *described] == [*messages, *(tools or ())]:
                 raise _refusal(error) from error
         try:
             return self._template.render(variables, messages=easier, tools=described or None)

@@ -7,7 +7,7 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
-from common.engine.grammar.compile import checking_tokenizer, is_special
+from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
 from router.text.added_tokens import complete, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
@@ -221,13 +221,9 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of another one: sentencepiece's kind puts a space before a text's beginning, here
-        before a character that no token joins with others, and whose tokens are left out again."""
-        if self.pieces.kind == "fallback":
-            before, ids = self.encode_batch(["\x02", "\x02" + text], add_special_tokens=False)
-            if before and ids[: len(before)] == before:
-                return ids[len(before) :]
-        return self.encode(text, add_special_tokens=False)
+        """Token ids of a text in the middle of another one, before which sentencepiece's kind must put no space."""
+        encode = partial(self.encode, add_special_tokens=False)
+        return (without_space(encode) if self.pieces.kind == "fallback" else encode)(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of these ids."""

@@ -172,7 +172,7 @@ class _TextTokenizer:
         answer."""
         self.tokens = [token.removeprefix(_SPECIAL) for token in tokens]
         adds_space = b"".join(self.tokens[token_id] for token_id in encode("a")) == b" a"
-        self._encode = _without_space(encode) if adds_space else encode
+        self._encode = without_space(encode) if adds_space else encode
         self.special_token_ids = [token_id for token_id, token in enumerate(tokens) if token.startswith(_SPECIAL)]
         self._special = {each: self.tokens[each].decode(errors="replace") for each in self.special_token_ids}
         self.eos_token_id = ends[0] if ends else 0  # llguidance needs one that exists
@@ -186,7 +186,7 @@ class _TextTokenizer:
         return ids if len(parts) == 1 else [token_id for part in parts for token_id in self(part)]
 
 
-def _without_space(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+def without_space(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
     """`encode` of a tokenizer that puts a space before the beginning of a text, for texts that stand within others: what
     grammars force would not fit them."""
     before = encode(_BEGINNING)

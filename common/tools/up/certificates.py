@@ -18,15 +18,11 @@ _ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode
 def refuse_given(specs: Sequence[ChildSpec], environ: Mapping[str, str]) -> None:
     """Raises: ConfigError if services would use certificates that the supervisor does not know."""
     for spec in specs:
-        if spec.role in _ROLES:
-            child = resolved_child(spec, environ)
-            if child.config.tls_dir is not None:
-                given = (
-                    "KVRELAY_TLS_DIR"
-                    if child.sources["tls_dir"] == "environment"
-                    else "tls_dir in the configuration file"
-                )
-                raise ConfigError(f"{given} is for services that are started one by one: leave it out, or use --tls")
+        child = resolved_child(spec, environ) if spec.role in _ROLES else None
+        if child is not None and child.config.tls_dir is not None:
+            by_variable = child.sources["tls_dir"] == "environment"
+            given = "KVRELAY_TLS_DIR" if by_variable else "tls_dir in the configuration file"
+            raise ConfigError(f"{given} is for services that are started one by one: leave it out, or use --tls")
 
 
 def with_certificates(specs: list[ChildSpec], directory: Path) -> tuple[list[ChildSpec], Credentials]:

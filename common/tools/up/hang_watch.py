@@ -12,7 +12,7 @@ from common.tools.up.child import Child
 from common.tools.up.console import Console
 
 PERIOD_S = 10.0
-"""Pause before each probe of a service: an idle cluster spends a tenth of its CPU time on probes."""
+"""Time between two probes of a service: each wakes two processes, also in an idle cluster."""
 _PROBES, _RETRY_S = 2, 0.5
 """A service may leave so many probes in turn unanswered, each for half a period: longer than any lease, so that its requests
 run elsewhere already, and longer than a busy machine makes it wait. The second spares services if this process stood still."""

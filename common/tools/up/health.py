@@ -34,7 +34,7 @@ async def router_answers(url: str) -> bool:
 
 
 async def _first_line(url: str, request: bytes) -> bytes:
-    """Of the answer, empty without one; without the milliseconds that a client of its own takes."""
+    """The first line of the answer to `request`; empty if none came in time. A client library would take milliseconds more."""
     address = urlsplit(url)
     secured = _unchecked() if address.scheme == "https" else None
     try:

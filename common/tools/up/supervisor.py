@@ -132,7 +132,7 @@ class Supervisor:
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._starts: list[asyncio.Task[None]] = []
-        """Of children without a process yet: the fork server may import for a minute before it forks the first."""
+        """Starts whose child has no process yet: the fork server may import for a minute before it forks the first one."""
         self._stop = asyncio.Event()
         self._kill_now = asyncio.Event()
         """A second Ctrl-C: kill instead of waiting."""

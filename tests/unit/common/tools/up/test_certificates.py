@@ -5,31 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.up_plan import planned
 
 from common.base.errors import ConfigError
-from common.config.service_configs import UpConfig
-from common.config.sources import resolve
 from common.tools.up.certificates import refuse_given
-from common.tools.up.models import UpModel
-from common.tools.up.plan import plan_children
-from common.tools.up.routers import RouterPlace
 
 
 def refuse(environ: dict[str, str]) -> None:
     """Raises: ConfigError where `kvrelay up` refuses."""
-    up = resolve(UpConfig, flags={}, environ=environ, file=None)
-    specs = plan_children(
-        up.config,
-        up.sources,
-        [UpModel(up.config.model, "generate", Path(up.config.model))],
-        redis_url="redis://127.0.0.1:7/0",
-        routers=[RouterPlace("router", 9000, 9001, "http://127.0.0.1:9000", "http://127.0.0.1:9001")],
-        own_redis=("redis-server",),
-        host_name="box",
-        admin_token="the-admin-token",
-        gpus=[],
-    )
-    refuse_given(specs, environ)
+    refuse_given(planned(environ), environ)
 
 
 def test_a_folder_of_certificates_for_single_services_is_refused(tmp_path: Path) -> None:

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
+from support.up_plan import planned
 
 from common.base.errors import ConfigError
-from common.config.service_configs import UpConfig
-from common.config.sources import resolve
 from common.tools.up.kv_memory import check_memory
-from common.tools.up.models import UpModel
-from common.tools.up.plan import plan_children
-from common.tools.up.routers import RouterPlace
 
 
 def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> None:
     """Raises: ConfigError where `kvrelay up` refuses."""
     environ = {"KVRELAY_CONFIG": file} if file else {}
-    up = resolve(UpConfig, flags=flags, environ=environ, file=None)
-    specs = plan_children(
-        up.config,
-        up.sources,
-        [UpModel(up.config.model, "generate", Path(up.config.model))],
-        redis_url="redis://127.0.0.1:7/0",
-        routers=[RouterPlace("router", 9000, 9001, "http://127.0.0.1:9000", "http://127.0.0.1:9001")],
-        own_redis=("redis-server",),
-        host_name="box",
-        admin_token="the-admin-token",
-        gpus=[gpu] if gpu else [],
-    )
-    check_memory(specs, environ, free_gb * 2**30, gpus=bool(gpu))
+    check_memory(planned(environ, flags, gpu=gpu), environ, free_gb * 2**30, gpus=bool(gpu))
 
 
 def test_nodes_whose_kv_does_not_fit_together_are_refused_with_the_figures() -> None:
