@@ -36,6 +36,7 @@ def held_out_documents(num_documents: int) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids[:_MAX_TOKENS] for text in texts]
 
 
+@functools.cache
 @torch.inference_mode()
 def perplexity(
     path: Path, *, dtype: str = "bfloat16", quantization: Quantization = "auto", num_documents: int = 300
