@@ -17,7 +17,7 @@ from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.load.measure import ask_server, measure
 from common.tools.load.options import MAX_RATE, MAX_SECONDS, check_usage, takes_plan
 from common.tools.load.outcome import RequestOutcome
-from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.plan import MIN_RATE, LoadPlan, Workload
 from common.tools.load.processes import LoadFailed
 from common.tools.load.results import read_result, run_result, write_report, write_result
 from common.tools.served_models import list_models
@@ -81,11 +81,13 @@ def run(
     def act() -> None:
         ready, workload = _ready(plan, json_file, html_file)
         began = time.time()
-        outcomes = measure(ready, workload, ready.model).outcomes
+        outcomes, interrupted = measure(ready, workload, ready.model)
         result = run_result(ready, [outcomes], (slo_ttft, slo_tpot), began=began, left_out=workload.left_out)
         if details:
             result["requests"] = [outcome.as_json() for outcome in outcomes]
         _finish(result, json_file, html_file)
+        if not outcomes and not interrupted:
+            raise LoadFailed("no request was due within --duration: make it longer, or --rate higher")
         failed = result["summary"]["error_rate"]
         if failed > max_error_rate:
             raise LoadFailed(
@@ -215,8 +217,8 @@ def _rates(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise typer.BadParameter(f"--rates is a list of numbers such as 1,2,4, not {text!r}") from None
-    if not all(0 < rate <= MAX_RATE for rate in rates):
-        raise typer.BadParameter(f"--rates must be above 0 and at most {MAX_RATE:g}")
+    if not all(MIN_RATE <= rate <= MAX_RATE for rate in rates):
+        raise typer.BadParameter(f"--rates must be between {MIN_RATE:g} and {MAX_RATE:g}")
     return rates
 
 

@@ -12,6 +12,9 @@ from common.tools.load.jobs import LoadJob, SyntheticPrompts
 from common.tools.load.sessions import Session, session
 from common.tools.load.traces import TRACE_BLOCK, Replay, read_trace
 
+MIN_RATE = 1e-6
+"""Lowest rate of an open loop: one request in eleven days."""
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -80,6 +83,8 @@ class LoadPlan:
         """Raises: ConfigError."""
         if self.rate and self.concurrency:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
+        if 0 < self.rate < MIN_RATE:
+            raise ConfigError(f"--rate must be at least {MIN_RATE:g}, or 0 for a closed loop")
         if self.rate and self.trace:
             raise ConfigError("a trace has its own arrival times: speed them up with --rate-scale instead of --rate")
         if self.concurrency and self.processes > self.concurrency:

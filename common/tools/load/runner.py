@@ -20,6 +20,9 @@ _AHEAD_S = 0.001
 _IDLE_CLOSE_S = 0.1
 """A reused connection that breaks within this time was being closed as idle; after it, the server failed the request."""
 
+_UNANSWERED_PAUSE_S = 0.5
+"""Pause of a closed loop's worker after a connection that was refused or broke: a run whose server is gone would spin."""
+
 OnOutcome = Callable[[RequestOutcome], None]
 
 
@@ -68,17 +71,16 @@ class LoadRunner:
         for job in jobs:
             if self._is_over():
                 return
-            if isinstance(job, Session):
-                await self._session(job)
-            else:
-                self._on_outcome(await self._one(job))
+            error = await (self._session(job) if isinstance(job, Session) else self._report(job))
+            if error == "connection":
+                await asyncio.sleep(_UNANSWERED_PAUSE_S)
 
     def _is_over(self) -> bool:
         """Whether the time in which requests are started has ended."""
         return bool(self._plan.duration_s) and time.perf_counter() - self._start_s >= self._plan.duration_s
 
     async def _at_their_times(self, jobs: Iterator[LoadJob | Session]) -> None:
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[str]] = set()
         for job in jobs:
             assert job.at_s is not None
             if self._plan.duration_s and job.at_s > self._plan.duration_s:
@@ -94,26 +96,33 @@ class LoadRunner:
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
 
-    async def _report(self, job: LoadJob, stream: Stream | None) -> None:
-        self._on_outcome(await self._one(job, stream))
+    async def _report(self, job: LoadJob, stream: Stream | None = None) -> str:
+        """Send a request. Returns its kind of error, empty on success."""
+        outcome = await self._one(job, stream)
+        self._on_outcome(outcome)
+        return outcome.error
 
-    async def _session(self, session: Session) -> None:
-        """Send the turns of a session; it ends early with the first that fails, and with the run."""
+    async def _session(self, session: Session) -> str:
+        """Send the turns of a session; it ends early with the first that fails, and with the run.
+
+        Returns the kind of error that ended it, or nothing.
+        """
         conversation = Conversation(session, self._plan.seed)
         due_s = time.perf_counter() if session.at_s is None else self._start_s + session.at_s
         for turn, pause_s in enumerate((0.0, *session.pauses_s)):
             due_s += pause_s
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             if turn and self._is_over():
-                return
+                break
             number = session.number * session.turns + turn
             body = self._body(number, conversation.fields(), calls_tools=session.tools)
             stream, outcome = await self._send(number, lambda body=body: self._target.stream(self._path, body), due_s)
             self._on_outcome(outcome)
             if outcome.error:
-                return
+                return outcome.error
             conversation.take(read_answer([json.loads(data) for _, data in stream.events]))
             due_s = time.perf_counter()
+        return ""
 
     async def _one(self, job: LoadJob, stream: Stream | None = None) -> RequestOutcome:
         due_s = time.perf_counter() if job.at_s is None else self._start_s + job.at_s

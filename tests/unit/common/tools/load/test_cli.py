@@ -108,6 +108,14 @@ def command(*args: str) -> tuple[int, str]:
     return shown.exit_code, shown.output
 
 
+def test_a_run_in_which_no_request_was_due_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "measure", lambda *_: LoadRun([], interrupted=False))
+    with answering(_MODELS) as url:
+        code, output = command("run", "--url", url, "--rate", "0.001", "--duration", "1")
+    assert code == 1, output
+    assert "no request was due within --duration" in output
+
+
 def test_a_sweep_whose_server_is_gone_writes_its_points_and_ends_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +168,7 @@ def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
     [
         (["sweep"], "--slo-ttft"),
         (["sweep", "--slo-ttft", "1", "--rates", "1,fast"], "list of numbers"),
-        (["sweep", "--slo-ttft", "1", "--rates", "1,-2"], "above 0"),
+        (["sweep", "--slo-ttft", "1", "--rates", "1,-2"], "between 1e-06 and"),
         (["ab", "--concurrency", "1"], "--url-b"),
         (["run", "--turns", "2", "--trace", "x"], "--turns"),
     ],

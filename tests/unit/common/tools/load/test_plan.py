@@ -51,6 +51,7 @@ def test_requests_of_a_trace_that_do_not_fit_are_skipped_and_counted(tmp_path: P
         ({}, "--rate"),
         ({"rate": 1.0}, "--requests or --duration"),
         ({"rate": 1.0, "concurrency": 1, "requests": 1}, "not both"),
+        ({"rate": 1e-300, "requests": 1}, "--rate must be at least 1e-06"),
         ({"trace": "x", "chat": True}, "--chat"),
         ({"trace": "x", "turns": 2}, "--turns"),
         ({"concurrency": 1, "requests": 1, "burst_size": 3}, "--burst-size"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def play(serve: Serve, scene: Callable[[str], Awaitable[None]]) -> int:
     return asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def run_plan(url: str, **options: Any) -> Awaitable[list[RequestOutcome]]:
+def run_plan(url: str, **options: Any) -> Coroutine[Any, Any, list[RequestOutcome]]:
     async def run() -> list[RequestOutcome]:
         plan = LoadPlan(url=url, model="m", prefix_tokens=4, suffix_tokens=4, **options)
         outcomes: list[RequestOutcome] = []
@@ -119,6 +120,15 @@ def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
         assert [o.error for o in outcomes] == ["connection", "HTTP 503", "bad HTTP", "timeout"]
 
     play(serve, scene)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_workers_pause_while_connections_are_refused(turns: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    outcomes = asyncio.run(run_plan(url, concurrency=3, duration_s=0.7, turns=turns))
+    assert {o.error for o in outcomes} == {"connection"}
+    assert 3 <= len(outcomes) <= 6
 
 
 def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
