@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -47,6 +48,19 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
     loaded = {line.rsplit("|", 1)[-1].strip() for line in process.stderr.splitlines()}
     assert "common.config.service_configs" in loaded
     assert not loaded & {"torch", "fastapi", "transformers", "zmq", "numpy"}
+
+
+def test_ctrl_c_while_the_command_line_is_imported_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", "from common.command import main; main()"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == -signal.SIGINT
+    assert process.stderr == b""
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
