@@ -100,6 +100,10 @@ class Server:
             raise Unavailable("cannot send: the link is gone")
         connection.send(join([encode(message)]))
 
+    def is_connected(self, identity: Identity) -> bool:
+        """Whether this link still exists; one that is gone does not come back."""
+        return identity in self._connections
+
     async def close(self) -> None:
         for connection in self._connections.values():
             connection.close()

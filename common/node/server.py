@@ -246,10 +246,11 @@ class NodeServer:
             await asyncio.sleep(until_next(self.config.lease_s / (3 if self.load.idle else 6), monotonic()))
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
-                log.warning(
-                    "%s was silent past its lease; its attempts are aborted",
-                    self._holders.get(identity, "a router or node"),
-                )
+                holder = self._holders.get(identity, "a router or node")
+                if self._server.is_connected(identity):
+                    log.warning("%s was silent past its lease; its attempts are aborted", holder)
+                else:  # it ended, or connects again under another identity
+                    log.info("%s closed its connection, and its lease has ended", holder)
                 self._client_lost(identity)
             for link in self._links.values():
                 self._ping_peer(link)

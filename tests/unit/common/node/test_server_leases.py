@@ -6,11 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
 from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.links import Link
-from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
+from common.control.messages import Abort, AttemptFailed, AttemptKey, Message, Ping
 from common.control.pooling import PoolResult
 from common.node.events import ClientLost, FromClient, ToClient
 from common.node.server import NodeServer
@@ -66,3 +68,35 @@ def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisSe
     asked, lost = asyncio.run(events())
     assert isinstance(asked, FromClient)
     assert lost == ClientLost(asked.identity)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended in order", "silent"])
+def test_only_a_holder_that_stays_connected_is_called_silent(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    async def main() -> None:
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url, lease_s=0.3), "decode-x")
+        await shell.bind()
+        ponged = asyncio.Event()
+        link = Link(shell.me.control_address, lambda _: ponged.set(), print)
+        housekeeping = asyncio.create_task(shell._housekeeping())
+        try:
+            async with asyncio.timeout(20):
+                link.send(Ping("prefill-0", 0.3))
+                await ponged.wait()
+                if ends:
+                    link.close()
+                while shell.leases:
+                    await asyncio.sleep(0.01)
+        finally:
+            housekeeping.cancel()
+            link.close()
+            await shell._server.close()
+
+    with caplog.at_level("INFO", "common.node.server"):
+        asyncio.run(main())
+    (record,) = caplog.records
+    told = ("INFO", "closed its connection") if ends else ("WARNING", "silent past its lease")
+    assert record.levelname == told[0]
+    assert "prefill-0" in record.message
+    assert told[1] in record.message
