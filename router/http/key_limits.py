@@ -53,10 +53,14 @@ DEFAULT_CLASS = KeyClass()
 class _Bucket:
     """`per_minute` tokens that come back evenly. What is taken may be more than there is: then others wait."""
 
-    def __init__(self, per_minute: int, now_s: float) -> None:
+    def __init__(self, per_minute: int, now_s: float, left: float = 1.0) -> None:
+        """left: the share of them that it begins with."""
         self.per_minute = per_minute
-        self._level = float(per_minute)
+        self._level = left * per_minute
         self._at_s = now_s
+
+    def left(self, now_s: float) -> float:
+        return self.level(now_s) / self.per_minute
 
     def level(self, now_s: float) -> float:
         self._level = min(self.per_minute, self._level + (now_s - self._at_s) * self.per_minute / 60)
@@ -75,11 +79,18 @@ class KeyUse:
 
     def __init__(self, name: str, key_class: KeyClass, clock: Clock = monotonic) -> None:
         self.name = name
-        self.key_class = key_class
         self._clock = clock
         self._in_flight = 0
+        self._buckets: dict[str, _Bucket] = {}
+        self.change(key_class)
+
+    def change(self, key_class: KeyClass) -> None:
+        """Other limits, of which the same share is left, so that the key waits as long as before."""
+        now = self._clock()
+        left = {unit: bucket.left(now) for unit, bucket in self._buckets.items()}
         limits = {"requests": key_class.requests_per_minute, "tokens": key_class.tokens_per_minute}
-        self._buckets = {unit: _Bucket(limit, clock()) for unit, limit in limits.items() if limit}
+        self.key_class = key_class
+        self._buckets = {unit: _Bucket(limit, now, left.get(unit, 1.0)) for unit, limit in limits.items() if limit}
 
     @property
     def is_limited(self) -> bool:
@@ -163,12 +174,15 @@ class ApiKeys:
             self._complaint = str(error)
 
     def _take(self, classes: dict[str, KeyClass]) -> None:
-        """Keys whose class is as before keep what they use."""
+        """Keys that stay keep what they use, also if their class has other limits now."""
         known = dict(self._given)
         for digest, key_class in classes.items():
             use = self._known.get(digest)
-            same = use is not None and use.key_class == key_class
-            known[digest] = use if use is not None and same else KeyUse(_name(digest), key_class, self._clock)
+            if use is None or use is self._given.get(digest):  # a given key whose line is removed has no limits again
+                use = KeyUse(_name(digest), key_class, self._clock)
+            elif use.key_class != key_class:
+                use.change(key_class)
+            known[digest] = use
         self._known = known
 
 

@@ -66,6 +66,43 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: P
     assert keys.find(b"sk-batch") is not None
 
 
+def test_a_key_whose_limits_change_keeps_what_it_uses(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys.toml", MockClock()
+
+    def use(**limits: int) -> KeyUse:
+        file.write_text("[classes.a]\n" + "".join(f"{k} = {v}\n" for k, v in limits.items()) + '[keys]\nsk-a = "a"')
+        os.utime(file, ns=(1, round(clock() + 1)))
+        clock.advance(2.0)
+        found = keys.find(b"sk-a")
+        assert found is not None
+        return found
+
+    file.write_text('[keys]\nsk-a = "default"')
+    keys = ApiKeys((), file, clock)
+    use(requests_per_minute=1, concurrency=1).begin()
+    with pytest.raises(RateLimited, match="running"):
+        use(requests_per_minute=2, concurrency=1).begin()
+    with pytest.raises(RateLimited, match="1 requests a minute"):
+        use(requests_per_minute=1, concurrency=2).begin()
+    clock.advance(60.0)
+    use(requests_per_minute=1, concurrency=2).begin()
+    with pytest.raises(RateLimited, match="2 requests running"):
+        use(concurrency=2).begin()
+
+
+def test_a_key_of_both_places_has_no_limits_again_when_its_line_is_removed(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys.toml", MockClock()
+    file.write_text('[classes.a]\nconcurrency = 1\n[keys]\nsk-given = "a"')
+    keys = ApiKeys(("sk-given",), file, clock)
+    for content, limited in (("", False), ('[classes.a]\nconcurrency = 2\n[keys]\nsk-given = "a"', True), ("", False)):
+        file.write_text(content)
+        os.utime(file, ns=(len(content), 1))
+        clock.advance(2.0)
+        found = keys.find(b"sk-given")
+        assert found is not None
+        assert found.is_limited == limited
+
+
 def test_file_that_cannot_be_read_now_is_read_as_soon_as_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
