@@ -312,8 +312,8 @@ class Directory:
 
     @property
     def vanished(self) -> dict[str, float]:
-        """Nodes that did not end in order and no longer renew their registration: seconds since their last renewal was seen, by
-        id. Redis forgets an id after an hour."""
+        """Nodes that did not end in order and do not renew their registration: seconds since their last renewal was seen.
+        Redis forgets an id after an hour."""
         now = self._clock()
         ages = {
             node_id: now - seen_s for node_id, (_, seen_s) in self._progress.items() if node_id not in self._records
@@ -381,9 +381,9 @@ class Directory:
             node_id: known if (known := self._progress.get(node_id)) and known[0] == renewed else (renewed, now)
             for node_id, renewed in renewals.items()
         }
-        # A record that somebody wrote without an expiry.
-        ended = {node_id for node_id, (_, read_s) in self._progress.items() if now - read_s > 2 * self._grace_s}
-        view = {node_id: record for node_id, record in self._checked.read(answer).items() if node_id not in ended}
+        view, read_s = self._checked.read(answer), {node_id: seen_s for node_id, (_, seen_s) in self._progress.items()}
+        # Not the records that somebody wrote without an expiry.
+        view = {i: each for i, each in view.items() if now - read_s[i] <= 2 * max(self._grace_s, each.lease_s)}
         if now < self._grace_until:
             view = {**self._records, **view}
         gone = renewals.keys() & self._records.keys() - view.keys()

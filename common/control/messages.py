@@ -339,6 +339,8 @@ class NodeRecord:
     """What computes its steps, for operators."""
     adapters: list[Adapter] = field(default_factory=list[Adapter])
     """The LoRA adapters that it serves."""
+    lease_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    """Its own lease: it renews its registration at least every third of it."""
 
 
 Message = (

@@ -167,8 +167,8 @@ class NodeServer:
         self._core = core
         self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash, use_idle_time=use_idle_time)
         self._engine.start()
-        record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
+        record = replace(record, admin_address=self._admin_address, lease_s=lease_s)
         registrar = Registrar(
             redis_url,
             cluster,

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,9 +42,9 @@ def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
 class View:
     """A running `Directory` and everything that it has reported."""
 
-    def __init__(self, redis_url: str, cluster: str) -> None:
+    def __init__(self, redis_url: str, cluster: str, grace_s: float) -> None:
         self.changes: list[list[NodeRecord]] = []
-        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=0.02, grace_s=3 * LEASE_S)
+        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=0.02, grace_s=grace_s)
 
     @property
     def ids(self) -> list[str]:
@@ -56,8 +57,8 @@ class View:
 
 
 @asynccontextmanager
-async def watching(redis_url: str, cluster: str) -> AsyncIterator[View]:
-    view = View(redis_url, cluster)
+async def watching(redis_url: str, cluster: str, grace_s: float = 3 * LEASE_S) -> AsyncIterator[View]:
+    view = View(redis_url, cluster, grace_s)
     task = asyncio.create_task(view.directory.run())
     try:
         yield view
@@ -183,6 +184,21 @@ def test_node_whose_clock_is_hours_ahead_does_not_remove_others(
             assert view.ids == ["d0", "d1"]
             await asyncio.sleep(2 * LEASE_S)
             assert all("d0" in [record.peer.node_id for record in change] for change in view.changes)
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_nodes_with_a_lease_far_longer_than_the_routers_stay_in_view(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        async with watching(redis_server.url, cluster, grace_s=0.1) as view:
+            registrar = Registrar(redis_server.url, cluster, replace(a_record("d0"), lease_s=3.0), lease_s=3.0)
+            task = asyncio.create_task(registrar.run())
+            await view.until(lambda: view.ids == ["d0"])
+            await asyncio.sleep(0.9)  # shorter than the pause between two renewals
+            assert len(view.changes) == 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             await registrar.deregister()
 
     asyncio.run(main())
