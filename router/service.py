@@ -18,6 +18,7 @@ from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from common.control.self_report import SelfReport
+from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
 from common.tools.admin.running_clusters import runtime_folder
 from router.admin import RouterAdmin
@@ -71,6 +72,8 @@ async def serve(config: RouterConfig) -> None:
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart)]
+    if config.tls_dir is not None:
+        background.append(asyncio.create_task(warn_before_end(config.tls_dir)))
     background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))
     try:
         # The first task that ends is the server's, that of a restart, or one with a bug, which must be reported.

@@ -30,6 +30,7 @@ from common.base.free_memory import free_memory_bytes
 from common.config.fields import field_infos
 from common.config.service_configs import ServiceConfig
 from common.control.admin_server import AdminRoute, Call, seconds
+from common.security.expiry import certificate_end
 
 _DIAL_S = 0.5
 _MOST_ADDRESSES = 1000
@@ -71,7 +72,18 @@ class SelfReport:
         if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MOST_ADDRESSES:
             raise BadRequest(f"dial must be a list of at most {_MOST_ADDRESSES} addresses", param="dial")
         found = await asyncio.gather(*(_dial(str(address)) for address in cast("list[Any]", wanted)))
-        return {**process_facts(), **self._devices(), "unreachable": {name: why for name, why in found if why}}
+        return {
+            **process_facts(),
+            **self._devices(),
+            "certificate_ends": self._certificate_ends(),
+            "unreachable": {name: why for name, why in found if why},
+        }
+
+    def _certificate_ends(self) -> float | None:
+        """Unix time; None without certificates."""
+        folder = getattr(self._config, "tls_dir", None)
+        ends = None if folder is None else certificate_end(folder)
+        return None if ends is None else ends.timestamp()
 
     async def _record(self, call: Call) -> bytes:
         """A profile of the next `seconds`, compressed by gzip."""

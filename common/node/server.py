@@ -45,6 +45,7 @@ from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
 from common.node.profile import device_facts, node_profile
+from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
 
 log = logging.getLogger(__name__)
@@ -188,6 +189,8 @@ class NodeServer:
             asyncio.create_task(self._crashed.wait()),
             asyncio.create_task(self._restart.wait()),
         ]
+        if self.config.tls_dir is not None:
+            tasks.append(asyncio.create_task(warn_before_end(self.config.tls_dir)))
         try:
             if lora is not None:
                 lora.load_first()

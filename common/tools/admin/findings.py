@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from common.security.expiry import WARN_DAYS
+
 Plain = Mapping[str, Any]
 
 _SKEW_S = 1.0
+_DAY_S = 86_400.0
 _FILES_USED = 0.8
 _MIN_FILES = 1024
 _MIN_SHM_BYTES, _MIN_FREE_SHM_BYTES = 128 * 2**20, 32 * 2**20
@@ -56,6 +59,7 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     found += _fingerprints(nodes)
     for service in answering:
         found += _clock(service)
+        found += _certificate(service)
         found += _redis(service)
         found += _process(service)
         found += _shared_memory(service)
@@ -155,6 +159,17 @@ def _clock(service: ServiceReport) -> Iterator[Finding]:
             service.name,
             f"its clock is {abs(service.skew_s):.1f} s {'ahead of' if service.skew_s > 0 else 'behind'} this machine's",
             "synchronize the clocks (chrony, systemd-timesyncd); times in stories and traces are wrong until then",
+        )
+
+
+def _certificate(service: ServiceReport) -> Iterator[Finding]:
+    ends = service.facts.get("certificate_ends")
+    left_s = float("inf") if ends is None else ends - service.facts["time"]
+    if left_s < WARN_DAYS * _DAY_S:
+        yield Finding(
+            service.name,
+            f"its certificate ends in {left_s / _DAY_S:.1f} days" if left_s > 0 else "its certificate has ended",
+            "issue it again (kvrelay keys issue) and copy the folder to its host; no restart is needed",
         )
 
 

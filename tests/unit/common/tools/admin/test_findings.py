@@ -10,6 +10,8 @@ import pytest
 from common.tools.admin.findings import ServiceReport, find
 
 FACTS: dict[str, Any] = {
+    "time": 1e9,
+    "certificate_ends": 1e9 + 15 * 86400,
     "versions": {"kvrelay": "1", "torch": "2"},
     "open_files": 50,
     "max_files": 65536,
@@ -76,6 +78,8 @@ def changed(part: str, **values: Any) -> Callable[[ServiceReport], object]:
         (changed("known", kv="other"), "d1: layouts of KV of m differ"),
         (changed("known", tokenizer="other"), "d1: tokenizers of m differ"),
         (lambda node: setattr(node, "skew_s", -7.25), "d0: its clock is 7.2 s behind"),
+        (changed("facts", certificate_ends=1e9 + 3.5 * 86400), "d0: its certificate ends in 3.5 days"),
+        (changed("facts", certificate_ends=1e9 - 1), "d0: its certificate has ended"),
         (changed("status", redis="unreachable"), "d0: Redis: unreachable"),
         (changed("facts", open_files=60000), "d0: 60000 of 65536 file descriptors"),
         (changed("facts", max_files=256), "d0: 50 of 256 file descriptors"),
