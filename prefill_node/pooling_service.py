@@ -70,7 +70,9 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
         of_model.task,
         of_model.hidden_size,
     )
-    fingerprint = pooling_fingerprint(path, config.load_format, config.seed, config.quantization)
+    fingerprint = pooling_fingerprint(
+        path, of_model, config.load_format, config.dtype, config.seed, config.quantization
+    )
     layout = KVLayout(fingerprint, KVSpec.uniform(1, 1, 1, "float32"))
     record = NodeRecord(
         "prefill",

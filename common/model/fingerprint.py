@@ -9,17 +9,23 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from common.base.errors import ConfigError
 from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
 from common.model.files import Header, is_torch_file, read_header, weight_files
 from common.model.hub import is_gguf, model_folder
+from common.model.pooling.decoder_config import PoolingDecoderConfig
+from common.model.pooling.encoder_config import EncoderConfig
 from common.model.torch_file import read_torch_header
 
 _SAMPLE_BYTES = 64
-_NOT_IDENTITY = ("max_position_embeddings", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
-"""Config fields that change neither weights nor KV."""
+_NOT_IDENTITY = (
+    *("max_position_embeddings", "dtype", "eos_token_ids", "bos_token_id", "weight_names"),
+    *("max_model_len", "weight_prefix", "model"),
+)
+"""Config fields that change neither weights nor KV, and the model of a decoder that pools, which counts by itself."""
 
 
 def fingerprint(
@@ -40,8 +46,7 @@ def fingerprint(
 
     Raises: ConfigError for missing or corrupt files.
     """
-    fields = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
-    identity = {"config": fields, "dtype": dtype, "dummy_seed": seed if load_format == "dummy" else None}
+    identity = {"config": _identity(config), "dtype": dtype, "dummy_seed": seed if load_format == "dummy" else None}
     if load_format == "dummy" and drawn_on != "cpu":
         identity["drawn_on"] = drawn_on
     digest = hashlib.sha256(b"kvrelay-weights-2")
@@ -54,12 +59,27 @@ def fingerprint(
     return digest.hexdigest()[:32] + suffix
 
 
-def pooling_fingerprint(path: Path, load_format: str, seed: int, quantization: Quantization) -> str:
-    """The same of a pooling model: vectors of nodes whose fingerprints differ must not be compared.
+def pooling_fingerprint(
+    path: Path,
+    config: EncoderConfig | PoolingDecoderConfig,
+    load_format: str,
+    dtype: str,
+    seed: int,
+    quantization: Quantization,
+) -> str:
+    """The same of a pooling model: vectors of nodes whose fingerprints differ must not be compared. `dtype`: of decoders;
+    encoders compute in float32.
 
     Raises: ConfigError for missing or corrupt files.
     """
-    digest = hashlib.sha256(tokenizer_digest(path).encode())
+    is_decoder = isinstance(config, PoolingDecoderConfig)
+    identity = {
+        "config": _identity(config),
+        "model": _identity(config.model) if is_decoder else None,
+        "dtype": config.model.resolve_dtype(dtype) if is_decoder else "float32",
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    digest.update(tokenizer_digest(path).encode())
     if load_format == "dummy":
         digest.update(str(seed).encode())
     else:
@@ -67,6 +87,10 @@ def pooling_fingerprint(path: Path, load_format: str, seed: int, quantization: Q
             digest.update(_file_digest(file))
     suffix = f"-{quantization}" if quantization in ("int8", "int4") else ""
     return f"pooling-{digest.hexdigest()[:32]}{suffix}"
+
+
+def _identity(config: ModelConfig | EncoderConfig | PoolingDecoderConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
 
 
 def tokenizer_digest(path: Path) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_encoders import make_encoder
 
 from common.config.option_groups import Quantization
 from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint, pooling_fingerprint
+from common.model.pooling.open import read_pooling_config
 
 
 def identity(path: Path, load_format: str = "auto", dtype: str = "float32", seed: int = 0) -> str:
@@ -55,7 +57,8 @@ def test_weights_of_a_pooling_model_are_told_apart(folder: Path) -> None:
     """Their nodes registered the tokenizer alone: vectors of two fine-tunes were mixed, and `kvrelay admin check` found nothing."""
 
     def pooling(load_format: str = "auto", seed: int = 0, quantization: Quantization = "auto") -> str:
-        return pooling_fingerprint(folder, load_format, seed, quantization)
+        config = read_pooling_config(folder, None)
+        return pooling_fingerprint(folder, config, load_format, "auto", seed, quantization)
 
     seen = {pooling(), pooling("dummy"), pooling("dummy", 1), pooling(quantization="int8")}
     before = pooling()
@@ -64,3 +67,24 @@ def test_weights_of_a_pooling_model_are_told_apart(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.001))
     seen.add(pooling())
     assert len(seen) == 5
+
+
+def test_pooling_models_of_equal_weights_but_other_vectors_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """One copy was changed from mean to cls, or computes in another type."""
+
+    def pooling(path: Path, dtype: str = "auto", max_model_len: int | None = None) -> str:
+        return pooling_fingerprint(path, read_pooling_config(path, max_model_len), "auto", dtype, 0, "auto")
+
+    encoder = make_encoder(tmp_path / "bert")
+    for path in (folder, encoder):
+        before = pooling(path)
+        assert pooling(path, max_model_len=8) == before
+        config = json.loads((path / "config.json").read_text())
+        eps = "rms_norm_eps" if path == folder else "layer_norm_eps"
+        (path / "config.json").write_text(json.dumps({**config, eps: 1e-3}))
+        other = pooling(path)
+        (path / "1_Pooling").mkdir(exist_ok=True)
+        (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+        assert len({before, other, pooling(path)}) == 3
+    assert pooling(folder, "bfloat16") != pooling(folder)
+    assert pooling(encoder, "bfloat16") == pooling(encoder)
