@@ -49,9 +49,17 @@ class RopeConfig:
         return replace(self, kind="factors", factors=self.short_factors, short_factors=())
 
 
-def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str | None = None) -> RopeConfig:
+def read_rope(
+    config: ConfigFile,
+    default_theta: float = 10000.0,
+    of_layers: str | None = None,
+    *,
+    default_in_part: bool = False,
+) -> RopeConfig:
     """The rope parameters, under the keys of transformers 5 or 4; those of a kind of layers where there are several. As in
-    transformers, `rope_scaling` goes first: users add it to configs that have both."""
+    transformers, `rope_scaling` goes first: users add it to configs that have both.
+
+    `default_in_part`: `partial_rotary_factor` also counts without scaling, where transformers' other classes ignore it."""
     raw = config.raw.get("rope_scaling") or config.raw.get("rope_parameters") or {}
     if of_layers is not None and isinstance(raw, dict):
         raw = cast("dict[str, Any]", raw).get(of_layers, raw)
@@ -63,7 +71,8 @@ def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str
     part = config.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0), within=scaling)
     if part > 1:
         raise config.error(f"partial_rotary_factor is {part}, more than a whole head")
-    rope = RopeConfig(theta, rotated_part=part)
+    in_part = default_in_part or kind not in ("default", "mrope")
+    rope = RopeConfig(theta, rotated_part=part if in_part else 1.0)
     if kind in ("default", "dynamic", "mrope"):
         return rope
     if kind == "factors":

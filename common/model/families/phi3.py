@@ -16,7 +16,8 @@ _NAMES = replace(USUAL_NAMES, q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     norm = read_norm(config, 1e-5)
-    layer = LayerDescription(read_attention(config), read_mlp(config), norm, read_rope(config))
+    rope = read_rope(config, default_in_part=True)
+    layer = LayerDescription(read_attention(config), read_mlp(config), norm, rope)
     return with_windows(repeated(config, layer), window_if_given(config))
 
 

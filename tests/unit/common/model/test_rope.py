@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracle import TINY
-from transformers import AutoConfig, Phi3Config
+from support.oracle import TINY, architecture
+from transformers import AutoConfig, AutoModel, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
@@ -142,3 +142,25 @@ def test_an_odd_part_of_a_head_is_rounded_up_as_in_transformers(part: float) -> 
 def test_more_than_a_whole_head_cannot_be_rotated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="partial_rotary_factor is 1"):
         load_model_config(write(tmp_path, {**LLAMA, "partial_rotary_factor": 1.5}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2", "starcoder2", "gemma2", "phi3"],
+)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_part_of_heads_counts_without_scaling_where_it_does_in_transformers(
+    tmp_path: Path, name: str, beside: bool
+) -> None:
+    raw = TINY[name].config.to_dict()
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    part = {"partial_rotary_factor": 0.5}
+    raw |= {"architectures": [architecture(TINY[name].config)], "rope_parameters": rope if beside else rope | part}
+    write(tmp_path, raw | part if beside else raw)
+    config = load_model_config(tmp_path)
+    rope_of_all = config.layers[0].rope
+    assert rope_of_all is not None
+    with torch.device("meta"):
+        theirs = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
+    expected = theirs.rotary_emb.compute_default_rope_parameters(theirs.config)[0]
+    torch.testing.assert_close(inverse_frequencies(rope_of_all, config.head_dim), expected)
