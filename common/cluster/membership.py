@@ -381,9 +381,9 @@ class Directory:
             node_id: known if (known := self._progress.get(node_id)) and known[0] == renewed else (renewed, now)
             for node_id, renewed in renewals.items()
         }
-        view, read_s = self._checked.read(answer), {node_id: seen_s for node_id, (_, seen_s) in self._progress.items()}
+        read, since = self._checked.read(answer), self._progress
         # Not the records that somebody wrote without an expiry.
-        view = {i: each for i, each in view.items() if now - read_s[i] <= 2 * max(self._grace_s, each.lease_s)}
+        view = {i: record for i, record in read.items() if now - since[i][1] <= 2 * max(self._grace_s, record.lease_s)}
         if now < self._grace_until:
             view = {**self._records, **view}
         gone = renewals.keys() & self._records.keys() - view.keys()
