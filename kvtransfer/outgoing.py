@@ -19,9 +19,9 @@ from common.kv.rank_layout import GroupPart, KVLayout, check_compatible
 from kvtransfer.resharding import plan
 from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
-_KEEP_BACK = 0.25
-"""Maximum part of a transfer's timeout that ready slices wait for more to send with them. The receiver does not know of
-waiting slices, so its timeout keeps running."""
+_KEEP_BACK, _MAX_KEEP_BACK_S = 0.25, 5.0
+"""Maximum part of a transfer's timeout, and maximum time, that ready slices wait for more to send with them. The receiver does
+not know of waiting slices, so its timeout, which may be shorter, keeps running."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,14 @@ class Outgoing:
     def overdue_next(self, now: float) -> float:
         """When slices that are held back now become overdue; infinity if none are."""
         held = (route for route in (self._routes or {}).values() if route.ready_bytes and not self._late(route, now))
-        return min((route.taken_s + _KEEP_BACK * self.transfer.timeout_s for route in held), default=math.inf)
+        return min((route.taken_s + self._keep_back_s for route in held), default=math.inf)
+
+    @property
+    def _keep_back_s(self) -> float:
+        return min(_KEEP_BACK * self.transfer.timeout_s, _MAX_KEEP_BACK_S)
 
     def _late(self, route: _Route, now: float) -> bool:
-        return now - route.taken_s >= _KEEP_BACK * self.transfer.timeout_s
+        return now - route.taken_s >= self._keep_back_s
 
     def take(self, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
         """The next slices for `dst_rank`, at most `max_bytes` of them, or None.
