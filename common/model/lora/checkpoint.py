@@ -125,6 +125,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
     """Raises: ConfigError naming what the adapter needs and nodes do not have."""
     kind, bias, init = settings.get("peft_type"), settings.get("bias", "none"), settings.get("init_lora_weights")
+    changes_base = isinstance(init, str) and init.lower().startswith(_CHANGES_BASE)  # peft takes "OLoRA", too
     if kind != "LORA":
         raise ConfigError(f"{path} is no LoRA adapter: its peft_type is {kind!r}")
     reasons = {
@@ -136,7 +137,7 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
         "repeated layers (layer_replication)": settings.get("layer_replication"),
         "activation by tokens (aLoRA)": settings.get("alora_invocation_tokens"),
         "quantization-aware LoRA": settings.get("use_qalora"),
-        f"changed base weights (init_lora_weights {init!r})": isinstance(init, str) and init.startswith(_CHANGES_BASE),
+        f"changed base weights (init_lora_weights {init!r})": changes_base,
     }
     for what, is_needed in reasons.items():
         if is_needed:

@@ -36,6 +36,7 @@ def config(model: Path) -> ModelConfig:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "changed base weights"),
         ({"init_lora_weights": "loftq"}, "changed base weights"),
+        ({"init_lora_weights": "OLoRA"}, "changed base weights"),
         ({"peft_type": "LOHA"}, "no LoRA adapter"),
         ({"r": 5}, "has rank 4, and adapter_config.json says 5"),
         ({"lora_alpha": None}, "is no number"),
