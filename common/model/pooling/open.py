@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,12 @@ from common.config.option_groups import ModelOptions
 from common.model.hub import is_gguf
 from common.model.pooling.decoder_config import PoolingDecoderConfig, read_pooling_decoder
 from common.model.pooling.encoder_config import EncoderConfig, is_encoder, read_encoder_config
+from common.model.pooling.sentence_transformers import default_prompt
 
 if TYPE_CHECKING:
     from common.model.pooling.pooler import PoolingModel
+
+log = logging.getLogger(__name__)
 
 
 def read_pooling_config(path: Path, max_model_len: int | None) -> EncoderConfig | PoolingDecoderConfig:
@@ -20,6 +24,13 @@ def read_pooling_config(path: Path, max_model_len: int | None) -> EncoderConfig 
     if is_gguf(path):
         raise ConfigError(f"{path}: GGUF files do not pool; give the folder of a checkpoint in safetensors")
     config = read_encoder_config(path) if is_encoder(path) else read_pooling_decoder(path)
+    if prompt := default_prompt(path):
+        log.warning(
+            "sentence-transformers puts %r before every text of %s (default_prompt_name); here texts are taken as they are, "
+            "so clients must send it",
+            prompt,
+            path,
+        )
     return config if max_model_len is None else config.with_context(max_model_len)
 
 

@@ -45,11 +45,24 @@ def _transformer_config(path: Path) -> ConfigFile:
 
 def noted_activation(path: Path) -> str | None:
     """The activation of a cross-encoder's output that sentence-transformers 6 has noted; None: it has noted none."""
-    file = path / "config_sentence_transformers.json"
-    if not is_sentence_transformer(path) or not file.is_file():
-        return None
-    name = read_json_object(file).get("activation_fn")
+    name = _own_config(path).get("activation_fn")
     return None if name is None else str(name)
+
+
+def default_prompt(path: Path) -> str:
+    """What sentence-transformers puts before every text unless it is asked for another prompt; empty: nothing."""
+    config = _own_config(path)
+    prompts = config.get("prompts")
+    found = (
+        cast("dict[str, Any]", prompts).get(str(config.get("default_prompt_name"))) if isinstance(prompts, dict) else ""
+    )
+    return str(found or "")
+
+
+def _own_config(path: Path) -> dict[str, Any]:
+    """What sentence-transformers says of the whole; empty if it has not saved the model, or says nothing."""
+    file = path / "config_sentence_transformers.json"
+    return read_json_object(file) if is_sentence_transformer(path) and file.is_file() else {}
 
 
 def read_pooling(path: Path, default: Pooling) -> Pooling:

@@ -13,6 +13,7 @@ from support.tiny_encoders import make_encoder
 from common.base.errors import ConfigError
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config
+from common.model.pooling.open import read_pooling_config
 
 
 def change(file: Path, **values: Any) -> None:
@@ -47,6 +48,18 @@ def test_the_settings_of_pooling_are_where_modules_json_says(tmp_path: Path) -> 
     modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "pool"}]
     (folder / "modules.json").write_text(json.dumps(modules))
     assert read_encoder_config(folder).pooling == "cls"
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("query", True), ("document", False), (None, False)])
+def test_a_prompt_that_sentence_transformers_puts_before_every_text_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str | None, is_told: bool
+) -> None:
+    folder = make_encoder(tmp_path / "bert")
+    (folder / "modules.json").write_text(json.dumps([{"type": "a.Transformer", "path": ""}]))
+    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": name}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    read_pooling_config(folder, None)
+    assert ("puts 'query: ' before every text" in caplog.text) == is_told
 
 
 def two_labels(folder: Path) -> None:
