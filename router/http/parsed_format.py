@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
 from router.http.openai.checks import as_object
-from router.output.base import OutputParser, ParsedDelta, ParsedMessage, parse_whole
+from router.output.base import OutputParser, ParsedDelta, Part, Text, joined, parse_parts
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -29,8 +29,8 @@ class ParsedFormat:
         self.tokenizer = tokenizer
         self._parser = parsers[0] if parsers else None
 
-    def events(self, parsed: ParsedDelta) -> list[Json]:
-        """The events of some new output: its text, then its tool calls."""
+    def events(self, part: Part) -> list[Json]:
+        """The events of a part of the output."""
         raise NotImplementedError
 
     def last_events(self, generation: Generation) -> list[Json]:
@@ -38,12 +38,12 @@ class ParsedFormat:
         raise NotImplementedError
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
-        return self._in_order(self._parsed(delta.text))
+        return self._events(self._parsed(delta.text))
 
     def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
         events = self.delta(last, index)
         if self._parser is not None:
-            events += self._in_order(self._parser.finish())
+            events += self._events(self._parser.finish())
         return events + self.last_events(generation)
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
@@ -53,7 +53,7 @@ class ParsedFormat:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
 
     def text_event(self, text: str, index: int) -> bytes:
-        return b"".join(self.frame(chunk) for chunk in self._in_order(self._parsed(text)))
+        return b"".join(self.frame(chunk) for chunk in self._events(self._parsed(text)))
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
         return {}
@@ -64,19 +64,15 @@ class ParsedFormat:
     def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
         return ()
 
-    def _in_order(self, parsed: ParsedDelta) -> list[Json]:
-        """The events of some new output; the rest of a call that began earlier comes before the text behind the call."""
-        calls = parsed.tool_calls
-        if calls and calls[0].name is None:
-            return self.events(ParsedDelta(tool_calls=calls[:1])) + self.events(parsed._replace(tool_calls=calls[1:]))
-        return self.events(parsed)
+    def _events(self, parsed: ParsedDelta) -> list[Json]:
+        return [event for part in parsed.parts for event in self.events(part)]
 
     def _parsed(self, text: str) -> ParsedDelta:
-        return ParsedDelta(text) if self._parser is None else self._parser.push(text)
+        return joined([Text(text)]) if self._parser is None else self._parser.push(text)
 
-    def _whole(self, deltas: Sequence[Delta]) -> ParsedMessage:
+    def _whole(self, deltas: Sequence[Delta]) -> ParsedDelta:
         text = "".join(delta.text for delta in deltas)
-        return ParsedMessage(text) if self._parser is None else parse_whole(self._parser, text)
+        return joined([Text(text)]) if self._parser is None else parse_parts(self._parser, text)
 
 
 def arguments_object(text: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 
@@ -18,15 +19,40 @@ class ToolCallDelta(NamedTuple):
     arguments: str = ""
 
 
-class ParsedDelta(NamedTuple):
-    """The meaning of some new text."""
+class Text(NamedTuple):
+    """Content, or reasoning. `between`: the line break that separates two messages where an answer has only one text of each
+    kind."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: Sequence[ToolCallDelta] = ()
+    text: str
+    reasoning: bool = False
+    between: bool = False
+
+
+Part = Text | ToolCallDelta
+
+
+class ParsedDelta(NamedTuple):
+    """The meaning of some new text: its parts in order. None is an empty text."""
+
+    parts: Sequence[Part] = ()
+
+    @property
+    def content(self) -> str:
+        """The content, whatever stands between."""
+        return "".join([part.text for part in self.parts if isinstance(part, Text) and not part.reasoning])
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning, whatever stands between."""
+        return "".join([part.text for part in self.parts if isinstance(part, Text) and part.reasoning])
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        """The parts of calls."""
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
+        return bool(self.parts)
 
 
 class OutputParser(Protocol):
@@ -62,9 +88,26 @@ class ParsedMessage:
                 self.tool_calls[part.call] = known._replace(arguments=known.arguments + part.arguments)
 
 
+def joined(parts: Iterable[Part]) -> ParsedDelta:
+    """The parts, with those of one text or call in a row as one."""
+    found: list[Part] = []
+    for _, same in groupby(parts, lambda part: part.call if isinstance(part, ToolCallDelta) else part[1:]):
+        first, *others = same
+        if isinstance(first, ToolCallDelta):
+            rest = "".join([each.arguments for each in others if isinstance(each, ToolCallDelta)])
+            found.append(first._replace(arguments=first.arguments + rest) if rest else first)
+        elif text := first.text + "".join([each.text for each in others if isinstance(each, Text)]):
+            found.append(first._replace(text=text))
+    return ParsedDelta(found)
+
+
+def parse_parts(parser: OutputParser, text: str) -> ParsedDelta:
+    """The parts of a whole answer, each complete."""
+    return joined([*parser.push(text).parts, *parser.finish().parts])
+
+
 def parse_whole(parser: OutputParser, text: str) -> ParsedMessage:
     """A whole answer, parsed at once."""
     message = ParsedMessage()
-    message.add(parser.push(text))
-    message.add(parser.finish())
+    message.add(parse_parts(parser, text))
     return message

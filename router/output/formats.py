@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from common.base.errors import ConfigError
 from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
-from router.output.base import OutputParser, ParsedDelta
+from router.output.base import OutputParser, ParsedDelta, Part, Text
 from router.output.reasoning import ReasoningTags, reasoning
 from router.output.writer import Format, FormatParser, call_id
 
@@ -71,13 +71,14 @@ class _ReasoningThenTools:
         self._then = then
 
     def push(self, text: str) -> ParsedDelta:
-        delta = self._first.push(text)
-        return self._then.push(delta.content)._replace(reasoning=delta.reasoning)
+        return ParsedDelta(self._parts(self._first.push(text)))
 
     def finish(self) -> ParsedDelta:
-        delta = self._first.finish()
-        before, after = self._then.push(delta.content), self._then.finish()
-        return ParsedDelta(before.content + after.content, delta.reasoning, (*before.tool_calls, *after.tool_calls))
+        return ParsedDelta([*self._parts(self._first.finish()), *self._then.finish().parts])
+
+    def _parts(self, delta: ParsedDelta) -> list[Part]:
+        reasoning = [part for part in delta.parts if isinstance(part, Text) and part.reasoning]
+        return [*reasoning, *self._then.push(delta.content).parts]
 
 
 class WithoutReasoning:
@@ -87,10 +88,13 @@ class WithoutReasoning:
         self._inner = inner
 
     def push(self, text: str) -> ParsedDelta:
-        return self._inner.push(text)._replace(reasoning="")
+        return self._shown(self._inner.push(text))
 
     def finish(self) -> ParsedDelta:
-        return self._inner.finish()._replace(reasoning="")
+        return self._shown(self._inner.finish())
+
+    def _shown(self, delta: ParsedDelta) -> ParsedDelta:
+        return ParsedDelta([part for part in delta.parts if not (isinstance(part, Text) and part.reasoning)])
 
 
 class OutputFormats(NamedTuple):

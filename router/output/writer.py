@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from router.output.base import ParsedDelta, ToolCallDelta
+from router.output.base import ParsedDelta, Part, Text, ToolCallDelta, joined
 from router.output.reader import Steps, TextReader
 
 
@@ -24,60 +24,47 @@ class OutputWriter:
     def __init__(self, make_id: Callable[[], str] = call_id, *, single_call: bool = False) -> None:
         self._make_id = make_id
         self._single_call = single_call
-        self._content: list[str] = []
+        self._parts: list[Part] = []
         self._space: list[str] = []
         """White space at the end of the content."""
         self._after_call = False
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        """The new part of each call, without its arguments."""
-        self._arguments: list[list[str]] = []
-        """The new pieces of the arguments of each of `_calls`."""
-        self.num_calls = 0
+        self._num_calls = 0
 
     def content(self, text: str) -> None:
         """Append content."""
         shown = text.rstrip()
         if shown:
-            self._content += [*self._space, shown]
+            self._parts.append(Text("".join([*self._space, shown])))
             self._space = []
             self._after_call = False
         self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
         """Append reasoning."""
-        self._reasoning.append(text)
+        self._parts.append(Text(text, reasoning=True))
 
     def call(self, name: str) -> None:
         """Begin the next tool call."""
-        self._new(ToolCallDelta(self.num_calls, self._make_id(), name))
-        self.num_calls += 1
+        self._add(ToolCallDelta(self._num_calls, self._make_id(), name))
+        self._num_calls += 1
         self._space = []
         self._after_call = True
 
     def arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
-        if not self._calls:
-            self._new(ToolCallDelta(self.num_calls - 1))
-        self._arguments[-1].append(text)
+        self._add(ToolCallDelta(self._num_calls - 1, arguments=text))
 
-    def _new(self, call: ToolCallDelta) -> None:
-        self._calls.append(call)
-        self._arguments.append([])
+    def _add(self, part: ToolCallDelta) -> None:
+        if part.call == 0 or not self._single_call:
+            self._parts.append(part)
 
     def take(self, *, final: bool = False) -> ParsedDelta:
         """What is new. `final`: nothing follows."""
         if final and not self._after_call:
-            self._content += self._space
+            self._parts += map(Text, self._space)
             self._space = []
-        calls = [
-            call._replace(arguments="".join(pieces))
-            for call, pieces in zip(self._calls, self._arguments, strict=True)
-            if call.call == 0 or not self._single_call
-        ]
-        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
-        self._content, self._reasoning, self._calls, self._arguments = [], [], [], []
-        return delta
+        parts, self._parts = self._parts, []
+        return joined(parts)
 
 
 Format = Callable[[TextReader, OutputWriter], Steps[None]]

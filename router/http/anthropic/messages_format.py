@@ -9,7 +9,7 @@ from router.http.error_shapes import anthropic_error
 from router.http.json_body import Json
 from router.http.parsed_format import ParsedFormat, arguments_object
 from router.http.response_headers import serving_details
-from router.output.base import ParsedDelta, ToolCallDelta
+from router.output.base import Part, Text, ToolCallDelta
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
 
@@ -32,15 +32,13 @@ class MessagesFormat(ParsedFormat):
         message = self._message([], None, None, _usage(generation, 0))
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
-    def events(self, parsed: ParsedDelta) -> list[Json]:
-        found: list[Json] = []
-        if parsed.reasoning:
-            found += self._in_block("thinking", {"type": "thinking_delta", "thinking": parsed.reasoning})
-        if parsed.content:
-            found += self._in_block("text", {"type": "text_delta", "text": parsed.content})
-        for call in parsed.tool_calls:
-            found += self._call(call)
-        return found
+    def events(self, part: Part) -> list[Json]:
+        if isinstance(part, ToolCallDelta):
+            return self._call(part)
+        kind = _kind(part)
+        if part.between and self._open != kind:
+            return []
+        return self._in_block(kind, {"type": f"{kind}_delta", kind: part.text})
 
     def last_events(self, generation: Generation) -> list[Json]:
         reason, sequence = _stop(generation.outcome, called=self._called)
@@ -59,11 +57,15 @@ class MessagesFormat(ParsedFormat):
         (generation,), (parts,) = generations, deltas
         parsed = self._whole(parts)
         blocks: list[Json] = []
-        if parsed.reasoning:
-            blocks.append({**_EMPTY["thinking"], "thinking": parsed.reasoning})
-        if parsed.content:
-            blocks.append({**_EMPTY["text"], "text": parsed.content})
-        blocks += [{**_tool_use(call), "input": arguments_object(call.arguments)} for call in parsed.tool_calls]
+        for part in parsed.parts:
+            if isinstance(part, ToolCallDelta):
+                blocks.append({**_tool_use(part), "input": arguments_object(part.arguments)})
+                continue
+            kind = _kind(part)
+            if blocks and blocks[-1]["type"] == kind:
+                blocks[-1][kind] += part.text
+            elif not part.between:
+                blocks.append({**_EMPTY[kind], kind: part.text})
         stop = _stop(generation.outcome, called=bool(parsed.tool_calls))
         return self._message(blocks, *stop, _usage(generation))
 
@@ -105,6 +107,11 @@ class MessagesFormat(ParsedFormat):
             return []
         self._open = None
         return [{"type": "content_block_stop", "index": self._block}]
+
+
+def _kind(part: Text) -> str:
+    """The type of its block, and the name of the text in it."""
+    return "thinking" if part.reasoning else "text"
 
 
 def _tool_use(call: ToolCallDelta) -> Json:

@@ -11,7 +11,7 @@ from router.http.format import FormatOptions
 from router.http.json_body import Json, to_json
 from router.http.parsed_format import ParsedFormat, arguments_object
 from router.http.response_headers import serving_details
-from router.output.base import OutputParser, ParsedDelta, ToolCallDelta
+from router.output.base import OutputParser, Part, Text, ToolCallDelta
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -33,22 +33,19 @@ class OllamaFormat(ParsedFormat):
     def opening(self, generation: Generation, index: int) -> list[Json]:
         return []
 
-    def events(self, parsed: ParsedDelta) -> list[Json]:
-        calls: list[Json] = []
-        for part in parsed.tool_calls:
-            if part.name is not None:
-                calls += self._finished_call()
-                self._call = part
-            elif self._call is not None:
-                self._call = self._call._replace(arguments=self._call.arguments + part.arguments)
-        if not (parsed.content or parsed.reasoning or calls):
-            return []
-        return [self._line(parsed.content, parsed.reasoning, calls)]
+    def events(self, part: Part) -> list[Json]:
+        if isinstance(part, Text):
+            lines = self._call_line()
+            return [*lines, self._line("", part.text, []) if part.reasoning else self._line(part.text, "", [])]
+        if part.name is not None:
+            lines, self._call = self._call_line(), part
+            return lines
+        if self._call is not None:
+            self._call = self._call._replace(arguments=self._call.arguments + part.arguments)
+        return []
 
     def last_events(self, generation: Generation) -> list[Json]:
-        calls = self._finished_call()
-        lines = [self._line("", "", calls)] if calls else []
-        return [*lines, {**self._line("", "", []), **self._end(generation)}]
+        return [*self._call_line(), {**self._line("", "", []), **self._end(generation)}]
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {"error": error.message or error.code, "kvrelay": serving_details(generation)}
@@ -85,9 +82,10 @@ class OllamaFormat(ParsedFormat):
             "eval_duration": total_ns - prompt_ns,
         }
 
-    def _finished_call(self) -> list[Json]:
+    def _call_line(self) -> list[Json]:
+        """The line of a call that is complete now."""
         call, self._call = self._call, None
-        return [] if call is None else [_shown(call)]
+        return [] if call is None else [self._line("", "", [_shown(call)])]
 
 
 def _shown(call: ToolCallDelta) -> Json:

@@ -9,7 +9,7 @@ from router.http.format import FormatOptions
 from router.http.json_body import Json
 from router.http.parsed_format import ParsedFormat
 from router.http.response_headers import serving_details
-from router.output.base import OutputParser, ParsedDelta, ToolCallDelta
+from router.output.base import OutputParser, Part, ToolCallDelta
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -44,16 +44,13 @@ class ResponsesFormat(ParsedFormat):
         begun = self._response("in_progress")
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
-    def events(self, parsed: ParsedDelta) -> list[Json]:
-        found: list[Json] = []
-        if parsed.reasoning:
-            self._count_reasoning(parsed.reasoning)
-            found += self._add_text("reasoning", parsed.reasoning)
-        if parsed.content:
-            found += self._add_text("message", parsed.content)
-        for call in parsed.tool_calls:
-            found += self._add_call(call)
-        return found
+    def events(self, part: Part) -> list[Json]:
+        if isinstance(part, ToolCallDelta):
+            return self._add_call(part)
+        if part.reasoning:
+            self._count_reasoning(part.text)
+        kind = "reasoning" if part.reasoning else "message"
+        return [] if part.between and not self._continues(kind) else self._add_text(kind, part.text)
 
     def last_events(self, generation: Generation) -> list[Json]:
         outcome = generation.outcome
@@ -86,9 +83,13 @@ class ResponsesFormat(ParsedFormat):
         index = len(self._items) - 1
         return self._event(kind, item_id=self._items[index]["id"], output_index=index, **fields)
 
+    def _continues(self, kind: str) -> bool:
+        """Whether the open item is of this kind."""
+        return self._open and self._items[-1]["type"] == kind
+
     def _add_text(self, kind: str, text: str) -> list[Json]:
         found: list[Json] = []
-        if not self._open or self._items[-1]["type"] != kind:
+        if not self._continues(kind):
             found = self._start(kind, content=[])
             found.append(self._in_item("response.content_part.added", content_index=0, part=_part(kind, "")))
         self._text.append(text)

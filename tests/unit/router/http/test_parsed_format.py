@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -64,6 +65,41 @@ def test_text_behind_a_call_does_not_break_into_its_arguments(cut: tuple[str, ..
     assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [
         [{"function": {"name": "f", "arguments": {"a": 1}}}]
     ]
+
+
+ANSWER = (
+    'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> Then.<tool_call>{"name": "g"}</tool_call> Done.'
+)
+
+
+@pytest.mark.parametrize("cut", [(ANSWER,), tuple(ANSWER)])
+def test_streams_and_whole_answers_have_the_same_items_in_the_order_of_the_text(cut: tuple[str, ...]) -> None:
+    order = ["Hm.", ("f", '{"a": 1}'), " Then.", ("g", "{}"), " Done."]
+    items: list[Any] = []
+    for event in _streamed(MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)]), *cut):
+        if event["type"] == "content_block_start":
+            items.append((event["content_block"].get("name"), ""))
+        elif event["type"] == "content_block_delta":
+            name, text = items[-1]
+            items[-1] = (name, text + (event["delta"].get("text") or event["delta"].get("partial_json")))
+    assert [text if name is None else (name, text) for name, text in items] == order
+
+    deltas = [Delta(text, [1], None) for text in cut]
+    message = MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)]).whole([ENDED], [deltas])
+    blocks = message["content"]
+    assert [block.get("text") or (block["name"], json.dumps(block["input"])) for block in blocks] == order
+
+    streamed, whole = (ResponsesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)], {}) for _ in range(2))
+    _streamed(streamed, *cut)
+    response = whole.whole([ENDED], [deltas])
+    shown = [
+        item["content"][0]["text"] if "content" in item else (item["name"], item["arguments"])
+        for item in response["output"]
+    ]
+    assert shown == order
+    assert streamed.response is not None
+    ids = [{**item, "call_id": ""} for item in streamed.response["output"]]
+    assert ids == [{**item, "call_id": ""} for item in response["output"]]
 
 
 @pytest.mark.parametrize("text", ['{"a": 1', "[1]", '{"a": NaN}', '{"a": -Infinity}', '{"a": [1e999]}'])

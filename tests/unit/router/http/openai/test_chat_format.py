@@ -8,7 +8,7 @@ from typing import Any, cast
 from common.control.ids import pack_ids
 from router.http.format import FormatOptions
 from router.http.openai.chat_format import ChatFormat
-from router.output.base import ParsedDelta, ToolCallDelta
+from router.output.base import ParsedDelta, Text, ToolCallDelta
 from router.requests.request import Delta, Outcome
 
 ENDED = cast("Any", SimpleNamespace(outcome=Outcome("stop"), decision=None, served=None, request_id="r"))
@@ -28,10 +28,10 @@ class CallAfterBar:
             calls.append(ToolCallDelta(0, "id", "f"))
         if arguments:
             calls.append(ToolCallDelta(0, arguments=arguments))
-        return ParsedDelta(content, "", calls)
+        return ParsedDelta([*([Text(content)] if content else []), *calls])
 
     def finish(self) -> ParsedDelta:
-        return ParsedDelta("", "", [ToolCallDelta(0, arguments="}")]) if self._open else ParsedDelta()
+        return ParsedDelta([ToolCallDelta(0, arguments="}")] if self._open else [])
 
 
 def _form(*parsers: CallAfterBar) -> ChatFormat:
