@@ -60,6 +60,7 @@ def _read_message(reader: TextReader, writer: OutputWriter, opening: str, calls:
 
 
 def _read_body(reader: TextReader, writer: OutputWriter, header: str, calls: bool) -> Steps[None]:
+    writer.message()
     channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
     ends = (END, CALL, RETURN, START)
     if function is not None and calls:

@@ -29,19 +29,34 @@ class OutputWriter:
         """White space at the end of the content."""
         self._after_call = False
         self._num_calls = 0
+        self._kinds: set[bool] = set()
+        """Which of content (False) and reasoning (True) there has been."""
+        self._to_separate: set[bool] = set()
+
+    def message(self) -> None:
+        """Begin a new message: a line break comes between its text and earlier text of the same kind."""
+        self._space = []
+        self._to_separate = set(self._kinds)
 
     def content(self, text: str) -> None:
         """Append content."""
         shown = text.rstrip()
         if shown:
-            self._parts.append(Text("".join([*self._space, shown])))
+            self._add_text("".join([*self._space, shown]), reasoning=False)
             self._space = []
             self._after_call = False
         self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
         """Append reasoning."""
-        self._parts.append(Text(text, reasoning=True))
+        self._add_text(text, reasoning=True)
+
+    def _add_text(self, text: str, *, reasoning: bool) -> None:
+        if reasoning in self._to_separate:
+            self._to_separate.remove(reasoning)
+            self._parts.append(Text("\n", reasoning, between=True))
+        self._kinds.add(reasoning)
+        self._parts.append(Text(text, reasoning))
 
     def call(self, name: str) -> None:
         """Begin the next tool call."""

@@ -13,6 +13,7 @@ from router.http.format import FormatOptions
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.parsed_format import arguments_object
 from router.http.responses_api.responses_format import ResponsesFormat
+from router.output.harmony import harmony
 from router.output.hermes import read_hermes
 from router.output.reasoning import ReasoningTags, reasoning
 from router.output.writer import FormatParser
@@ -100,6 +101,23 @@ def test_streams_and_whole_answers_have_the_same_items_in_the_order_of_the_text(
     assert streamed.response is not None
     ids = [{**item, "call_id": ""} for item in streamed.response["output"]]
     assert ids == [{**item, "call_id": ""} for item in response["output"]]
+
+
+def test_messages_of_gpt_oss_that_are_items_of_their_own_need_no_line_break() -> None:
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Well.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>So.<|end|><|start|>assistant<|channel|>analysis<|message|>Ah.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    )
+    encode = SimpleNamespace(encode=lambda text, add_special_tokens: [0])  # pyright: ignore[reportUnknownLambdaType]
+    texts = ["Hm.", "Well.\nSo.", "Ah.", "Yes."]
+    deltas = [[Delta(answer, [1], None)]]
+    form = ResponsesFormat(OPTIONS, cast("Any", encode), [FormatParser(harmony(()))], {})
+    assert [item["content"][0]["text"] for item in form.whole([ENDED], deltas)["output"]] == texts
+    message = MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(harmony(()))]).whole([ENDED], deltas)
+    assert [block.get("text") or block["thinking"] for block in message["content"]] == texts
+    streamed = _streamed(MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(harmony(()))]), *answer)
+    assert sum(event["type"] == "content_block_start" for event in streamed) == 4
 
 
 @pytest.mark.parametrize("text", ['{"a": 1', "[1]", '{"a": NaN}', '{"a": -Infinity}', '{"a": [1e999]}'])

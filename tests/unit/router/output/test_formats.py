@@ -108,6 +108,15 @@ def test_a_python_call_with_a_bad_argument_keeps_the_good_ones_and_loses_no_text
     assert message.content == ", b=x), g()]"
 
 
+def test_messages_of_one_channel_are_separated_by_a_line_break() -> None:
+    opened, ended = "<|start|>assistant<|channel|>", "<|end|>"
+    text = f"<|channel|>analysis<|message|>Hm.{ended}{opened}commentary<|message|>Let me see. {ended}"
+    text += (
+        f"{opened}analysis<|message|>Ah.{ended}{opened}final<|message|>{ended}{opened}final<|message|>Yes.<|return|>"
+    )
+    assert _parse(text, "openai") == ParsedMessage("Let me see.\nYes.", "Hm.\nAh.")
+
+
 def test_newer_mistral_calls_name_the_function_before_the_arguments() -> None:
     text = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}[TOOL_CALLS]get_weather{"b": 2}'
     assert _calls(_parse(text, "mistral")) == [("f", {"a": 1}), ("g", {}), ("get_weather", {"b": 2})]
