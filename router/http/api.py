@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from common.base.errors import ClientError, KvRelayError, RequestTimeout
 from router.http.adapter_routes import add_adapter_routes
@@ -53,8 +56,27 @@ def build(services: Services) -> FastAPI:
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:
             route.methods = {"GET", "HEAD"}
+    _redirect_by_path(app)
     app.openapi = cache(lambda: document(app, with_keys=bool(services.api_keys), open_paths=OPEN_PATHS))
     return app
+
+
+def _redirect_by_path(app: FastAPI) -> None:
+    """A path with a slash too many or too few is redirected to the other one without naming the scheme and host, which the
+    framework does: behind a proxy that ends TLS they are not the client's."""
+    not_found, app.router.redirect_slashes = app.router.default, False
+
+    async def other_path(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        other = path.rstrip("/") if path.endswith("/") else f"{path}/"
+        known = scope["type"] == "http" and path != "/" and not path.startswith("//")
+        if known and any(route.matches({**scope, "path": other})[0] is not Match.NONE for route in app.routes):
+            query = scope["query_string"].decode("latin-1")
+            await RedirectResponse(quote(other) + (f"?{query}" if query else ""))(scope, receive, send)
+        else:
+            await not_found(scope, receive, send)
+
+    app.router.default = other_path
 
 
 def _generates(answer: Any, body: Any) -> dict[str, Any]:

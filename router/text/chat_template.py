@@ -99,7 +99,8 @@ class ChatTemplate:
         self.source = source
         variables = jinja2.meta.find_undeclared_variables(parsed)
         self.uses_tools = "tools" in variables
-        self._effort_variables = variables & {"reasoning_effort", "enable_thinking"}
+        self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
+        self._knows_thinking = "thinking" in variables
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
 
@@ -125,7 +126,8 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation. `tools`: the functions that the model may call, as OpenAI's API describes
-        them. `kwargs`: the client's extra template variables.
+        them. `kwargs`: the client's extra template variables; `enable_thinking` is also `thinking`, as DeepSeek's and Granite's
+        templates call it, unless that is given.
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
         `developer` messages, so the role is renamed. Messages with tool calls may have no content, as in Hugging
@@ -136,9 +138,12 @@ class ChatTemplate:
         if not self._knows_developer:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         shown = [{"content": None, **each} for each in messages] if self._expects_null_content else messages
+        given = dict(kwargs or {})
+        if self._knows_thinking and "enable_thinking" in given:
+            given.setdefault("thinking", given["enable_thinking"])
         variables = {
             "documents": None,
-            **(kwargs or {}),
+            **given,
             **self._special_tokens,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,

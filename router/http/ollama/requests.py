@@ -154,7 +154,7 @@ def _answered(message: OllamaMessage, unanswered: list[OllamaCall]) -> str | Non
 
 
 class OllamaChatRequest(_Call):
-    """Body of `POST /api/chat`."""
+    """Body of `POST /api/chat`. Tools need no type."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = []
     """Empty: the client only wants the model to be loaded."""
@@ -162,7 +162,9 @@ class OllamaChatRequest(_Call):
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""
-        tools = {"tools": self.tools} if self.tools else {}
+        tools = (
+            {"tools": [{**tool, "type": tool.get("type") or "function"} for tool in self.tools]} if self.tools else {}
+        )
         return {**self.shared(), **tools, "messages": chat_messages(self.messages)}
 
 

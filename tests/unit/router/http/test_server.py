@@ -61,6 +61,32 @@ def test_the_kernel_drops_a_client_that_never_reads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "status", "location"),
+    [
+        ("/health/?x=%2F", 307, "/health?x=%2F"),
+        ("//health/", 404, None),
+        ("/v1/responses/a%3Fb/", 307, "/v1/responses/a%3Fb"),
+        ("/nothing/", 404, None),
+    ],
+)
+def test_redirects_do_not_name_a_scheme_which_a_proxy_may_have_changed(
+    path: str, status: int, location: str | None
+) -> None:
+    async def ask() -> httpx.Response:
+        config = RouterConfig()
+        router = Router(config)
+        try:
+            app = http_server(router, config, None).config.app
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+                return await http.get(f"http://x{path}")
+        finally:
+            router.close()
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers.get("location")) == (status, location)
+
+
+@pytest.mark.parametrize(
     ("files", "reason"),
     [
         ({"ssl_certfile": "/no/such.pem"}, "No such file"),

@@ -369,6 +369,17 @@ def test_an_effort_of_reasoning_sets_the_templates_variables(folder: Path) -> No
     assert tokenizer.render_chat(CHAT, effort="low", kwargs={"enable_thinking": False}) == "low does not"
 
 
+def test_templates_that_call_it_thinking_are_told_too(folder: Path) -> None:
+    template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.render_chat(CHAT, effort="low") == "True"
+    assert tokenizer.render_chat(CHAT, effort="none") == "False"
+    assert tokenizer.render_chat(CHAT) == "False"
+    assert tokenizer.render_chat(CHAT, kwargs={"enable_thinking": True}) == "True"
+    assert tokenizer.render_chat(CHAT, kwargs={"enable_thinking": True, "thinking": False}) == "False"
+
+
 def test_a_template_without_reasoning_refuses_an_effort(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "plain"}))
     assert Tokenizer(folder).render_chat(CHAT, effort="none") == "plain"

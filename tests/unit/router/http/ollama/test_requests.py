@@ -36,6 +36,12 @@ def test_calls_and_results_without_ids_get_those_that_belong_together() -> None:
     assert [each.name for each in messages if each.role == "tool"] == ["g", "f", None, "f"]
 
 
+@pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": ""}, {"type": "function"}])
+def test_a_tool_needs_no_type(kind: dict[str, Any]) -> None:
+    body = _chat({"messages": [{"role": "user", "content": "Hi"}], "tools": [{**kind, "function": {"name": "f"}}]})
+    assert [(tool.type, tool.function.name) for tool in body.tools or ()] == [("function", "f")]
+
+
 def test_ids_of_the_client_are_kept() -> None:
     turns = [
         {"role": "assistant", "tool_calls": [_call("f", id="a"), _call("f", id="b")]},
