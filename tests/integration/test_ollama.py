@@ -169,7 +169,6 @@ def test_errors_have_ollamas_shape(folder: Path) -> None:
         for path, body, status, said in (
             ("/api/chat", {**ASKED, "model": "other"}, 404, "other"),
             ("/api/chat", {"messages": [], "model": "other"}, 404, "other"),
-            ("/api/chat", {**ASKED, "think": "high"}, 400, "reasoning_effort"),
             ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
             ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images: images are not supported"),
             (
