@@ -71,6 +71,7 @@ class RouterAdmin:
             "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
             "breakers_opened": dispatcher.breakers.times_opened,
             "redis": self._router.degraded(self._directory) or "ok",
+            "refused": self._router.catalog.refusals,
             "vanished": {} if self._directory is None else self._directory.vanished,
             "index": {
                 "blocks": len(index),

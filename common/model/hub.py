@@ -36,8 +36,8 @@ def model_name(path: Path) -> str:
 
 
 def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
-    """The model's directory or GGUF file: `name_or_path` itself if it exists, else a hub snapshot of its small and
-    weight files, or with `config_only` of what says which kind of model it is.
+    """The model's directory or GGUF file, as an absolute path: `name_or_path` itself if it exists, else a hub snapshot of its
+    small and weight files, or with `config_only` of what says which kind of model it is.
 
     "demo" is the small model that comes with kvrelay. ORG/NAME@REVISION is a commit, tag or branch on the hub.
 
@@ -45,7 +45,7 @@ def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir() or (path.is_file() and is_gguf(path)):
-        return path
+        return path.absolute()  # nodes register it, and routers may have another working directory
     if name_or_path == "demo":
         return DEMO_MODEL_PATH
     if path.exists():

@@ -53,6 +53,7 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     ]
     found += _unreachable(answering, nodes)
     found += _states(nodes)
+    found += _refused(routers)
     found += _vanished(routers)
     found += _strangers(routers, nodes)
     found += _versions(answering, own_version)
@@ -96,6 +97,16 @@ def _states(nodes: Iterable[ServiceReport]) -> Iterator[Finding]:
             )
         if node.status.get("engine", "ok") != "ok":
             yield Finding(node.name, f"engine: {node.status['engine']}", f"kvrelay admin profile {node.name}")
+
+
+def _refused(routers: Iterable[ServiceReport]) -> Iterator[Finding]:
+    for router in routers:
+        for refusal in router.status.get("refused", []):
+            yield Finding(
+                router.name,
+                f"does not serve {refusal}",
+                "put the model's files where its nodes have them on the router's host too, and see the router's log",
+            )
 
 
 def _vanished(routers: Sequence[ServiceReport]) -> Iterator[Finding]:

@@ -17,6 +17,20 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str) -> Non
         resolve_model(name)
 
 
+def test_a_relative_path_becomes_an_absolute_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services of one host find the model that another one names, wherever each was started."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert [resolve_model(each) for each in ("model", "./model", "model.gguf")] == [
+        tmp_path / "model",
+        tmp_path / "model",
+        tmp_path / "model.gguf",
+    ]
+    monkeypatch.chdir("model")
+    assert model_name(resolve_model(".")) == "model"
+
+
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hub's cache of ORG/NAME with two commits, of which main is the second. Without a network."""

@@ -50,6 +50,16 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert findings(lambda node: None) == []
 
 
+def test_a_model_that_a_router_cannot_serve_is_named() -> None:
+    refusing = router()
+    refusing.status["refused"] = ["the model 'm': model directory /m does not exist"]
+    (found,) = find([refusing], [node("d0")], "1")
+    assert (found.where, found.what) == (
+        "router-a",
+        "does not serve the model 'm': model directory /m does not exist",
+    )
+
+
 def test_a_node_that_vanished_is_named_once() -> None:
     """It is in no router's list, however many know that it was there."""
     routers = [router(), router()]
