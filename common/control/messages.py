@@ -340,7 +340,7 @@ class NodeRecord:
     adapters: list[Adapter] = field(default_factory=list[Adapter])
     """The LoRA adapters that it serves."""
     lease_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """Its own lease: it renews its registration at least every third of it."""
+    """The node's `--lease-s`: it renews this record at least three times in that many seconds."""
 
 
 Message = (

@@ -28,7 +28,7 @@ from common.base import logs, stack_sampler
 from common.base.errors import BadRequest, Overloaded
 from common.base.free_memory import free_memory_bytes
 from common.config.fields import field_infos
-from common.config.service_configs import ServiceConfig
+from common.config.service_configs import NodeConfig, RouterConfig, ServiceConfig
 from common.control.admin_server import AdminRoute, Call, seconds
 from common.security.expiry import certificate_end
 
@@ -50,7 +50,9 @@ def python_profile(duration_s: float) -> bytes:
 class SelfReport:
     """The routes of one service."""
 
-    def __init__(self, config: ServiceConfig, profile: Profile = python_profile, devices: Facts = dict) -> None:
+    def __init__(
+        self, config: RouterConfig | NodeConfig, profile: Profile = python_profile, devices: Facts = dict
+    ) -> None:
         """`devices`: facts about the GPUs that the process uses."""
         self._config = config
         self._profile = profile
@@ -81,7 +83,7 @@ class SelfReport:
 
     def _certificate_ends(self) -> float | None:
         """Unix time; None without certificates."""
-        folder = getattr(self._config, "tls_dir", None)
+        folder = self._config.tls_dir
         ends = None if folder is None else certificate_end(folder)
         return None if ends is None else ends.timestamp()
 

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
 from router.http.openai.checks import as_object
-from router.output.base import OutputParser, ParsedDelta, Part, Text, joined, parse_parts
+from router.output.base import OutputParser, ParsedDelta, Part, parse_parts, unparsed
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -68,11 +68,11 @@ class ParsedFormat:
         return [event for part in parsed.parts for event in self.events(part)]
 
     def _parsed(self, text: str) -> ParsedDelta:
-        return joined([Text(text)]) if self._parser is None else self._parser.push(text)
+        return unparsed(text) if self._parser is None else self._parser.push(text)
 
     def _whole(self, deltas: Sequence[Delta]) -> ParsedDelta:
         text = "".join(delta.text for delta in deltas)
-        return joined([Text(text)]) if self._parser is None else parse_parts(self._parser, text)
+        return unparsed(text) if self._parser is None else parse_parts(self._parser, text)
 
 
 def arguments_object(text: str) -> dict[str, Any]:

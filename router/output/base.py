@@ -88,6 +88,11 @@ class ParsedMessage:
                 self.tool_calls[part.call] = known._replace(arguments=known.arguments + part.arguments)
 
 
+def unparsed(text: str) -> ParsedDelta:
+    """The meaning of new text of a model whose text is all content."""
+    return ParsedDelta([Text(text)] if text else [])
+
+
 def joined(parts: Iterable[Part]) -> ParsedDelta:
     """The parts, with those of one text or call in a row as one."""
     found: list[Part] = []

@@ -100,7 +100,6 @@ class ChatTemplate:
         variables = jinja2.meta.find_undeclared_variables(parsed)
         self.uses_tools = "tools" in variables
         self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
-        self._knows_thinking = "thinking" in variables
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
 
@@ -138,12 +137,12 @@ class ChatTemplate:
         if not self._knows_developer:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         shown = [{"content": None, **each} for each in messages] if self._expects_null_content else messages
-        given = dict(kwargs or {})
-        if self._knows_thinking and "enable_thinking" in given:
-            given.setdefault("thinking", given["enable_thinking"])
+        kwargs = kwargs or {}
+        if "thinking" in self._effort_variables and "enable_thinking" in kwargs:
+            kwargs = {"thinking": kwargs["enable_thinking"], **kwargs}
         variables = {
             "documents": None,
-            **given,
+            **kwargs,
             **self._special_tokens,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,

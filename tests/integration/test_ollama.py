@@ -164,11 +164,12 @@ def test_clients_learn_the_version_and_which_models_run(folder: Path) -> None:
     _play(folder, "sun", scene, config={"api_key": "key"}, api_key="key")
 
 
-def test_errors_have_ollamas_shape(folder: Path) -> None:
+def test_errors_have_ollamas_shape(tmp_path: Path) -> None:
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         for path, body, status, said in (
             ("/api/chat", {**ASKED, "model": "other"}, 404, "other"),
             ("/api/chat", {"messages": [], "model": "other"}, 404, "other"),
+            ("/api/chat", {**ASKED, "think": "high"}, 400, "reasoning_effort"),
             ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
             ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images: images are not supported"),
             (
@@ -182,7 +183,7 @@ def test_errors_have_ollamas_shape(folder: Path) -> None:
             assert refused.status_code == status
             assert said in refused.json()["error"]
 
-    _play(folder, "sun", scene)
+    _play(make_model_folder(tmp_path / "stub-model"), "sun", scene)  # its template knows nothing of thinking
 
 
 def test_plain_calls_need_no_content_type_but_a_script_of_another_site_does(folder: Path) -> None:

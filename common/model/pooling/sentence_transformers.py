@@ -53,10 +53,9 @@ def default_prompt(path: Path) -> str:
     """What sentence-transformers puts before every text unless it is asked for another prompt; empty: nothing."""
     config = _own_config(path)
     prompts = config.get("prompts")
-    found = (
-        cast("dict[str, Any]", prompts).get(str(config.get("default_prompt_name"))) if isinstance(prompts, dict) else ""
-    )
-    return str(found or "")
+    if not isinstance(prompts, dict):
+        return ""
+    return str(cast("dict[str, Any]", prompts).get(str(config.get("default_prompt_name"))) or "")
 
 
 def _own_config(path: Path) -> dict[str, Any]:

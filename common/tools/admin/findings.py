@@ -175,8 +175,7 @@ def _clock(service: ServiceReport) -> Iterator[Finding]:
 
 def _certificate(service: ServiceReport) -> Iterator[Finding]:
     ends = service.facts.get("certificate_ends")
-    left_s = float("inf") if ends is None else ends - service.facts["time"]
-    if left_s < WARN_DAYS * _DAY_S:
+    if ends is not None and (left_s := ends - service.facts["time"]) < WARN_DAYS * _DAY_S:
         yield Finding(
             service.name,
             f"its certificate ends in {left_s / _DAY_S:.1f} days" if left_s > 0 else "its certificate has ended",

@@ -162,10 +162,10 @@ class OllamaChatRequest(_Call):
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""
-        tools = (
-            {"tools": [{**tool, "type": tool.get("type") or "function"} for tool in self.tools]} if self.tools else {}
-        )
-        return {**self.shared(), **tools, "messages": chat_messages(self.messages)}
+        body = {**self.shared(), "messages": chat_messages(self.messages)}
+        if self.tools:
+            body["tools"] = [{**tool, "type": tool.get("type") or "function"} for tool in self.tools]
+        return body
 
 
 class GenerateRequest(_Call):

@@ -8,7 +8,7 @@ from router.http.format import FormatOptions
 from router.http.json_body import Json
 from router.http.openai.base_format import BaseFormat, all_ids, reasons, usage
 from router.http.openai.logprobs import chat_logprobs
-from router.output.base import OutputParser, ParsedDelta, ParsedMessage, Text, ToolCallDelta, joined, parse_whole
+from router.output.base import OutputParser, ParsedDelta, ParsedMessage, ToolCallDelta, parse_whole, unparsed
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class ChatFormat(BaseFormat):
 
     def _parsed(self, text: str, index: int) -> ParsedDelta:
         if not self._parsers:
-            return joined([Text(text)])
+            return unparsed(text)
         parsed = self._parsers[index].push(text)
         self._note_calls(parsed, index)
         return parsed

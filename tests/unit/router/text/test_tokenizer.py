@@ -360,19 +360,22 @@ def test_a_template_that_refuses_every_user_is_refused_at_the_start(folder: Path
     Tokenizer(folder).check_template()
 
 
-def test_an_effort_of_reasoning_sets_the_templates_variables(folder: Path) -> None:
-    template = "{{ reasoning_effort }} {{ 'thinks' if enable_thinking else 'does not' }}"
+def with_template(folder: Path, template: str) -> Tokenizer:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    tokenizer = Tokenizer(folder)
+    return Tokenizer(folder)
+
+
+def test_an_effort_of_reasoning_sets_the_templates_variables(folder: Path) -> None:
+    tokenizer = with_template(folder, "{{ reasoning_effort }} {{ 'thinks' if enable_thinking else 'does not' }}")
     assert tokenizer.render_chat(CHAT, effort="low") == "low thinks"
     assert tokenizer.render_chat(CHAT, effort="none") == "none does not"
     assert tokenizer.render_chat(CHAT, effort="low", kwargs={"enable_thinking": False}) == "low does not"
 
 
 def test_templates_that_call_it_thinking_are_told_too(folder: Path) -> None:
-    template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    tokenizer = Tokenizer(folder)
+    tokenizer = with_template(
+        folder, "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+    )
     assert tokenizer.render_chat(CHAT, effort="low") == "True"
     assert tokenizer.render_chat(CHAT, effort="none") == "False"
     assert tokenizer.render_chat(CHAT) == "False"
@@ -381,10 +384,10 @@ def test_templates_that_call_it_thinking_are_told_too(folder: Path) -> None:
 
 
 def test_a_template_without_reasoning_refuses_an_effort(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "plain"}))
-    assert Tokenizer(folder).render_chat(CHAT, effort="none") == "plain"
+    tokenizer = with_template(folder, "plain")
+    assert tokenizer.render_chat(CHAT, effort="none") == "plain"
     with pytest.raises(BadRequest, match="reasoning_effort is not supported"):
-        Tokenizer(folder).render_chat(CHAT, effort="low")
+        tokenizer.render_chat(CHAT, effort="low")
 
 
 def lists_tokens(folder: Path, ids: list[int], where: str) -> None:
