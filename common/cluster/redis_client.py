@@ -34,6 +34,10 @@ _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])\w*password=)[^&]*", re.IGNORECASE)
 _RESERVED = re.compile(r"[][/?#]")
 _OPTIONS = re.compile(r"\?(?=\w+=|$)")
+_OWN_OPTION = re.compile(
+    r"(?:^|&)(encoding|encoding_errors|decode_responses|parser_class|socket_(?:connect_)?timeout)="
+)
+"""Options of the Redis client that change what it returns or how long it waits."""
 _ENCODE = "percent-encode these characters in user name and password: / ? # @ [ ]"
 _SENTINEL_PORT = 26379
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -80,6 +84,8 @@ def _parts(redis_url: str) -> _Parts:
     if not separator:
         raise _malformed(redis_url, "it lacks :// after its scheme, as in redis://host:6379/0")
     place, *options = _OPTIONS.split(rest, maxsplit=1)
+    if own := _OWN_OPTION.search("".join(options)):
+        raise _malformed(redis_url, f"its option {own[1]} cannot be chosen")
     login, _, place = place.rpartition("@")
     addresses, _, path = place.partition("/")
     if scheme == "unix":

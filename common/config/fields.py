@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from common.base.errors import ConfigError
 
 HIGHEST_PORT = 65535
+
+
+class Form(NamedTuple):
+    """What a text must look like."""
+
+    pattern: str
+    """Of the whole text."""
+    meaning: str
+    """Follows "must be"."""
+
+
+HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
+NAME = Form(r"[^{}]+", "a name without braces")
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class FieldInfo:
     """The value is a list, as `listed` reads it; on the command line also several words, or the flag several times."""
     sets: tuple[str, str] | None = None
     """`kvrelay up` only: (role, option). The value is passed as this option to each node of this role."""
+    form: Form | None = None
 
 
 def option(
@@ -46,9 +61,10 @@ def option(
     own: bool = False,
     secret: bool = False,
     several: bool = False,
+    form: Form | None = None,
 ) -> Any:
     """Declare an option."""
-    info = FieldInfo(help, group, low, high, aliases, own, secret, several)
+    info = FieldInfo(help, group, low, high, aliases, own, secret, several, form=form)
     return dataclasses.field(default=default, metadata={"info": info})
 
 
@@ -103,10 +119,15 @@ def api_keys(value: str) -> tuple[str, ...]:
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
-    """Raises: ConfigError if `value` is not finite, out of range, or not UTF-8; it is not quoted, as it may be secret."""
+    """Raises: ConfigError if `value` is not finite, out of range, not of its form, or not UTF-8, and then not quoted, as it may
+    be secret."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):  # bytes that Python cannot read
         raise ConfigError(f"{name} must be UTF-8")
-    if value is None or isinstance(value, str):
+    if value is None:
+        return
+    if isinstance(value, str):
+        if info.form is not None and not re.fullmatch(info.form.pattern, value):
+            raise ConfigError(f"{name} must be {info.form.meaning}, not {value!r}")
         return
     if not (value == value and abs(value) != float("inf")):
         raise ConfigError(f"{name} must be finite, not {value}")

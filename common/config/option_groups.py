@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
-from common.config.fields import option, port_option
+from common.config.fields import HOST, option, port_option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -31,7 +31,7 @@ CPU_KV_GB = 1.0
 class ListenOptions:
     """Where a service listens."""
 
-    host: str = option("127.0.0.1", "Interface to listen on.", "Network", own=True)
+    host: str = option("127.0.0.1", "Interface to listen on.", "Network", own=True, form=HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class NodeAddressOptions(ListenOptions):
         "address that routes to Redis.",
         "Network",
         own=True,
+        form=HOST,
     )
     port: int = port_option(0, "Port of the control socket; 0 picks a free one.", "Network")
     data_port: int = port_option(0, "Port of the KV data socket; 0 picks a free one.", "Network")
@@ -74,7 +75,7 @@ class MembershipOptions:
 
     redis_url: str = option(
         "redis://127.0.0.1:6379/0",
-        "Redis for the cluster membership (redis://, rediss:// or unix://).",
+        "Redis for the cluster membership: redis://, unix://, redis+cluster:// or redis+sentinel://; rediss for TLS.",
         "Network",
         secret=True,
     )
@@ -397,4 +398,4 @@ class AdminOptions:
 class AdminHostOptions(AdminOptions):
     """The admin API of a service that may be on any host."""
 
-    admin_host: str = option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True)
+    admin_host: str = option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True, form=HOST)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from common.base.errors import ConfigError
 from common.base.logs import LogFormat
 from common.config.cluster_options import ClusterOptions
-from common.config.fields import check_bounds, field_infos, listed, option, variant
+from common.config.fields import NAME, check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
     AdminHostOptions,
@@ -42,7 +42,7 @@ class ServiceConfig:
     section: ClassVar[str] = ""
     """Name of the service's TOML table and of its subcommand."""
 
-    cluster: str = option("default", "Cluster name: services see only others with the same name.", "Network")
+    cluster: str = option("default", "Cluster name: services see only others with the same name.", "Network", form=NAME)
     log_level: LogLevel = option("info", "Minimum severity of log messages.", "General", "--uvicorn-log-level")
     log_format: LogFormat = option("text", "Form of log lines: text, or one JSON object each.", "General")
 

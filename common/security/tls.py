@@ -72,7 +72,8 @@ class Credentials:
         try:
             context.load_verify_locations(str(self._folder / CA))
             context.load_verify_locations(str(self._folder / REVOKED))
-            context.load_cert_chain(str(self._folder / CERTIFICATE), str(self._folder / KEY))
+            # Without a password, OpenSSL would ask the terminal for that of an encrypted key.
+            context.load_cert_chain(str(self._folder / CERTIFICATE), str(self._folder / KEY), password="")
         except (OSError, ssl.SSLError) as error:
             raise _unusable(self._folder, error) from error
         return context

@@ -43,13 +43,21 @@ class HttpsCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(self._certificate, self._key)
+            context.load_cert_chain(self._certificate, self._key, password="")  # without one, OpenSSL asks the terminal
         except OSError as error:  # ssl.SSLError is one
             raise self._unusable(error) from error
         return context
 
     def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"--ssl-certfile {self._certificate} cannot be used: {error}")
+        why: object = error
+        if isinstance(error, ssl.SSLError):
+            mismatch = error.reason == "KEY_VALUES_MISMATCH"
+            why = (
+                "the key is of another one"
+                if mismatch
+                else "it and its key must be in PEM, the key without a passphrase"
+            )
+        return ConfigError(f"--ssl-certfile {self._certificate} cannot be used: {why}")
 
 
 def https_certificate(certificate: str | None, key: str | None) -> HttpsCertificate | None:

@@ -58,7 +58,7 @@ def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
         try:
             status = client.get("/status", base=base)
         except (AdminUnreachable, AdminRefused) as error:
-            return ServiceReport(base, "router", silent=error.message)
+            return ServiceReport(base, "router", silent=error.message, closed=isinstance(error, AdminRefused))
         return _ask(client, base, ServiceReport(str(status["router_id"]), "router", status=status), addresses)
 
     def ask_node(node: Mapping[str, Any]) -> ServiceReport:
@@ -67,7 +67,7 @@ def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
             base = client.address_of(node)
             service.status = client.get("/status", base=base)
         except (AdminUnreachable, AdminRefused) as error:
-            service.silent = error.message
+            service.silent, service.closed = error.message, isinstance(error, AdminRefused)
             return service
         return _ask(client, base, service, [each for each in addresses if each not in places[service.name]])
 
@@ -89,7 +89,7 @@ def _ask(client: AdminClient, base: str, service: ServiceReport, dial: list[str]
     try:
         service.facts = client.post("/facts", {"dial": dial}, base=base)
     except (AdminUnreachable, AdminRefused) as error:
-        service.silent = error.message
+        service.silent, service.closed = error.message, isinstance(error, AdminRefused)
         return service
     after_s = time.time()
     then_s = float(service.facts["time"])

@@ -40,17 +40,15 @@ class ServiceReport:
     skew_s: float = 0.0
     """Its clock less this machine's, as far as it is more than the answer's way explains."""
     silent: str = ""
+    closed: bool = False
+    """It is silent because its admin port is not there for this command, or refused."""
 
 
 def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_version: str) -> list[Finding]:
     """All findings, grouped by kind."""
     services = [*routers, *nodes]
     answering = [service for service in services if not service.silent]
-    found = [
-        Finding(each.name, f"does not answer: {each.silent}", "see its log; restart it if it hangs")
-        for each in services
-        if each.silent
-    ]
+    found = list(_unanswered(services))
     found += _unreachable(answering, nodes)
     found += _states(nodes)
     found += _refused(routers)
@@ -67,6 +65,18 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
         found += _gpus(service)
     found += _imbalance(nodes)
     return [*found, *(finding for router in routers for finding in _index(router))]
+
+
+def _unanswered(services: Iterable[ServiceReport]) -> Iterator[Finding]:
+    for service in services:
+        if service.closed:
+            yield Finding(
+                service.name,
+                f"cannot be asked: {service.silent}",
+                "start it with the token of this cluster, and with --admin-host if others must reach it",
+            )
+        elif service.silent:
+            yield Finding(service.name, f"does not answer: {service.silent}", "see its log; restart it if it hangs")
 
 
 def _unreachable(services: Iterable[ServiceReport], nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
@@ -89,7 +99,7 @@ def _states(nodes: Iterable[ServiceReport]) -> Iterator[Finding]:
         state, breaker = node.known.get("state", "usable"), node.known.get("breaker", {}).get("state", "closed")
         if state == "draining":
             yield Finding(node.name, "drains: it gets no new requests", f"kvrelay admin undrain {node.name}")
-        elif state != "usable" and not node.silent:
+        elif state != "usable" and (node.closed or not node.silent):
             yield Finding(node.name, f"the router does not use it: {state}", "see its log, and the router's")
         if breaker != "closed":
             yield Finding(

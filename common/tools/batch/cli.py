@@ -142,7 +142,7 @@ def _report(output: Any, before: int) -> None:
     from common.tools.batch.output_file import BatchFailed
 
     total, failed = len(output.finished), output.failed
-    earlier = f", {before} of them in earlier runs" if before else ""
+    earlier = f", {before} results from earlier runs" if before else ""
     summary = f"{total - failed} of {total} requests answered{earlier}: {output.path}"
     if failed:
         raise BatchFailed(f"{summary}; {failed} failed")

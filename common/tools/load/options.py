@@ -29,6 +29,8 @@ _RAMP = "Rate at the start, which grows linearly to --rate within --duration."
 MAX_RATE, MAX_SECONDS = 1e5, 1e8
 _MAX_COUNT, _MAX_TOKENS = 100_000, 10_000_000
 """Beyond all that can be run: with more, a run would not end, or take all memory before its first request."""
+_MAX_SEED = 2**31
+"""Requests have seeds derived from it, which must fit into 64 bits."""
 
 _OPTIONS = {
     "url": _option(str | None, "--url", _URL, "Server"),
@@ -91,7 +93,7 @@ _OPTIONS = {
         min=0,
         max=2**31,
     ),
-    "seed": _option(int, "--seed", "Random seed for prompts and arrivals.", "Prompts"),
+    "seed": _option(int, "--seed", "Random seed for prompts and arrivals.", "Prompts", min=-_MAX_SEED, max=_MAX_SEED),
     "temperature": _option(float, "--temperature", "Sampling temperature; 0 is greedy.", "Prompts", min=0.0, max=2.0),
     "ignore_eos": _option(
         bool,

@@ -20,8 +20,8 @@ _AHEAD_S = 0.001
 _IDLE_CLOSE_S = 0.1
 """A reused connection that breaks within this time was being closed as idle; after it, the server failed the request."""
 
-_UNANSWERED_PAUSE_S = 0.5
-"""Pause of a closed loop's worker after a connection that was refused or broke: a run whose server is gone would spin."""
+_FAILED_PAUSE_S = 0.5
+"""Pause of a closed loop's worker after a request that failed: a server that is gone, or refuses at once, would be flooded."""
 
 OnOutcome = Callable[[RequestOutcome], None]
 
@@ -71,9 +71,8 @@ class LoadRunner:
         for job in jobs:
             if self._is_over():
                 return
-            error = await (self._session(job) if isinstance(job, Session) else self._report(job))
-            if error == "connection":
-                await asyncio.sleep(_UNANSWERED_PAUSE_S)
+            if await (self._session(job) if isinstance(job, Session) else self._report(job)):
+                await asyncio.sleep(_FAILED_PAUSE_S)
 
     def _is_over(self) -> bool:
         """Whether the time in which requests are started has ended."""

@@ -71,6 +71,16 @@ def test_mistyped_url_leads_to_no_other_redis(url: str, sentence: str) -> None:
     assert not [part for part in ("ss", "ord", "pass") if part in str(caught.value).replace("password", "")]
 
 
+@pytest.mark.parametrize("scheme", ["redis://h/0", "unix:///s", "redis+cluster://h", "redis+sentinel://h/kv"])
+@pytest.mark.parametrize(
+    "option", ["decode_responses=true", "encoding=utf-16", "socket_timeout=0", "socket_connect_timeout=9"]
+)
+def test_options_that_the_protocol_depends_on_are_refused(scheme: str, option: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"its option {name} cannot be chosen"):
+        connect(f"{scheme}?protocol=3&{option}")
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [

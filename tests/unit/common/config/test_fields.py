@@ -47,3 +47,19 @@ def test_text_that_is_not_utf_8_is_refused_without_quoting_it(name: str) -> None
     cls = RouterConfig if name == "api_key" else DecodeConfig
     with pytest.raises(ConfigError, match=f"^{name} must be UTF-8$"):
         resolve(cls, flags={}, environ={f"KVRELAY_{name.upper()}": "caf\udce9"}, file=None)
+
+
+@pytest.mark.parametrize("host", ["", " ", "[::1]", "127.0.0.1:80", "http://h", "u@h"])
+@pytest.mark.parametrize("name", ["host", "admin_host", "advertise_host"])
+def test_hosts_are_names_or_addresses(name: str, host: str) -> None:
+    """A variable that was not set, as in `--host "$HOST"`, failed late, after a node had read its weights."""
+    with pytest.raises(ConfigError, match=f"^{name} must be a host name or an address"):
+        resolve(DecodeConfig, flags={name: host}, environ={}, file=None)
+    assert resolve(DecodeConfig, flags={name: "fd00::7"}, environ={}, file=None)
+
+
+@pytest.mark.parametrize("cluster", ["", "}", "a{b"])
+def test_cluster_names_fit_into_redis_keys(cluster: str) -> None:
+    """Keys have the name in braces: with an empty one a Redis Cluster spreads them over its servers."""
+    with pytest.raises(ConfigError, match="cluster must be a name without braces"):
+        RouterConfig(cluster=cluster)

@@ -6,17 +6,21 @@ import asyncio
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives import serialization
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
 from common.base.errors import ConfigError
 from common.config.service_configs import RouterConfig
+from common.security.names import CERTIFICATE, KEY
 from router.http.https import https_certificate
 from router.http.server import _add_root, bind, http_server
 from router.router import Router
+from tests.support.certificates import made
 
 
 def test_idle_connections_outlive_those_of_load_balancers() -> None:
@@ -91,13 +95,26 @@ def test_redirects_do_not_name_a_scheme_which_a_proxy_may_have_changed(
     [
         ({"ssl_certfile": "/no/such.pem"}, "No such file"),
         ({"ssl_keyfile": "/no/such.pem"}, "needs --ssl-certfile"),
-        ({"ssl_certfile": __file__}, "cannot be used"),
+        ({"ssl_certfile": __file__}, "cannot be used: it and its key must be in PEM"),
     ],
 )
 def test_a_certificate_that_cannot_be_used_is_refused_at_start(files: dict[str, str], reason: str) -> None:
     config = RouterConfig(**files)
     with pytest.raises(ConfigError, match=reason):
         https_certificate(config.ssl_certfile, config.ssl_keyfile)
+
+
+def test_a_key_that_does_not_fit_or_has_a_passphrase_is_refused_without_a_question(tmp_path: Path) -> None:
+    """OpenSSL would ask the terminal for the passphrase, at a renewal with the event loop waiting for the answer."""
+    certificate, key = made() / "router" / CERTIFICATE, made() / "router" / KEY
+    with pytest.raises(ConfigError, match="the key is of another one"):
+        https_certificate(str(certificate), str(made() / "node" / KEY))
+    encrypted = tmp_path / "encrypted.pem"
+    way = serialization.BestAvailableEncryption(b"secret")
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    encrypted.write_bytes(serialization.load_pem_private_key(key.read_bytes(), None).private_bytes(pem, pkcs8, way))
+    with pytest.raises(ConfigError, match="the key without a passphrase"):
+        https_certificate(str(certificate), str(encrypted))
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

@@ -73,10 +73,15 @@ def changed(part: str, **values: Any) -> Callable[[ServiceReport], object]:
     return lambda node: getattr(node, part).update(values)
 
 
+def no_admin_port(node: ServiceReport) -> None:
+    node.silent, node.closed = "no admin port", True
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda node: setattr(node, "silent", "no answer"), "d0: does not answer: no answer"),
+        (no_admin_port, "d0: cannot be asked: no admin port"),
         (changed("facts", unreachable={"tcp://d1:7001": "refused"}), "d0: cannot connect to d1 at tcp://d1:7001: refused"),
         (changed("known", state="draining"), "d0: drains"),
         (changed("known", state="stuck"), "d0: the router does not use it: stuck"),
@@ -108,6 +113,13 @@ def test_each_fault_is_one_finding_with_a_remedy(change: Callable[[ServiceReport
     nodes = [node("d0"), node("d1")]
     change(nodes[0])
     assert all(each.remedy for each in find([router()], nodes, "1"))
+
+
+def test_only_a_service_that_should_answer_is_to_be_restarted() -> None:
+    nodes = [node("d0"), node("d1")]
+    no_admin_port(nodes[0])
+    nodes[1].silent = "timed out"
+    assert ["restart" in each.remedy for each in find([router()], nodes, "1")] == [False, True]
 
 
 def test_a_node_whose_blocks_never_reached_the_index_is_found_at_its_router() -> None:

@@ -57,7 +57,7 @@ def test_only_what_has_no_result_is_asked_for_again(tmp_path: Path) -> None:
         stub.asked.clear()
         again = run(tmp_path, "--url", stub.url)
         assert again.exit_code == 0
-        assert "6 of them in earlier runs" in again.stderr
+        assert "10 of 10 requests answered, 6 results from earlier runs" in again.stderr
         assert Counter(body["prompt"] for _, body in stub.asked) == Counter(key.removeprefix("id-") for key in lost)
         stub.asked.clear()
         assert run(tmp_path, "--url", stub.url).exit_code == 0

@@ -131,6 +131,20 @@ def test_workers_pause_while_connections_are_refused(turns: int) -> None:
     assert 3 <= len(outcomes) <= 6
 
 
+def test_workers_pause_after_refusals() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 503 no\r\nContent-Length: 4\r\n\r\nbusy")
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=3, duration_s=0.7)
+        assert {o.error for o in outcomes} == {"HTTP 503"}
+        assert 3 <= len(outcomes) <= 6
+
+    play(serve, scene)
+
+
 def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
     """Otherwise nothing would be sent, and Ctrl-C not be seen, until a generator that cannot keep up has built them all."""
     answered: list[RequestOutcome] = []
