@@ -25,7 +25,7 @@ class Form(NamedTuple):
     """Follows "must be"."""
 
 
-HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
+_HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
 NAME = Form(r"[^{}]+", "a name without braces")
 
 
@@ -71,6 +71,11 @@ def option(
 def port_option(default: int, help: str, group: str) -> Any:
     """Declare a TCP port to listen on; 0 picks a free one."""
     return option(default, help, group, low=0, high=HIGHEST_PORT, own=True)
+
+
+def host_option(default: str | None, help: str, group: str) -> Any:
+    """Declare a host to listen on or to be reached at."""
+    return option(default, help, group, own=True, form=_HOST)
 
 
 def variant(owner: type, name: str, **changes: Any) -> Any:

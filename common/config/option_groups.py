@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
-from common.config.fields import HOST, option, port_option
+from common.config.fields import host_option, option, port_option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -31,7 +31,7 @@ CPU_KV_GB = 1.0
 class ListenOptions:
     """Where a service listens."""
 
-    host: str = option("127.0.0.1", "Interface to listen on.", "Network", own=True, form=HOST)
+    host: str = host_option("127.0.0.1", "Interface to listen on.", "Network")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,11 @@ class NodeAddressOptions(ListenOptions):
         "Network",
         own=True,
     )
-    advertise_host: str | None = option(
+    advertise_host: str | None = host_option(
         None,
         "Name or address by which others reach this node; by default --host, or if that is every interface, the "
         "address that routes to Redis.",
         "Network",
-        own=True,
-        form=HOST,
     )
     port: int = port_option(0, "Port of the control socket; 0 picks a free one.", "Network")
     data_port: int = port_option(0, "Port of the KV data socket; 0 picks a free one.", "Network")
@@ -398,4 +396,4 @@ class AdminOptions:
 class AdminHostOptions(AdminOptions):
     """The admin API of a service that may be on any host."""
 
-    admin_host: str = option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True, form=HOST)
+    admin_host: str = host_option("127.0.0.1", "Interface that the admin API listens on.", "Admin")
