@@ -60,6 +60,7 @@ def main() -> int:
 async def _run(system: System, arguments: argparse.Namespace) -> list[str]:
     rng, started_s = random.Random(arguments.seed), time.monotonic()
     urls = [entry["address"] for entry in system.processes() if entry["role"] == "router"]
+    redis_url = system.process("redis")["address"]  # later it may be missing, while it is restarted
     clients = Clients(urls, arguments.streams, arguments.seed)
     await clients.begin()
     running = asyncio.create_task(clients.run())
@@ -72,7 +73,6 @@ async def _run(system: System, arguments: argparse.Namespace) -> list[str]:
             kills[_kill(system, rng)] += 1
             next_kill_s += arguments.every_s
         if now_s - started_s > _QUIET_S:
-            redis_url = system.process("redis")["address"]
             samples.append((now_s - started_s, sample(system.supervisor.pid, redis_url)))
         await asyncio.sleep(_SAMPLE_S)
     running.cancel()
