@@ -96,6 +96,7 @@ class FairQueue:
         if not self._by_priority:
             return None
         tenants = self._by_priority[min(self._by_priority)]
+        queued_tenants = {tenant for each in self._by_priority.values() for tenant in each}
         names = dict.fromkeys(tenant.name for tenant in tenants)
         name = self._shares.next(names)
         of_name = dict.fromkeys(tenant.user for tenant in tenants if tenant.name == name)
@@ -103,8 +104,8 @@ class FairQueue:
         tenant = Tenant(name, users.next(of_name))
         queued = next(iter(tenants[tenant].values()))
         self.remove(queued.request_id)
-        self._shares.serve(name, queued.tokens, names)
-        users.serve(tenant.user, queued.tokens, of_name)
+        self._shares.serve(name, queued.tokens, names, {each.name for each in queued_tenants})
+        users.serve(tenant.user, queued.tokens, of_name, {each.user for each in queued_tenants if each.name == name})
         self._shares_of_users = {
             name: users for name, users in self._shares_of_users.items() if self._shares.has_clock(name)
         }
@@ -147,7 +148,7 @@ class _Shares:
 
     def __init__(self) -> None:
         self._clocks: dict[str, float] = {}
-        """The clocks that are ahead of `_now`, and those of all who waited at the last turn."""
+        """The clocks that are ahead of `_now`, and those of all who waited at a turn and still did at the last one."""
         self._now = 0.0
         """Virtual time."""
 
@@ -157,12 +158,19 @@ class _Shares:
             self._clocks.setdefault(name, self._now)
         return min(waiting, key=self._clocks.__getitem__)
 
-    def serve(self, name: str, tokens: int, waiting: Collection[str]) -> None:
-        """One of those who wait, as for `next`, gets its turn."""
-        begun = self._clocks[name]
+    def serve(self, name: str, tokens: int, waiting: Collection[str], queued: Collection[str]) -> None:
+        """One of those who wait, as for `next`, gets its turn. `queued`: they, and those with less urgent requests only, whose
+        clocks keep their distance to virtual time: they had no part in this turn.
+        """
+        begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens
-        self._now = max(begun, self._now + tokens / (1 + len(waiting)))
-        self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now or name in waiting}
+        self._now = max(begun, before + tokens / (1 + len(waiting)))
+        passed = self._now - before
+        clocks = {
+            each: clock if each in waiting or each not in queued else clock + passed
+            for each, clock in self._clocks.items()
+        }
+        self._clocks = {each: clock for each, clock in clocks.items() if clock > self._now or each in queued}
 
     def has_clock(self, name: str) -> bool:
         return name in self._clocks

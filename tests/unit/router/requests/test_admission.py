@@ -205,6 +205,30 @@ def test_who_waits_behind_more_urgent_requests_gains_no_credit_among_these() -> 
     assert "b-now0" in drain(queue)[:3]
 
 
+@pytest.mark.parametrize("urgent_tokens", [10, 100, 1000])
+@pytest.mark.parametrize("of_users", [False, True])
+def test_those_who_wait_behind_more_urgent_requests_share_what_these_leave(urgent_tokens: int, of_users: bool) -> None:
+    queue = FairQueue()
+
+    def push(name: str, count: int) -> None:
+        for number in range(count):
+            tenant, user = ("t", name) if of_users else (name, "")
+            queue.push(held(f"{name}-{number}", tenant, priority=1, tokens=100, user=user))
+
+    def left(turns: int) -> Counter[str]:
+        names: list[str] = []
+        for number in range(turns):
+            queue.push(held(f"urgent-{number}", "urgent", tokens=urgent_tokens))
+            names += [queue.pop() or "", queue.pop() or ""]
+        return Counter(name.partition("-")[0] for name in names)
+
+    push("a", 60)
+    push("b", 60)
+    assert left(40) == {"urgent": 40, "a": 20, "b": 20}
+    push("late", 60)
+    assert left(45) == {"urgent": 45, "a": 15, "b": 15, "late": 15}
+
+
 def test_users_of_one_tenant_share_what_it_gets() -> None:
     queue = FairQueue()
     for index in range(30):
