@@ -87,7 +87,7 @@ class AdmissionQueue:
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
-        ahead_s = wait_s(self._queue.tokens_ahead(priority), prefill, decode)
+        ahead_s = wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
         if decision is not None and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
         ahead = len(self._queue)

@@ -12,7 +12,7 @@ cease, such as a service's end users, and those who were served once would starv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 
@@ -119,9 +119,20 @@ class FairQueue:
         """Requests of other tenants that may not be refused: these do not take the places of `tenant`."""
         return sum(not each.may_be_refused and each.tenant.name != tenant.name for each in self._by_id.values())
 
-    def tokens_ahead(self, priority: int) -> int:
-        """Tokens of the requests that leave before a new one of this priority."""
-        return sum(queued.tokens for queued in self._by_id.values() if queued.priority <= priority)
+    def tokens_ahead(self, priority: int, tenant: Tenant) -> float:
+        """About how many tokens leave before a new request of this priority and tenant: those of more urgent requests, and what
+        the others of its priority get until its turn.
+        """
+        urgent = sum(queued.tokens for queued in self._by_id.values() if queued.priority < priority)
+        of_names, of_users = Counter[str](), Counter[str]()
+        for each, requests in self._by_priority.get(priority, {}).items():
+            tokens = sum(queued.tokens for queued in requests.values())
+            of_names[each.name] += tokens
+            if each.name == tenant.name:
+                of_users[each.user] += tokens
+        users = self._shares_of_users.get(tenant.name, _Shares())
+        own = users.tokens_ahead(tenant.user, of_users[tenant.user], of_users)
+        return urgent + self._shares.tokens_ahead(tenant.name, own, of_names)
 
     def victim(self, tenant: Tenant) -> str | None:
         """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent one of the user with the
@@ -157,6 +168,14 @@ class _Shares:
         for name in waiting:
             self._clocks.setdefault(name, self._now)
         return min(waiting, key=self._clocks.__getitem__)
+
+    def tokens_ahead(self, name: str, own: float, queued: Mapping[str, float]) -> float:
+        """What is served before a new request of `name`: `own` tokens of its other ones, and of everybody else's `queued` tokens
+        those until their clock is where it begins.
+        """
+        begins = self._clocks.get(name, self._now) + own
+        left = {each: begins - self._clocks.get(each, self._now) for each in queued if each != name}
+        return own + sum(min(queued[each], max(0.0, until)) for each, until in left.items())
 
     def serve(self, name: str, tokens: int, waiting: Collection[str], queued: Collection[str]) -> None:
         """One of those who wait, as for `next`, gets its turn. `queued`: they, and those with less urgent requests only, whose

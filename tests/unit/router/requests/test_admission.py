@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.base.clock import MockClock
 from common.base.errors import Overloaded
 from router.policy import Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
+from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import FairQueue, QueuedRequest, Siblings, Tenant
 
 
@@ -227,6 +229,55 @@ def test_those_who_wait_behind_more_urgent_requests_share_what_these_leave(urgen
     assert left(40) == {"urgent": 40, "a": 20, "b": 20}
     push("late", 60)
     assert left(45) == {"urgent": 45, "a": 15, "b": 15, "late": 15}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("uv"), st.integers(0, 1), st.booleans()), max_size=60),
+    st.sampled_from("abcd"),
+    st.sampled_from("uvw"),
+    st.integers(0, 1),
+)
+def test_what_leaves_before_a_new_request_is_known(
+    steps: list[tuple[str, str, int, bool]], tenant: str, user: str, priority: int
+) -> None:
+    queue = FairQueue()
+    for number, (name, of_name, urgency, out) in enumerate(steps):
+        queue.push(held(f"r{number}", name, urgency, user=of_name))
+        if out:
+            queue.pop()
+    ahead = queue.tokens_ahead(priority, Tenant(tenant, user))
+    queue.push(held("new", tenant, priority, user=user))
+    assert ahead == pytest.approx(10 * drain(queue).index("new"), abs=10 * 4 * 3)  # a request of each user at each turn
+
+
+def test_an_objective_refuses_nobody_for_the_queue_of_another_tenant() -> None:
+    prefill, decode = fleets({"waiting": 3, "queued_tokens": 2100}, {})
+    objectives = Objectives(ttft_s=5.0)
+    queue = AdmissionQueue(
+        {"prefill": prefill, "decode": decode}, objectives, max_wait_s=9.0, clock=MockClock(), call_soon=lambda _: None
+    )
+    decision = place(Query(1000), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=Memory())
+
+    def enter(number: int, tenant: str) -> QueueEntry | None:
+        return queue.enter(
+            f"{tenant}{number}",
+            decision,
+            prompt_tokens=1000,
+            max_tokens=1,
+            admit=lambda: None,
+            refuse=lambda _: None,
+            tenant=Tenant(tenant),
+        )
+
+    def fill(tenant: str) -> None:
+        for number in range(100):
+            enter(number, tenant)
+
+    with pytest.raises(Overloaded, match="first token"):
+        fill("busy")
+    entry = enter(0, "calm")
+    assert entry is not None
+    assert entry.ahead_s < 1.0
 
 
 def test_users_of_one_tenant_share_what_it_gets() -> None:
