@@ -162,10 +162,14 @@ class DecodeNode(NodeCore[_Attempt]):
         if self.clock() < self.rests_until_s and not scheduler.waiting:
             return False
         has_worked = super().step()
-        coming = len(self.attempts) - len(scheduler.running) - len(scheduler.waiting)
-        if self._shared_cores and scheduler.running and coming > 0:
+        if self._shared_cores and scheduler.running and (coming := self._num_in_prefill()):
             self.rests_until_s = self.clock() + rest_s(self._timer.step_s, len(scheduler.running), coming)
         return has_worked
+
+    def _num_in_prefill(self) -> int:
+        """Prompts to be computed elsewhere; those not begun may wait there for room while one that was begun waits for it here."""
+        coming = [a for a in self.attempts.values() if a.phase is not Phase.ACTIVE and a.first_token is None]
+        return sum(a.offer is not None or self.scheduler.due is None for a in coming)
 
     # ------------------------------------------------------------ admission
 

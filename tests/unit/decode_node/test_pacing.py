@@ -17,10 +17,9 @@ STEP_S = 0.01
 LATER = AttemptKey("later", 1)
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """One stream runs, with steps of `STEP_S`; the prompt of `LATER` is computed elsewhere."""
-    pair = Pair(shared_cores=True)
+def one_runs(monkeypatch: pytest.MonkeyPatch, d_blocks: int) -> Pair:
+    """One stream runs, with steps of `STEP_S`."""
+    pair = Pair(shared_cores=True, d_blocks=d_blocks)
     execute = pair.d_runner.execute
 
     def slow(step: StepInput, on_layer: None = None) -> StepOutput:
@@ -31,10 +30,22 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     pair.request(max_tokens=20)
     while pair.d.attempts[KEY].phase is not Phase.ACTIVE:
         pair.run(1)
-    request = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=5, temperature=0.0))
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(LATER, request, pack_ids(), P_REF, 600.0)))
+    return pair
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """One stream runs; the prompt of `LATER` is computed elsewhere."""
+    pair = one_runs(monkeypatch, d_blocks=32)
+    announce(pair, LATER)
     pair.step_decode()
     return pair
+
+
+def announce(pair: Pair, key: AttemptKey) -> None:
+    """The router's request of a stream whose prompt is computed elsewhere."""
+    request = EngineRequest(pack_ids(PROMPT), SamplingParams(seed=0, max_tokens=5, temperature=0.0))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(key, request, pack_ids(), P_REF, 600.0)))
 
 
 def test_a_step_waits_for_the_end_of_the_rest(pair: Pair) -> None:
@@ -58,6 +69,23 @@ def test_nothing_rests_once_nobody_is_to_come(pair: Pair) -> None:
     pair.clock.now_s = pair.d.rests_until_s
     pair.run()
     assert pair.tokens() == generate(PROMPT, 20)
+    assert pair.d.rests_until_s < pair.clock()
+
+
+def test_nothing_rests_for_streams_that_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = one_runs(monkeypatch, d_blocks=4)
+    pair.request(LATER, prompt=[1, *PROMPT])
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    assert pair.d.scheduler.due is pair.d.attempts[LATER].seq
+    assert pair.d.rests_until_s > pair.clock(), "its prompt is computed, with room or without"
+    while pair.d.attempts[LATER].first_token is None:
+        pair.step_prefill()
+        pair.to_decode()
+    announce(pair, AttemptKey("behind", 1))
+    pair.clock.now_s = pair.d.rests_until_s
+    assert pair.d.step()
     assert pair.d.rests_until_s < pair.clock()
 
 
