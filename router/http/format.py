@@ -35,6 +35,8 @@ class FormatOptions:
     """Generations of each prompt; they follow each other."""
     returned: int = 1
     """How many of them are choices of the answer."""
+    token_limit: int | None = None
+    """The client's limit on generated tokens; the context may have room for fewer."""
     created: int = 0
     """Unix time in seconds."""
 

@@ -156,6 +156,7 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
         continuous_usage=body.continuous_usage,
         samples=body.num_samples,
         returned=given["n"] or 1,
+        token_limit=body.token_limit,
         created=int(time.time()),
     )
 

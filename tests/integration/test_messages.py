@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.router_bench import Bench, play, script_of
+from support.stub_node import MAX_LEN
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
@@ -41,14 +42,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _play(
-    folder: Path, answer: str, scene: Callable[[Bench, httpx.AsyncClient], Awaitable[None]], **config: Any
+    folder: Path,
+    answer: str,
+    scene: Callable[[Bench, httpx.AsyncClient], Awaitable[None]],
+    *,
+    end: bool = True,
+    **config: Any,
 ) -> None:
     async def with_http(bench: Bench) -> None:
         async with httpx.AsyncClient(base_url=bench.stack.url, timeout=20) as http:
             await scene(bench, http)
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    play(folder, with_http, script=script_of(answer, tokenizer), vocab_size=VOCAB_SIZE, config=config)
+    script = script_of(answer, tokenizer, end=end)
+    play(folder, with_http, script=script, vocab_size=VOCAB_SIZE, config=config)
 
 
 def _events(body: str) -> list[Any]:
@@ -111,6 +118,41 @@ def test_reasoning_is_a_thinking_block_and_a_stop_sequence_is_named(folder: Path
         assert short["stop_reason"] == "max_tokens"
 
     _play(folder, "<think>hm</think>yes END no", scene)
+
+
+def test_an_answer_may_fill_the_context_and_says_so(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        many = {**ASKED, "max_tokens": 64_000}
+        whole = (await http.post("/v1/messages", json=many)).json()
+        assert whole["stop_reason"] == "model_context_window_exceeded"
+        usage = whole["usage"]
+        assert usage["input_tokens"] + usage["output_tokens"] == MAX_LEN
+        events = _events((await http.post("/v1/messages", json={**many, "stream": True})).text)
+        assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+        room = {**ASKED, "max_tokens": usage["output_tokens"]}
+        assert (await http.post("/v1/messages", json=room)).json()["stop_reason"] == "max_tokens"
+        long = {**ASKED, "messages": [{"role": "user", "content": "x" * 4 * MAX_LEN}]}
+        refused = await http.post("/v1/messages", json=long)
+        assert refused.status_code == 400
+        assert "context length" in refused.json()["error"]["message"]
+
+    _play(folder, "sun", scene, end=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_of_no_tokens_computes_the_prompt_alone(folder: Path, stream: bool) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 0, "stream": stream})
+        if stream:
+            events = _events(answer.text)
+            kinds = [event["type"] for event in events]
+            assert kinds == ["message_start", "ping", "message_delta", "message_stop"]
+            last = {**events[0]["message"], **events[-2]["delta"], "usage": events[-2]["usage"]}
+        else:
+            last = answer.json()
+        assert (last["content"], last["stop_reason"], last["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+
+    _play(folder, "sun", scene)
 
 
 def test_the_history_reaches_the_template_in_order(folder: Path) -> None:

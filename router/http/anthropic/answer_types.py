@@ -36,7 +36,7 @@ class AnthropicMessage(TypedDict):
     role: Literal["assistant"]
     model: str
     content: list[AnthropicBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: AnthropicUsage
 

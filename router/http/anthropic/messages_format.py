@@ -11,7 +11,7 @@ from router.http.parsed_format import ParsedFormat, arguments_object
 from router.http.response_headers import serving_details
 from router.output.base import Part, Text, ToolCallDelta
 from router.requests.generation import Generation
-from router.requests.request import Delta, Outcome
+from router.requests.request import Delta
 
 _EMPTY: dict[str, Json] = {
     "text": {"type": "text", "text": ""},
@@ -41,7 +41,7 @@ class MessagesFormat(ParsedFormat):
         return self._in_block(kind, {"type": f"{kind}_delta", kind: part.text})
 
     def last_events(self, generation: Generation) -> list[Json]:
-        reason, sequence = _stop(generation.outcome, called=self._called)
+        reason, sequence = self._stop(generation, called=self._called)
         last: Json = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": sequence},
@@ -66,7 +66,7 @@ class MessagesFormat(ParsedFormat):
                 blocks[-1][kind] += part.text
             elif not part.between:
                 blocks.append({**_EMPTY[kind], kind: part.text})
-        stop = _stop(generation.outcome, called=bool(parsed.tool_calls))
+        stop = self._stop(generation, called=bool(parsed.tool_calls))
         return self._message(blocks, *stop, _usage(generation))
 
     def _message(self, blocks: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:
@@ -80,6 +80,17 @@ class MessagesFormat(ParsedFormat):
             "stop_sequence": sequence,
             "usage": usage,
         }
+
+    def _stop(self, generation: Generation, *, called: bool) -> tuple[str, str | None]:
+        """The reason of the end, and the stop sequence."""
+        outcome = generation.outcome
+        assert outcome is not None
+        if outcome.finish_reason == "length":
+            limit = self.options.token_limit or 0
+            return "max_tokens" if generation.completion_tokens >= limit else "model_context_window_exceeded", None
+        if isinstance(outcome.stop_reason, str):
+            return "stop_sequence", outcome.stop_reason
+        return "tool_use" if called else "end_turn", None
 
     def _in_block(self, kind: str, delta: Json) -> list[Json]:
         before = [] if self._open == kind else self._start(kind, _EMPTY[kind])
@@ -116,15 +127,6 @@ def _kind(part: Text) -> str:
 
 def _tool_use(call: ToolCallDelta) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _stop(outcome: Outcome | None, *, called: bool) -> tuple[str, str | None]:
-    assert outcome is not None
-    if outcome.finish_reason == "length":
-        return "max_tokens", None
-    if isinstance(outcome.stop_reason, str):
-        return "stop_sequence", outcome.stop_reason
-    return "tool_use" if called else "end_turn", None
 
 
 def _usage(generation: Generation, completion: int | None = None) -> Json:

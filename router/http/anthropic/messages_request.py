@@ -165,7 +165,8 @@ class CountTokensRequest(_Body):
 class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)]
+    """0: only the prompt is computed, so that later requests find it in the caches."""
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -13,7 +13,7 @@ from router.http.json_body import Json
 from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import completion_request, validated
+from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
 from router.http.openapi import OF_BODIES, OF_GENERATION, described
 from router.http.response_headers import OF_MESSAGES
 from router.http.responses import JsonResponse
@@ -56,4 +56,4 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
 
 
 def _chat_request(fields: Json, kind: type[CountTokensRequest]) -> ChatRequest:
-    return completion_request(validated(fields, kind).chat_request(), ChatRequest)
+    return as_far_as_there_is_room(completion_request(validated(fields, kind).chat_request(), ChatRequest))

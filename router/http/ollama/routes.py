@@ -20,7 +20,7 @@ from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.parse_body import RequestT, completion_request, validated
+from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
@@ -52,7 +52,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
             return _loaded(services, body, {"response": ""})
         if not body.raw:
             return await _serve_chat(request, services, body, size, chat=False)
-        raw = _as_far_as_there_is_room(completion_request(body.completion_request(), CompletionRequest))
+        raw = as_far_as_there_is_room(completion_request(body.completion_request(), CompletionRequest))
         model = model_for(services.catalog, raw.model, "generate")
         caller = caller_of(request.scope, raw.user, raw.priority)
         services.dispatcher.check_room(model.base, 1, caller.tenant)
@@ -79,17 +79,11 @@ def _loaded(services: Services, body: OllamaChatRequest | GenerateRequest, shown
     )
 
 
-def _as_far_as_there_is_room(body: RequestT) -> RequestT:
-    """`body`, whose limit of tokens may be more than the context has room for: of ollama's calls it is no error."""
-    body.model_fields_set.discard("max_tokens")
-    return body
-
-
 async def _serve_chat(
     request: Request, services: Services, body: OllamaChatRequest | GenerateRequest, size: int, *, chat: bool
 ) -> Response:
     wanted = await maybe_on_thread(size, lambda: completion_request(body.chat_request(), ChatRequest))
-    _as_far_as_there_is_room(wanted)
+    as_far_as_there_is_room(wanted)
     prepared = await prepare_chat(request, services, wanted, size)
     options = format_options(request, wanted, prepared.model)
     form = OllamaFormat(options, prepared.model.tokenizer, prepared.parsers(), chat=chat)

@@ -48,6 +48,12 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
     return validated(body, kind)
 
 
+def as_far_as_there_is_room(body: RequestT) -> RequestT:
+    """`body`, whose limit of tokens may be more than the context has room for: in the calls of other APIs it is no error."""
+    body.model_fields_set.discard("max_tokens")
+    return body
+
+
 def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
     """A request of any call. Raises: BadRequest naming the first field that is wrong."""
     if float in map(type, body.values()):
