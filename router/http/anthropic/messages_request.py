@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field
@@ -64,6 +66,11 @@ class InputMessage(_Body):
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS)]
+
+    @property
+    def blocks(self) -> Sequence[_Block]:
+        """The content; a text is one block."""
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class ToolParam(_Body):
@@ -154,11 +161,12 @@ class CountTokensRequest(_Body):
         return variables
 
     def _chat_messages(self) -> list[Json]:
+        """Messages of one role that follow each other are one turn: many templates want turns that alternate."""
         messages: list[Json] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
-        for message in self.messages:
-            messages += _turn(message)
+        for role, turn in groupby(self.messages, lambda message: message.role):
+            messages += _turn(role, [block for message in turn for block in message.blocks])
         return messages
 
 
@@ -200,19 +208,17 @@ def _tool_choice(choice: ToolChoice) -> Json:
     return fields
 
 
-def _turn(message: InputMessage) -> list[Json]:
+def _turn(role: str, blocks: Sequence[_Block]) -> list[Json]:
     """The chat messages of one turn: each tool result is a message of its own, in the order of the blocks."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
     turns: list[Json] = []
     own: Json | None = None
-    for block in message.content:
+    for block in blocks:
         if isinstance(block, ToolResultBlock):
             turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
             own = None
             continue
         if own is None:
-            own = {"role": message.role, "content": None}
+            own = {"role": role, "content": None}
             turns.append(own)
         match block:
             case TextBlock():
@@ -224,4 +230,4 @@ def _turn(message: InputMessage) -> list[Json]:
                 own.setdefault("tool_calls", []).append({**call, "type": "function"})
             case RedactedThinkingBlock():
                 pass
-    return turns or [{"role": message.role, "content": ""}]
+    return turns or [{"role": role, "content": ""}]

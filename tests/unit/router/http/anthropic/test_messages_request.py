@@ -54,6 +54,32 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
     assert chat.add_generation_prompt is False
 
 
+def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    chat = _chat(
+        system="Be brief",
+        messages=[
+            {"role": "user", "content": "x"},
+            {"role": "user", "content": [{"type": "text", "text": "y"}]},
+            {"role": "assistant", "content": "I look."},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+            {"role": "user", "content": "And?"},
+            {"role": "user", "content": ""},
+        ],
+    )
+    shown = [(message.role, message.content) for message in chat.messages]
+    assert shown == [
+        ("system", "Be brief"),
+        ("user", "x\ny"),
+        ("assistant", "I look."),
+        ("tool", "rain"),
+        ("user", "And?\n"),
+    ]
+    assert [call.function.name for call in chat.messages[2].tool_calls or ()] == ["f"]
+
+
 def test_thinking_sets_the_templates_variable() -> None:
     assert _chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
     assert _chat(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}
