@@ -177,6 +177,8 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
             "<|user|>one?</s><|assistant|>sun</s><|user|>two?</s><|assistant|>sun</s><|user|>three?</s><|assistant|>"
         )
         assert (await bench.client.responses.retrieve(second.id)).output_text == "sun"
+        with pytest.raises(openai.BadRequestError, match="not streamed"):
+            await bench.client.responses.retrieve(second.id, stream=True)
         for response_id, client in ((first.id, bench.other), (third.id, bench.client), ("resp-../x", bench.client)):
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(response_id)

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from common.base.errors import NotFound
+from common.base.errors import BadRequest, NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
 from router.http.on_thread import maybe_on_thread
@@ -60,9 +60,11 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream), before_end=keep
         )
 
-    @app.get("/v1/responses/{response_id}", openapi_extra=described(ResponseObject, errors=(404, 503)))
+    @app.get("/v1/responses/{response_id}", openapi_extra=described(ResponseObject, errors=(400, 404, 503)))
     async def get_response(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """A stored response."""
+        """A stored response, whole."""
+        if request.query_params.get("stream") == "true":
+            raise BadRequest("a stored response is not streamed again; ask without stream", param="stream")
         return JsonResponse((await _store(services).get(tenant_of(request), response_id)).response)
 
     @app.delete("/v1/responses/{response_id}", openapi_extra=described(DeletedResponse, errors=(404, 503)))
