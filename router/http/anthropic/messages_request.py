@@ -134,6 +134,8 @@ class CountTokensRequest(_Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called earlier."""
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""
@@ -145,8 +147,9 @@ class CountTokensRequest(_Body):
         if self.tool_choice is not None:
             body |= _tool_choice(self.tool_choice)
         body["chat_template_kwargs"] = self._template_variables()
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "answer", "schema": self.output_config.format.schema_, "strict": True}
+        form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
+        if form is not None:
+            schema = {"name": "answer", "schema": form.schema_, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 

@@ -11,6 +11,7 @@ from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
 TOOLS = [{"name": "f", "input_schema": SCHEMA}]
 
 
@@ -40,8 +41,12 @@ def test_a_strict_tool_is_a_strict_function(strict: bool | None) -> None:
     assert tool.function.strict is strict
 
 
-def test_a_schema_and_the_users_id_are_taken_over() -> None:
-    chat = _chat(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}, metadata={"user_id": "u"})
+@pytest.mark.parametrize(
+    "fields",
+    [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}, {"output_config": {}, "output_format": FORMAT}],
+)
+def test_a_schema_and_the_users_id_are_taken_over(fields: Any) -> None:
+    chat = _chat(**fields, metadata={"user_id": "u"})
     assert chat.response_format is not None
     assert chat.response_format.json_schema is not None
     assert chat.response_format.json_schema.schema_ == SCHEMA
