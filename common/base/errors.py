@@ -4,6 +4,7 @@
     ├── ConfigError              configuration that cannot work (exit code 78)
     ├── ClientError              the client made a mistake
     │   ├── BadRequest           400
+    │   │   ├── PromptTooLong    a prompt leaves no room for the answer
     │   │   └── NoTokenAllowed   a request's masks and bans exclude every token
     │   ├── Unauthorized         401
     │   ├── Forbidden            403
@@ -90,6 +91,18 @@ class ClientError(KvRelayError):
 
 class BadRequest(ClientError):
     """Malformed or out of range."""
+
+
+class PromptTooLong(BadRequest):
+    """The prompt leaves no room for the answer. `tokens`: its length, of very long ones a lower bound; `limit`: that of the
+    longest one that can be answered."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.limit = limit
 
 
 class NoTokenAllowed(BadRequest):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from common.base.errors import KvRelayError
+from common.base.errors import KvRelayError, PromptTooLong
 from router.http.json_body import Json, error_body
 
 MESSAGES_PATH = "/v1/messages"
@@ -46,7 +46,10 @@ def anthropic_error(error: KvRelayError) -> Json:
     """An error, also as the event that ends a stream."""
     status = error.http_status
     kind = _KINDS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message or error.code}}
+    message = error.message or error.code
+    if isinstance(error, PromptTooLong):  # in the words by which clients know that they must shorten the conversation
+        message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def shaped_error(path: str, error: KvRelayError) -> Json:

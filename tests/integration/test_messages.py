@@ -131,10 +131,11 @@ def test_an_answer_may_fill_the_context_and_says_so(folder: Path) -> None:
         assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
         room = {**ASKED, "max_tokens": usage["output_tokens"]}
         assert (await http.post("/v1/messages", json=room)).json()["stop_reason"] == "max_tokens"
-        long = {**ASKED, "messages": [{"role": "user", "content": "x" * 4 * MAX_LEN}]}
-        refused = await http.post("/v1/messages", json=long)
-        assert refused.status_code == 400
-        assert "context length" in refused.json()["error"]["message"]
+        long: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}
+        refused = await http.post("/v1/messages", json={**ASKED, **long})
+        count = (await http.post("/v1/messages/count_tokens", json=long)).json()["input_tokens"]
+        said = f"prompt is too long: {count} tokens > {MAX_LEN - 1} maximum"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
 
     _play(folder, "sun", scene, end=False)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from common.base.errors import BadRequest
+from common.base.errors import BadRequest, PromptTooLong
 from common.control.ids import Ids, pack_ids
 from common.control.messages import EngineRequest, Grammar
 from router.http.client import client_of
@@ -170,13 +170,14 @@ def _check_length(body: CompletionRequestBase, model: ServedModel, text: str, pa
         raise _too_long(model, f"at least {at_least}", at_least, 0, param)
 
 
-def _too_long(model: ServedModel, total: str, prompt: int, completion: int, param: str) -> BadRequest:
-    return BadRequest(
+def _too_long(model: ServedModel, total: str, prompt: int, completion: int, param: str) -> PromptTooLong:
+    return PromptTooLong(
         f"This model's maximum context length is {model.max_model_len} tokens. However, you requested {total} tokens "
         f"({prompt} in the {param}, {completion} in the completion). Please reduce the length of the {param} or "
         "completion.",
         param=param,
-        code="context_length_exceeded",
+        tokens=prompt,
+        limit=model.max_model_len - 1,
     )
 
 
