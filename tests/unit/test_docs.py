@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
+from common.base.errors import ConfigError, KvRelayError, RestartRequested
+from router.http.openapi import ERRORS
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _PATH = re.compile(
     r"`((?:router|prefill_node|decode_node|kvtransfer|common|tests|scripts|compose|docs)/[\w./-]*)(?:::\w+)?`"
@@ -35,3 +38,16 @@ def test_architecture_lists_every_folder_of_a_package(package: str) -> None:
     (row,) = re.findall(rf"^    {package}/ +(.*)$", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
     folders = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).glob("*/**/*.py")}
     assert set(re.findall(r"(\w+)/", row)) == folders
+
+
+def _codes(error: type[KvRelayError]) -> set[str]:
+    return {error.code}.union(*map(_codes, error.__subclasses__()))
+
+
+def test_every_status_and_code_that_clients_may_get_is_documented() -> None:
+    given = {code for file in (ROOT / "router").rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
+    codes = given | _codes(KvRelayError) - {ConfigError.code, RestartRequested.code}
+    section = (ROOT / "docs/api.md").read_text("utf-8").partition("## Errors")[2].partition("\n## ")[0]
+    assert not codes - set(re.findall(r"`(\w+)`", section))
+    rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", section, re.M)
+    assert [int(status) for row in rows for status in row.split(", ")] == sorted(ERRORS)
