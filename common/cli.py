@@ -69,7 +69,8 @@ Every option can also be set by the environment variable shown beside it, or in 
 top level for all services, or in a table \\[router] \\[prefill] \\[decode] \\[up] for one. Flags override the environment,
 which overrides the file.
 
-Exit codes: 0 stopped normally, 1 failed, 2 wrong usage, 78 wrong configuration.
+Exit codes of services: 0 stopped normally, 1 failed, 2 wrong usage, 75 an operator asked for a restart, 78 wrong
+configuration. The --help of other commands lists theirs.
 """
 
 

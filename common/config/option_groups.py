@@ -276,7 +276,7 @@ class PipelineOptions:
 class ClientOptions:
     """Options of the HTTP API's clients."""
 
-    api_key: str = option("", "Key that clients must send; empty accepts every client.", "Clients", secret=True)
+    api_key: str = option("", "Clients' keys, separated by commas; empty accepts every client.", "Clients", secret=True)
     api_key_file: str | None = option(
         None, "TOML file of keys in classes with limits (docs/security.md), read again when it changes.", "Clients"
     )
@@ -305,7 +305,7 @@ class ClientOptions:
         600.0, "Seconds after which an unfinished request is aborted.", "Clients", low=0.001
     )
     max_waiting: int = option(
-        256, "Maximum number of requests waiting for a first token; further requests get 429.", "Clients", low=1
+        256, "Maximum number of a model's requests without a first token; further ones get 429.", "Clients", low=1
     )
     max_queue_wait_s: float = option(
         60.0, "Seconds that a request may wait in the router's admission queue before it gets 429.", "Clients", low=0

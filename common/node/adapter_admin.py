@@ -44,7 +44,7 @@ def configured_sources(options: LoraOptions, config: ModelConfig) -> list[Adapte
     for text in listed("lora", options.lora):
         name, _, path = text.partition("=")
         if not name or not path:
-            raise ConfigError(f"--lora {text!r} is not NAME=PATH")
+            raise ConfigError(f"--lora {text!r} is not NAME=FOLDER")
         if name in sources:
             raise ConfigError(f"--lora names two adapters {name!r}")
         sources[name] = open_source(name, path, config, options.max_lora_rank)

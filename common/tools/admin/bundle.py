@@ -27,7 +27,7 @@ def support_bundle(
     ] = None,
     url: Url = None,
 ) -> None:
-    """Write one file for a bug report: states, options, findings, stories and latest log lines of all services.
+    """Write one file for a bug report: states, options, findings, latest log lines, summaries of the latest requests.
 
     It has no prompts, no answers, no keys, tokens or passwords.
     """

@@ -18,7 +18,7 @@ from common.tools.admin.profile import profile
 from common.tools.admin.roll import roll
 from common.tools.admin.watch import watch
 
-_HELP = """Inspect a running cluster (nodes, requests, routing decisions) and drain nodes.
+_HELP = """Inspect a running cluster (nodes, requests, routing decisions), drain nodes, restart services, load adapters.
 
 It asks a router's admin port, and nodes at the addresses that the router knows. A cluster that the same user runs with
 `kvrelay up` on this machine is found automatically. For any other, give a router's admin address with --url and the
@@ -26,7 +26,7 @@ admin token in KVRELAY_ADMIN_TOKEN.
 
 A service that is stopped or gone is reported within two seconds.
 
-Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer.
+Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer, 74 a file could not be written.
 """
 
 app = command_group("admin", _HELP)
