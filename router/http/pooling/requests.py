@@ -44,7 +44,7 @@ class _Inputs(PoolingFields):
     dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     """Keep this many leading dimensions, and normalize again."""
     normalize: bool | None = None
-    """Scale vectors to length 1; default: as the model is configured."""
+    """Scale vectors to length 1; default: true."""
 
     @field_validator(
         "input", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]] | None
