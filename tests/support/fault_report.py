@@ -21,8 +21,7 @@ _HEAD_TLS = """
 Made by `scripts/test-faults --tls`: the same cells, with a certificate for each service (`--tls-dir`), so that control
 links use TLS, KV over ZMQ is sealed, links between ranks use CURVE, and records in Redis are signed. Ranks of one node on
 two hosts add their parts up over gloo, which stays in clear (`--allow-plain-collectives`). Redis itself and the clients'
-connections are as above.
-Three of the streams have a regular expression as grammar.
+connections are as above. Three of the streams have a regular expression as grammar.
 """
 _HEAD = f"""
 Made by `make test-faults`, on the machine that it ran on. {STREAMS} streams run at once through two routers, two prefill
@@ -68,9 +67,9 @@ def render(results: dict[tuple[str, str, str], dict[str, Any]], *, tls: bool) ->
     hit = sum(1 for result in results.values() if result["retried"] or result["repeats"])
     lines += [
         "",
-        f"{len(ok)} ok, {len(results) - len(ok)} failed, {total - len(results)} not run, of {total}. In {hit} cells streams were placed",
-        f"again ({sum(result['retried'] for result in results.values()):.0f} further attempts in all); in the others the fault met no request "
-        "that still needed the process, or only cost time.",
+        f"{len(ok)} ok, {len(results) - len(ok)} failed, {total - len(results)} not run, of {total}. In {hit} cells "
+        f"streams were placed again ({sum(result['retried'] for result in results.values()):.0f} further attempts in all);",
+        "in the others the fault met no request that still needed the process, or only cost time.",
     ]
     failed = [result for result in results.values() if result["problem"]]
     if failed:
