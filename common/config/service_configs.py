@@ -179,8 +179,8 @@ class DecodeConfig(PipelineOptions, NodeConfig):
     )
     shared_cores: bool = option(
         False,
-        "Prefill nodes compute on this node's processor cores: while most of its streams are still in prefill, it rests "
-        "between steps, at most 0.1 s, which gives the cores to the prompts.",
+        "Prefill nodes compute on this node's processor cores: while some of its streams are still in prefill, it rests "
+        "between steps, longer the more there are, at most 0.1 s, which gives the cores to the prompts.",
         "Capacity",
     )
 

@@ -161,7 +161,7 @@ def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> 
 
 
 def _shares_cores(config: UpConfig) -> bool:
-    """Whether decode nodes on the CPU should leave more of it to the prefill nodes while most streams are still in
+    """Whether decode nodes on the CPU should leave more of it to the prefill nodes while streams are still in
     prefill."""
     has_stages = config.decode_pp > 1 or config.decode_pp_layers
     return config.prefill > 0 and config.favor != "itl" and not has_stages
