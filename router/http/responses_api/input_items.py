@@ -78,7 +78,12 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="unsupported_item",
+        custom_error_message="items of this type are not supported; supported are message, function_call, function_call_output and "
+        "reasoning",
+    ),
 ]
 
 

@@ -84,3 +84,12 @@ def test_fields_of_the_chat_call_count_and_are_not_reported_as_unknown() -> None
     assert (chat.top_k, chat.include_stop_str_in_output) == (3, True)
     assert chat.grammar_source is not None
     assert unknown_fields({**fields, "input": "x", "top_kk": 1}, ResponsesRequest) == ["top_kk"]
+
+
+def test_items_of_another_type_are_refused_with_those_that_are_supported() -> None:
+    with pytest.raises(BadRequest) as refusal:
+        validated({"input": [{"type": "item_reference", "id": "x"}]}, ResponsesRequest)
+    assert refusal.value.message == (
+        "input.0: items of this type are not supported; supported are message, function_call, function_call_output and reasoning "
+        "(got {'id': 'x', 'type': 'item_reference'})"
+    )
