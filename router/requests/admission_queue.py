@@ -101,18 +101,17 @@ class AdmissionQueue:
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
-    def has_victim(self, tenant: Tenant) -> bool:
-        """Whether a new request of this tenant may take another one's place."""
-        return self._queue.victim(tenant) is not None
+    def has_victims(self, tenant: Tenant, count: int) -> bool:
+        """Whether `count` new requests of this tenant may take the places of others."""
+        return len(self._queue.victims(tenant, count)) == count
 
     def begun_of_others(self, tenant: Tenant) -> int:
         """As `FairQueue.begun_of_others`."""
         return self._queue.begun_of_others(tenant)
 
-    def make_room(self, tenant: Tenant) -> None:
-        """Refuse a request of the tenant with the most queued requests, if that tenant has more than `tenant`."""
-        victim = self._queue.victim(tenant)
-        if victim is not None:
+    def make_room(self, tenant: Tenant, count: int) -> None:
+        """Refuse up to `count` requests of those who have more queued requests than `tenant`."""
+        for victim in self._queue.victims(tenant, count):
             self._give_up(victim, "the queue is full, and others have fewer requests in it", 1.0)
 
     def remove(self, request_id: str) -> None:

@@ -251,21 +251,21 @@ class Dispatcher:
         for generation in portion:
             generation.start()
 
-    def _is_full(self, state: RouterState, count: int, tenant: Tenant) -> bool:
-        """Whether there is no room for `count` more requests of `tenant`. Submitted requests are started first, because which
-        request a new one may replace depends on how many each tenant has in the admission queue.
+    def _lacking(self, state: RouterState, count: int, tenant: Tenant) -> int:
+        """How many places are lacking for `count` more requests of `tenant`. Submitted requests are started first, because which
+        requests new ones may replace depends on how many each tenant has in the admission queue.
         """
         most = self._config.max_waiting - count
         if state.table.waiting <= most:
-            return False
+            return 0
         self._start(len(self._fresh))
-        return state.table.waiting - state.admission_queue.begun_of_others(tenant) > most
+        return min(count, state.table.waiting - state.admission_queue.begun_of_others(tenant) - most)
 
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.
 
         Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
-        and no tenant has more requests in it than `tenant`; Unavailable when the router stops.
+        and too few requests of tenants that have more of them in it than `tenant`; Unavailable when the router stops.
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
@@ -273,17 +273,19 @@ class Dispatcher:
             most = self._config.max_waiting
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
-        if self._is_full(state, count, tenant) and (count > 1 or not state.admission_queue.has_victim(tenant)):
+        lacking = self._lacking(state, count, tenant)
+        if lacking > 0 and not state.admission_queue.has_victims(tenant, lacking):
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )
 
     def _take_room(self, model: str, count: int, tenant: Tenant) -> RouterState:
-        """Make room for `count` more in a full queue: refuse a request of somebody who has more there. Raises: as `check_room`."""
+        """Make room for `count` more in a full queue: refuse requests of those who have more there. Raises: as `check_room`."""
         self.check_room(model, count, tenant)
         state = self.state(model)
-        if state.table.waiting + count > self._config.max_waiting:
-            state.admission_queue.make_room(tenant)
+        lacking = state.table.waiting + count - self._config.max_waiting
+        if lacking > 0:
+            state.admission_queue.make_room(tenant, min(count, lacking))
         return state
 
     async def run(self) -> None:

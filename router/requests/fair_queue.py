@@ -134,24 +134,35 @@ class FairQueue:
         own = users.tokens_ahead(tenant.user, of_users[tenant.user], of_users)
         return urgent + self._shares.tokens_ahead(tenant.name, own, of_names)
 
-    def victim(self, tenant: Tenant) -> str | None:
-        """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent one of the user with the
-        most requests, of the tenant with the most if it has at least two more than `tenant`; else of `tenant` itself, if
-        that user has at least two more. Those that may not be refused only count.
+    def victims(self, tenant: Tenant, count: int) -> list[str]:
+        """The requests to refuse, one after another, so that `tenant` gets up to `count` places in a full queue. Each is the latest,
+        least urgent one of the user with the most requests, of the tenant with the most if it has at least two more than
+        `tenant`; else of `tenant` itself, if that user has at least two more. Those that may not be refused only count.
         """
-        names = Counter(queued.tenant.name for queued in self._by_id.values())
-        candidates = [queued for queued in self._by_id.values() if queued.may_be_refused]
-        name = max((queued.tenant.name for queued in candidates), key=lambda each: names[each], default=tenant.name)
-        is_other = names[name] >= names[tenant.name] + 2
-        if not is_other:
-            name = tenant.name
-        users = Counter(queued.tenant.user for queued in self._by_id.values() if queued.tenant.name == name)
-        possible = (queued.tenant.user for queued in candidates if queued.tenant.name == name)
-        user = max(possible, key=lambda each: users[each], default=tenant.user)
-        if not is_other and users[user] < users[tenant.user] + 2:
-            return None
-        theirs = [queued for queued in candidates if queued.tenant == Tenant(name, user)]
-        return max(enumerate(theirs), key=lambda item: (item[1].priority, item[0]))[1].request_id
+        names, users = Counter[str](), Counter[Tenant]()
+        candidates: dict[Tenant, list[QueuedRequest]] = {}
+        for queued in self._by_id.values():
+            names[queued.tenant.name] += 1
+            users[queued.tenant] += 1
+            if queued.may_be_refused:
+                candidates.setdefault(queued.tenant, []).append(queued)
+        for theirs in candidates.values():
+            theirs.sort(key=lambda queued: queued.priority)
+        found: list[str] = []
+        while len(found) < count:
+            loser = max(candidates, key=lambda each: (names[each.name], users[each]), default=tenant)
+            if names[loser.name] < names[tenant.name] + 2:
+                own = (each for each in candidates if each.name == tenant.name)
+                loser = max(own, key=users.__getitem__, default=tenant)
+                if users[loser] < users[tenant] + 2:
+                    break
+            found.append(candidates[loser].pop().request_id)
+            if not candidates[loser]:
+                del candidates[loser]
+            for each, change in ((loser, -1), (tenant, 1)):
+                names[each.name] += change
+                users[each] += change
+        return found
 
 
 class _Shares:

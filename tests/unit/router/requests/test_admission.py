@@ -144,11 +144,11 @@ def test_a_full_queue_makes_room_at_the_cost_of_whoever_has_the_most() -> None:
     for index in range(4):
         queue.push(held(f"a{index}", "a", priority=1 if index == 1 else 0))
     queue.push(held("b0", "b"))
-    assert queue.victim(Tenant("b")) == "a1"
-    assert queue.victim(Tenant("a")) is None
+    assert queue.victims(Tenant("b"), 1) == ["a1"]
+    assert queue.victims(Tenant("a"), 1) == []
     queue.push(held("b1", "b"))
     queue.push(held("b2", "b"))
-    assert queue.victim(Tenant("b")) is None
+    assert queue.victims(Tenant("b"), 1) == []
 
 
 def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
@@ -157,14 +157,14 @@ def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
         queue.push(held(f"a{index}", "a", siblings=siblings))
     queue.push(held("a-alone", "a", priority=-1))
     queue.push(held("b0", "b"))
-    assert queue.victim(Tenant("b")) == "a3"
+    assert queue.victims(Tenant("b"), 1) == ["a3"]
     assert len(queue.expired(1.0)) == 6
     siblings.admitted = True
-    assert queue.victim(Tenant("b")) == "a-alone"
-    assert queue.victim(Tenant("a")) is None
+    assert queue.victims(Tenant("b"), 1) == ["a-alone"]
+    assert queue.victims(Tenant("a"), 1) == []
     assert queue.expired(1.0) == ["a-alone", "b0"]
     queue.remove("a-alone")
-    assert queue.victim(Tenant("b")) is None
+    assert queue.victims(Tenant("b"), 1) == []
     assert (queue.begun_of_others(Tenant("b")), queue.begun_of_others(Tenant("a"))) == (4, 0), "they take no place of b"
 
 
@@ -286,9 +286,9 @@ def test_users_of_one_tenant_share_what_it_gets() -> None:
         queue.push(held(f"busy-{index}", "proxy", user="busy"))
     for index in range(5):
         queue.push(held(f"calm-{index}", "proxy", user="calm"))
-    assert queue.victim(Tenant("proxy", "calm")) == "busy-29"
-    assert queue.victim(Tenant("proxy", "busy")) is None
-    assert queue.victim(Tenant("other", "x")) == "busy-29"
+    assert queue.victims(Tenant("proxy", "calm"), 1) == ["busy-29"]
+    assert queue.victims(Tenant("proxy", "busy"), 1) == []
+    assert queue.victims(Tenant("other", "x"), 1) == ["busy-29"]
     assert Counter(name.partition("-")[0] for name in drain(queue)[:10]) == {"busy": 5, "calm": 5}
 
 

@@ -277,6 +277,28 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
     play(scene, max_waiting=6)
 
 
+def test_samples_take_places_of_who_has_more_in_a_full_queue_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        early = [await submit(dispatcher, f"a{i}") for i in range(6)]
+        request = replace(REQUEST, tenant=Tenant("b"))
+        with pytest.raises(Overloaded, match="6 requests are waiting"):
+            dispatcher.submit("m", "four", [request] * 4, cast("Any", None), lambda: None)
+        assert not [each for each in early if each.outcome is not None]
+        late = dispatcher.submit("m", "three", [request] * 3, cast("Any", None), lambda: None)
+        await asyncio.sleep(0)
+        assert [each.outcome is None for each in early] == [True] * 3 + [False] * 3
+        assert [each.outcome is None for each in late] == [True] * 3
+        for generation in early + late:
+            generation.cancel()
+
+    play(scene, max_waiting=6)
+
+
 @pytest.mark.parametrize("stalled", [False, True])
 def test_a_loss_of_nodes_is_no_failure_of_theirs_when_the_router_stalled(
     monkeypatch: pytest.MonkeyPatch, *, stalled: bool
