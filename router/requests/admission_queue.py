@@ -6,6 +6,7 @@ Runs on the router's event loop. No node has seen a request that waits here, so 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class AdmissionQueue:
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
+        self._queue.remove(request_id)  # it may have waited for a sibling
         ahead_s = wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
         if decision is not None and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
@@ -100,6 +102,10 @@ class AdmissionQueue:
         self._waiters[request_id] = _Waiter(admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
+
+    def follow(self, request_id: str, *, priority: int, tenant: Tenant, siblings: Siblings) -> None:
+        """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
+        self._queue.follow(QueuedRequest(request_id, 0, math.inf, priority, tenant, siblings))
 
     def has_victims(self, tenant: Tenant, count: int) -> bool:
         """Whether `count` new requests of this tenant may take the places of others."""

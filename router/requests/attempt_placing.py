@@ -102,7 +102,7 @@ class Attempts:
             usable = shared.holder not in request.avoid and decode.row(shared.holder) is not None
             again = partial(self._place_again, wanted, answer)
             if not shared.may_place(self.request_id, holder_usable=usable, wake=again):
-                self._story.add("shares_prompt", "waits for the first sample of its prompt")
+                self._wait_for_sample()
                 return
             request = replace(request, holder=shared.holder)
         try:
@@ -158,6 +158,15 @@ class Attempts:
         return f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s)
 
     # -- waiting
+
+    def _wait_for_sample(self) -> None:
+        self._story.add("shares_prompt", "waits for the first sample of its prompt")
+        if not self.admitted:
+            request, siblings = self._request, self._siblings
+            priority = request.engine.priority
+            self._router.admission_queue.follow(
+                self.request_id, priority=priority, tenant=request.tenant, siblings=siblings
+            )
 
     def _enter_queue(self, wanted: f.Place, answer: Answer, decision: Decision) -> bool:
         """Whether a new request may go at once; if not, it was refused or waits in the admission queue."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -63,6 +64,8 @@ class FairQueue:
         self._by_priority: dict[int, dict[Tenant, dict[str, QueuedRequest]]] = {}
         """priority -> tenant -> request id -> request, in order of arrival; without empty entries."""
         self._by_id: dict[str, QueuedRequest] = {}
+        self._followers: dict[str, QueuedRequest] = {}
+        """By id, requests that wait for a sibling before they are queued. They only count."""
         self._shares = _Shares()
         self._shares_of_users: dict[str, _Shares] = {}
         """By tenant's name, of those with clocks."""
@@ -71,16 +74,22 @@ class FairQueue:
         return len(self._by_id)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._by_id
+        return request_id in self._by_id or request_id in self._followers
 
     def push(self, queued: QueuedRequest) -> None:
         """Queue a request. Its id must be new."""
         assert queued.request_id not in self._by_id, queued.request_id
+        self._followers.pop(queued.request_id, None)
         self._by_id[queued.request_id] = queued
         self._by_priority.setdefault(queued.priority, {}).setdefault(queued.tenant, {})[queued.request_id] = queued
 
+    def follow(self, follower: QueuedRequest) -> None:
+        """A request waits for a sibling before it is queued. Until then it counts as one of its tenant's."""
+        self._followers[follower.request_id] = follower
+
     def remove(self, request_id: str) -> None:
-        """Take a request out; an id that is not queued is ignored."""
+        """Take a request out; an id that is not here is ignored."""
+        self._followers.pop(request_id, None)
         queued = self._by_id.pop(request_id, None)
         if queued is None:
             return
@@ -117,7 +126,8 @@ class FairQueue:
 
     def begun_of_others(self, tenant: Tenant) -> int:
         """Requests of other tenants that may not be refused: these do not take the places of `tenant`."""
-        return sum(not each.may_be_refused and each.tenant.name != tenant.name for each in self._by_id.values())
+        counted = chain(self._by_id.values(), self._followers.values())
+        return sum(not each.may_be_refused and each.tenant.name != tenant.name for each in counted)
 
     def tokens_ahead(self, priority: int, tenant: Tenant) -> float:
         """About how many tokens leave before a new request of this priority and tenant: those of more urgent requests, and what
@@ -141,10 +151,10 @@ class FairQueue:
         """
         names, users = Counter[str](), Counter[Tenant]()
         candidates: dict[Tenant, list[QueuedRequest]] = {}
-        for queued in self._by_id.values():
+        for queued in chain(self._by_id.values(), self._followers.values()):
             names[queued.tenant.name] += 1
             users[queued.tenant] += 1
-            if queued.may_be_refused:
+            if queued.may_be_refused and queued.request_id in self._by_id:
                 candidates.setdefault(queued.tenant, []).append(queued)
         for theirs in candidates.values():
             theirs.sort(key=lambda queued: queued.priority)

@@ -168,6 +168,23 @@ def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
     assert (queue.begun_of_others(Tenant("b")), queue.begun_of_others(Tenant("a"))) == (4, 0), "they take no place of b"
 
 
+def test_those_that_wait_for_a_sibling_count_until_they_are_queued_or_over() -> None:
+    queue, siblings = FairQueue(), Siblings()
+    queue.push(held("a0", "a", siblings=siblings))
+    for name in ("a1", "a2"):
+        queue.follow(held(name, "a", siblings=siblings))
+    assert queue.victims(Tenant("b"), 3) == ["a0"]
+    assert len(queue) == 1
+    queue.pop()
+    siblings.admitted = True
+    assert queue.begun_of_others(Tenant("b")) == 2
+    queue.push(held("a1", "a", siblings=siblings))
+    queue.remove("a2")
+    assert queue.begun_of_others(Tenant("b")) == 1
+    assert "a2" not in queue
+    assert drain(queue) == ["a1"]
+
+
 def test_a_tenant_with_a_user_for_each_request_gets_no_more_than_its_share() -> None:
     queue = FairQueue()
     for index in range(40):

@@ -15,6 +15,7 @@ from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, SamplingParams
+from router.http.openai.samples import samples
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher
@@ -293,6 +294,36 @@ def test_samples_take_places_of_who_has_more_in_a_full_queue_all_or_none(monkeyp
         await asyncio.sleep(0)
         assert [each.outcome is None for each in early] == [True] * 3 + [False] * 3
         assert [each.outcome is None for each in late] == [True] * 3
+        for generation in early + late:
+            generation.cancel()
+
+    play(scene, max_waiting=6)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_samples_that_wait_for_the_first_of_their_prompt_do_not_shut_others_out(
+    monkeypatch: pytest.MonkeyPatch, *, begun: bool
+) -> None:
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        state = dispatcher.state("m")
+        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+        monkeypatch.setattr(state.placer, "decide", lambda _: placement)
+        early = dispatcher.submit("m", "a", samples(REQUEST, 6, ranked=False), cast("Any", None), lambda: None)
+        await asyncio.sleep(0)
+        assert len(state.admission_queue) == 1
+        early[0].attempts._siblings.admitted = begun
+        request = replace(REQUEST, tenant=Tenant("b"))
+        late: list[Generation] = []
+        for name in ("b0", "b1"):
+            late += dispatcher.submit("m", name, [request], cast("Any", None), lambda: None)
+            if early[0].outcome is not None:
+                for generation in early:
+                    generation.cancel()
+            await asyncio.sleep(0)
+        assert [early[0].outcome is None, *(each.outcome is None for each in late)] == [begun, True, True]
         for generation in early + late:
             generation.cancel()
 
