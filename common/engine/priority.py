@@ -12,11 +12,10 @@ T = TypeVar("T")
 
 
 def goes_first(waiting: Sequence, arriving: Sequence) -> bool:
-    """Whether a waiting sequence goes before one whose KV another node sends: it ran before, or has a higher priority,
-    or the same priority and arrived no later."""
-    if waiting.preemptions:
-        return True
-    return (waiting.request.priority, waiting.arrival_s) <= (arriving.request.priority, arriving.arrival_s)
+    """Whether a waiting sequence goes before one whose KV another node sends: it has a higher priority, or the same and
+    either ran before or arrived no later."""
+    ours, theirs = waiting.request.priority, arriving.request.priority
+    return ours < theirs or (ours == theirs and (waiting.preemptions > 0 or waiting.arrival_s <= arriving.arrival_s))
 
 
 def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -> None:
@@ -25,3 +24,9 @@ def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -
     while at > 0 and priority(queue[at - 1]) > priority(item):
         at -= 1
     queue.insert(at, item)
+
+
+def insert_preempted(queue: deque[Sequence], seq: Sequence) -> None:
+    """Insert a sequence that ran before in front of all whose priority number is at least its own."""
+    ahead = (each.request.priority < seq.request.priority for each in queue)
+    queue.insert(next((at for at, is_ahead in enumerate(ahead) if not is_ahead), len(queue)), seq)

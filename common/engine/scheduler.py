@@ -2,8 +2,8 @@
 
 Continuous batching under a token budget: decoding sequences first, then chunks of prompts that have begun, then new
 sequences while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
-admitted, and more while it generates (`common.engine.kv_allocator`); when none is left the youngest running sequence is preempted: it gives its blocks
-back and is recomputed later.
+admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
+youngest of the lowest priority: it gives its blocks back and is recomputed later.
 
 `schedule` and `update` are apart so that several steps can be in flight. The stages of a pipeline each work on another
 *group* (micro-batch) of the running sequences (`common.engine.microbatches`). With depth 2 a group's next step is
@@ -27,7 +27,7 @@ from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
 from common.engine.build_step import Rows, build_step
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
-from common.engine.priority import goes_first, insert_by_priority
+from common.engine.priority import goes_first, insert_by_priority, insert_preempted
 from common.engine.scheduled_step import Progress, ScheduledStep
 from common.engine.sequence import Sequence
 from common.engine.step import BlockCopy, SampledToken
@@ -65,7 +65,7 @@ class Scheduler:
         self.allocator = KVAllocator(pool, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[AttemptKey, Sequence] = {}
-        """Oldest first; the last is preempted first."""
+        """By priority, then oldest first; the last is preempted first."""
         self.reserved: dict[AttemptKey, Sequence] = {}
         self.due: Sequence | None = None
         """Next sequence to `reserve`, if it had to wait; later ones must not take its blocks or sequence slot."""
@@ -320,7 +320,7 @@ class Scheduler:
             yield seq
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens`, from the youngest others if necessary. False if it must wait or
+        """Allocate blocks for `num_tokens`, from the last of `running` if necessary. False if it must wait or
         is preempted.
 
         A victim of its own group that is in flight gets no row in the next step and releases its blocks after that; a
@@ -346,7 +346,7 @@ class Scheduler:
         self.num_preemptions += 1
         seq.likely_cached = 0
         seq.draft_ids = []
-        self.waiting.appendleft(seq)
+        insert_preempted(self.waiting, seq)
 
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
@@ -364,7 +364,10 @@ class Scheduler:
 
     def _run(self, seq: Sequence, group: int) -> None:
         seq.group = group
+        last = next(reversed(self.running.values()), seq)
         self.running[seq.key] = seq
+        if seq.request.priority < last.request.priority:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].request.priority))
         self._has_adapters |= seq.adapter_id > 0
 
     def _lightest_group(self) -> int:

@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted_rows = 0
 
     def _sequence(
-        self, tokens: list[int], max_tokens: int, stops: list[int], min_tokens: int, relays: bool
+        self, tokens: list[int], max_tokens: int, stops: list[int], min_tokens: int, relays: bool, priority: int
     ) -> Sequence:
         self.count += 1
         sampling = SamplingParams(
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         return Sequence(
             key=AttemptKey(f"r{self.count}", 1),
-            request=EngineRequest(pack_ids(tokens), sampling),
+            request=EngineRequest(pack_ids(tokens), sampling, priority=priority),
             token_ids=list(tokens),
             root=root_hash("fake"),
             arrival_s=float(self.count)
@@ -107,13 +107,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_every=st.sampled_from([0, 0, 4, 20]),
         min_tokens=st.integers(0, 20),
         kind=st.sampled_from(["local", "local", "relays", "arrives"]),
+        priority=st.sampled_from([0, 0, 5]),
     )
     def add(
-        self, prefix: int, cut: int, tail: list[int], max_tokens: int, stop_every: int, min_tokens: int, kind: str
+        self,
+        prefix: int,
+        cut: int,
+        tail: list[int],
+        max_tokens: int,
+        stop_every: int,
+        min_tokens: int,
+        kind: str,
+        priority: int,
     ) -> None:
         tokens = PREFIXES[prefix][:cut] + tail
         stops = list(range(0, VOCAB, stop_every)) if stop_every else []
-        seq = self._sequence(tokens, max_tokens, stops, min(min_tokens, max_tokens), kind == "relays")
+        seq = self._sequence(tokens, max_tokens, stops, min(min_tokens, max_tokens), kind == "relays", priority)
         try:
             self.scheduler.check_fits(seq)
         except BadRequest:

@@ -1,0 +1,78 @@
+"""Lower priority numbers go first: to KV blocks while they run, in the queue, and before KV that arrives."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from common.base.hashing import root_hash
+from common.control.ids import pack_ids
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.priority import goes_first, insert_preempted
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.engine.step import SampledToken
+from common.kv.pool import BlockPool
+
+
+def sequence(name: str, priority: int, *, arrival_s: float = 0.0, preemptions: int = 0) -> Sequence:
+    prompt = [ord(name), *range(1, 30)]
+    sampling = SamplingParams(seed=1, max_tokens=100, temperature=0.0)
+    request = EngineRequest(pack_ids(prompt), sampling, priority=priority)
+    return Sequence(
+        AttemptKey(name, 1), request, list(prompt), root_hash("m"), arrival_s=arrival_s, preemptions=preemptions
+    )
+
+
+def step(scheduler: Scheduler) -> list[Sequence]:
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
+    scheduler.check_integrity()
+    return scheduled.seqs
+
+
+def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256), BlockPool(10))
+    batch, later_batch, chat = sequence("b", 5), sequence("c", 5), sequence("a", 0)
+    scheduler.add(batch)
+    scheduler.add(later_batch)
+    step(scheduler)
+    scheduler.add(chat)
+    step(scheduler)
+    assert list(scheduler.running.values()) == [chat, batch, later_batch]
+    scheduler.pool.allocate(scheduler.pool.num_idle)
+    for _ in range(4):
+        step(scheduler)
+    assert later_batch.preemptions == 1
+    assert list(scheduler.running.values()) == [chat, batch]
+    scheduler.pool.allocate(scheduler.pool.num_idle)
+    while not batch.preemptions:
+        step(scheduler)
+    assert chat.preemptions == 0
+    assert list(scheduler.waiting) == [batch, later_batch]
+
+
+def test_what_was_preempted_waits_behind_higher_priorities_and_before_its_own() -> None:
+    queue = deque([sequence("a", -1), sequence("b", 0), sequence("c", 0), sequence("d", 3)])
+    for priority, at in [(5, 4), (0, 1), (-1, 0)]:
+        inserted = sequence("x", priority, preemptions=1)
+        insert_preempted(queue, inserted)
+        assert queue.index(inserted) == at
+        queue.remove(inserted)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "arriving", "first"),
+    [
+        (sequence("w", 0, arrival_s=2.0), sequence("a", 0, arrival_s=1.0), False),
+        (sequence("w", 0, arrival_s=2.0, preemptions=1), sequence("a", 0, arrival_s=1.0), True),
+        (sequence("w", 5, arrival_s=1.0, preemptions=1), sequence("a", 0, arrival_s=2.0), False),
+        (sequence("w", 0, arrival_s=2.0), sequence("a", 5, arrival_s=1.0), True),
+    ],
+)
+def test_what_ran_before_goes_before_what_arrives_with_the_same_priority(
+    waiting: Sequence, arriving: Sequence, first: bool
+) -> None:
+    assert goes_first(waiting, arriving) == first
