@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 from redis import Redis
 from support.router_bench import script_of
-from support.stub_node import StubNode, running_stack
+from support.stub_node import MAX_LEN, StubNode, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
@@ -38,14 +38,14 @@ class Bench:
     """A router, its nodes and clients of two tenants."""
 
     def __init__(self, url: str, node: StubNode, tokenizer: Tokenizer) -> None:
-        self.url, self._node, self._tokenizer = url, node, tokenizer
+        self.url, self.node, self._tokenizer = url, node, tokenizer
         self.client, self.other = (
             AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) for key in ("one", "two")
         )
 
     def prompt(self) -> str:
         """The prompt of the newest request."""
-        return self._tokenizer.decode(self._node.requests()[-1].token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(self.node.requests()[-1].token_ids, skip_special_tokens=False)
 
 
 def _play(folder: Path, answer: str, scene: Callable[[Bench], Awaitable[None]], store: ResponseStore | None) -> None:
@@ -118,6 +118,10 @@ def test_reasoning_comes_first_and_the_limit_is_named(folder: Path) -> None:
         assert short.status == "incomplete"
         assert short.incomplete_details is not None
         assert short.incomplete_details.reason == "max_output_tokens"
+        many = await bench.client.responses.create(model="stub-model", input="hi", max_output_tokens=10**5, store=False)
+        assert (many.status, many.max_output_tokens) == ("completed", 10**5)
+        asked = bench.node.requests()[-1]
+        assert len(asked.token_ids) + asked.request.sampling.max_tokens == MAX_LEN
 
     _play(folder, "<think>hm so</think>yes", scene, None)
 

@@ -49,8 +49,8 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 
 def as_far_as_there_is_room(body: RequestT) -> RequestT:
-    """`body`, whose limit of tokens may be more than the context has room for: in the calls of other APIs it is no error."""
-    body.model_fields_set.discard("max_tokens")
+    """`body`, whose limit of tokens may be more than the context has room for: an error in the two completion calls only."""
+    body.model_fields_set.difference_update(("max_tokens", "max_completion_tokens"))
     return body
 
 

@@ -14,7 +14,7 @@ from router.http.client import client_of
 from router.http.json_body import Json
 from router.http.on_thread import maybe_on_thread
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import completion_request, validated
+from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.response_store import ResponseStore, StoredResponse
 from router.http.responses import JsonResponse
@@ -50,6 +50,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             earlier = stored.messages
             size += stored.size_bytes
         chat_body = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
+        as_far_as_there_is_room(chat_body)
         chat = await prepare_chat(request, services, chat_body, size)
         options = format_options(request, chat_body, chat.model)
         form = ResponsesFormat(options, chat.model.tokenizer, chat.parsers(), body.shown())
