@@ -30,7 +30,7 @@ class _Body(BodyModel):
 
 
 class Options(_Body):
-    """How tokens are drawn. `num_predict`: the most tokens; negative: no limit. The context's size is the server's."""
+    """How tokens are drawn. `num_predict`: the most tokens; 0 or negative: no limit. The context's size is the server's."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: int | None = None
@@ -53,7 +53,7 @@ class Options(_Body):
     def fields(self) -> Json:
         """The fields of a chat or completion request."""
         given = self.model_dump(exclude_none=True, exclude={"mirostat"})
-        if given.get("num_predict", 0) < 0:
+        if given.get("num_predict", 1) < 1:
             del given["num_predict"]
         return {_NAMES.get(name, name): value for name, value in given.items()}
 

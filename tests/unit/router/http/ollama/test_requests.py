@@ -70,3 +70,9 @@ def test_think_may_be_an_effort(think: Any, effort: str | None, kwargs: Any) -> 
 def test_options_may_write_every_number_as_a_float() -> None:
     body = _chat({"messages": [{"role": "user", "content": "a"}], "options": {"top_k": 40.0, "num_predict": 8.0}})
     assert (body.top_k, body.max_tokens) == (40, 8)
+
+
+@pytest.mark.parametrize("limit", [0, -1, -2])
+def test_a_limit_of_no_tokens_is_none(limit: int) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": limit}}
+    assert _chat(asked).max_tokens is None
