@@ -101,7 +101,8 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, CompletionRequest)
         model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body.user, body.priority)
-        services.dispatcher.check_room(model.base, len(body.prompt) * body.num_samples, caller.tenant)
+        count = len(body.prompt) * body.num_samples
+        services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
         generations = await generation_of(
             body, size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
         )

@@ -136,7 +136,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     """
     model = model_for(services.catalog, body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
-    services.dispatcher.check_room(model.base, body.num_samples, caller.tenant)
+    services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
     return PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
 
 

@@ -46,7 +46,7 @@ class PoolCall:
             self.parts.append(part)
         self._dispatcher = dispatcher
         self._model = work.model
-        self._tenant = work.tenant
+        self._tenant, self._priority = work.tenant, work.priority
         self._running = len(self.parts)
         self._ended = asyncio.Event()
         """Every part has ended, or one with an error."""
@@ -75,7 +75,7 @@ class PoolCall:
 
     async def _run(self) -> list[bytes] | None:
         if self._running:
-            self._dispatcher.run_parts(self._model, self.parts, self._tenant)
+            self._dispatcher.run_parts(self._model, self.parts, self._tenant, self._priority)
             await self._ended.wait()
         vectors: list[bytes] = []
         cancelled = False

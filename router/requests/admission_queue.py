@@ -107,18 +107,18 @@ class AdmissionQueue:
         """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
         self._queue.follow(QueuedRequest(request_id, 0, math.inf, priority, tenant, siblings))
 
-    def has_victims(self, tenant: Tenant, count: int) -> bool:
-        """Whether `count` new requests of this tenant may take the places of others."""
-        return len(self._queue.victims(tenant, count)) == count
+    def has_victims(self, tenant: Tenant, count: int, priority: int) -> bool:
+        """Whether `count` new requests of this tenant and priority may take the places of others."""
+        return len(self._queue.victims(tenant, count, priority)) == count
 
     def begun_of_others(self, tenant: Tenant) -> int:
         """As `FairQueue.begun_of_others`."""
         return self._queue.begun_of_others(tenant)
 
-    def make_room(self, tenant: Tenant, count: int) -> None:
-        """Refuse up to `count` requests of those who have more queued requests than `tenant`."""
-        for victim in self._queue.victims(tenant, count):
-            self._give_up(victim, "the queue is full, and others have fewer requests in it", 1.0)
+    def make_room(self, tenant: Tenant, count: int, priority: int) -> None:
+        """Refuse up to `count` requests, as `FairQueue.victims`."""
+        for victim in self._queue.victims(tenant, count, priority):
+            self._give_up(victim, "the queue is full, and others have fewer requests in it or more urgent ones", 1.0)
 
     def remove(self, request_id: str) -> None:
         """The request is over; one that is not here is ignored."""

@@ -184,7 +184,7 @@ class Dispatcher:
 
         Raises: as `check_room`.
         """
-        state = self._take_room(model, len(requests), requests[0].tenant)
+        state = self._take_room(model, len(requests), requests[0].tenant, requests[0].engine.priority)
         generations: list[Generation] = []
         siblings = Siblings()
         try:
@@ -198,12 +198,12 @@ class Dispatcher:
         self._start_soon(generations)
         return generations
 
-    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: Tenant) -> None:
+    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: Tenant, priority: int) -> None:
         """Start the parts of a pooling call: all of them or none.
 
         Raises: as `check_room`.
         """
-        self._take_room(model, len(parts), tenant)
+        self._take_room(model, len(parts), tenant, priority)
         for part in parts:
             part.enter()
         self._start_soon(parts)
@@ -261,11 +261,11 @@ class Dispatcher:
         self._start(len(self._fresh))
         return min(count, state.table.waiting - state.admission_queue.begun_of_others(tenant) - most)
 
-    def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
+    def check_room(self, model: str, count: int, tenant: Tenant = NOBODY, priority: int = 0) -> None:
         """Refuse early what `submit` would refuse.
 
         Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
-        and too few requests of tenants that have more of them in it than `tenant`; Unavailable when the router stops.
+        and too few requests that these may replace; Unavailable when the router stops.
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
@@ -274,18 +274,18 @@ class Dispatcher:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
         lacking = self._lacking(state, count, tenant)
-        if lacking > 0 and not state.admission_queue.has_victims(tenant, lacking):
+        if lacking > 0 and not state.admission_queue.has_victims(tenant, lacking, priority):
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )
 
-    def _take_room(self, model: str, count: int, tenant: Tenant) -> RouterState:
-        """Make room for `count` more in a full queue: refuse requests of those who have more there. Raises: as `check_room`."""
-        self.check_room(model, count, tenant)
+    def _take_room(self, model: str, count: int, tenant: Tenant, priority: int) -> RouterState:
+        """Make room for `count` more in a full queue: refuse those that they may replace. Raises: as `check_room`."""
+        self.check_room(model, count, tenant, priority)
         state = self.state(model)
         lacking = state.table.waiting + count - self._config.max_waiting
         if lacking > 0:
-            state.admission_queue.make_room(tenant, min(count, lacking))
+            state.admission_queue.make_room(tenant, min(count, lacking), priority)
         return state
 
     async def run(self) -> None:

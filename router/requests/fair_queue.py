@@ -133,6 +133,8 @@ class FairQueue:
         """About how many tokens leave before a new request of this priority and tenant: those of more urgent requests, and what
         the others of its priority get until its turn.
         """
+        if not self._by_id:
+            return 0.0
         urgent = sum(queued.tokens for queued in self._by_id.values() if queued.priority < priority)
         of_names, of_users = Counter[str](), Counter[str]()
         for each, requests in self._by_priority.get(priority, {}).items():
@@ -144,35 +146,46 @@ class FairQueue:
         own = users.tokens_ahead(tenant.user, of_users[tenant.user], of_users)
         return urgent + self._shares.tokens_ahead(tenant.name, own, of_names)
 
-    def victims(self, tenant: Tenant, count: int) -> list[str]:
-        """The requests to refuse, one after another, so that `tenant` gets up to `count` places in a full queue. Each is the latest,
-        least urgent one of the user with the most requests, of the tenant with the most if it has at least two more than
-        `tenant`; else of `tenant` itself, if that user has at least two more. Those that may not be refused only count.
+    def victims(self, tenant: Tenant, count: int, priority: int = 0) -> list[str]:
+        """The requests to refuse, one after another, so that `tenant` gets up to `count` places of this priority in a full queue. Each
+        is the latest, least urgent one of the user with the most requests, of the tenant with the most if it has at least two
+        more than `tenant`; else of `tenant` itself, if that user has at least two more; else a less urgent one of the same
+        user. Those that may not be refused only count.
         """
-        names, users = Counter[str](), Counter[Tenant]()
-        candidates: dict[Tenant, list[QueuedRequest]] = {}
-        for queued in chain(self._by_id.values(), self._followers.values()):
-            names[queued.tenant.name] += 1
-            users[queued.tenant] += 1
-            if queued.may_be_refused and queued.request_id in self._by_id:
-                candidates.setdefault(queued.tenant, []).append(queued)
-        for theirs in candidates.values():
-            theirs.sort(key=lambda queued: queued.priority)
+        users = Counter(follower.tenant for follower in self._followers.values())
+        for tenants in self._by_priority.values():
+            users.update({each: len(requests) for each, requests in tenants.items()})
+        names = Counter[str]()
+        for each, number in users.items():
+            names[each.name] += number
+        left: dict[Tenant, list[QueuedRequest]] = {}
         found: list[str] = []
+
+        def can_lose(each: Tenant) -> bool:
+            if each not in left:
+                left[each] = self._refusable(each)
+            return bool(left[each])
+
         while len(found) < count:
-            loser = max(candidates, key=lambda each: (names[each.name], users[each]), default=tenant)
-            if names[loser.name] < names[tenant.name] + 2:
-                own = (each for each in candidates if each.name == tenant.name)
-                loser = max(own, key=users.__getitem__, default=tenant)
-                if users[loser] < users[tenant] + 2:
+            ordered = sorted(users, key=lambda each: (names[each.name], users[each]), reverse=True)
+            others = (each for each in ordered if names[each.name] >= names[tenant.name] + 2)
+            own = (each for each in ordered if each.name == tenant.name and users[each] >= users[tenant] + 2)
+            loser = next(filter(can_lose, chain(others, own)), None)
+            if loser is None:
+                loser = tenant
+                is_urgent = max(self._by_priority, default=priority) > priority
+                if not (is_urgent and can_lose(loser) and left[loser][-1].priority > priority):
                     break
-            found.append(candidates[loser].pop().request_id)
-            if not candidates[loser]:
-                del candidates[loser]
+            found.append(left[loser].pop().request_id)
             for each, change in ((loser, -1), (tenant, 1)):
                 names[each.name] += change
                 users[each] += change
         return found
+
+    def _refusable(self, tenant: Tenant) -> list[QueuedRequest]:
+        """The requests of a user that may be refused, the most urgent and earliest first."""
+        ordered = (self._by_priority[priority].get(tenant, {}) for priority in sorted(self._by_priority))
+        return [queued for requests in ordered for queued in requests.values() if queued.may_be_refused]
 
 
 class _Shares:

@@ -55,7 +55,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         raw = as_far_as_there_is_room(completion_request(body.completion_request(), CompletionRequest))
         model = model_for(services.catalog, raw.model, "generate")
         caller = caller_of(request.scope, raw.user, raw.priority)
-        services.dispatcher.check_room(model.base, 1, caller.tenant)
+        services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
         return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))

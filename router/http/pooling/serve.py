@@ -63,7 +63,7 @@ def admitted_caller(
 ) -> tuple[RequestIds, Caller]:
     """The request's ids and who sends it. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
     caller = caller_of(request.scope, body.user, body.priority)
-    services.dispatcher.check_room(model.base, 1, caller.tenant)
+    services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
     return with_client_id(request, body.request_id), caller
 
 

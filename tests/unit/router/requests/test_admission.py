@@ -145,10 +145,23 @@ def test_a_full_queue_makes_room_at_the_cost_of_whoever_has_the_most() -> None:
         queue.push(held(f"a{index}", "a", priority=1 if index == 1 else 0))
     queue.push(held("b0", "b"))
     assert queue.victims(Tenant("b"), 1) == ["a1"]
-    assert queue.victims(Tenant("a"), 1) == []
+    assert queue.victims(Tenant("a"), 1, priority=1) == []
     queue.push(held("b1", "b"))
     queue.push(held("b2", "b"))
     assert queue.victims(Tenant("b"), 1) == []
+
+
+def test_urgent_requests_take_the_places_of_less_urgent_ones_of_the_same_user() -> None:
+    queue = FairQueue()
+    for index, priority in enumerate((0, 5, 9, 9)):
+        queue.push(held(f"a{index}", "a", priority, user="u"))
+    queue.push(held("b0", "b", priority=9))
+    queue.push(held("b1", "b", priority=9))
+    queue.push(held("b2", "b", priority=9))
+    assert queue.victims(Tenant("a", "u"), 9, 0) == ["a3", "a2", "a1"]
+    assert queue.victims(Tenant("a", "u"), 9, 5) == ["a3", "a2"]
+    assert queue.victims(Tenant("a", "u"), 9, 9) == []
+    assert queue.victims(Tenant("b"), 1, -1) == ["b2"]
 
 
 def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:

@@ -278,6 +278,28 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
     play(scene, max_waiting=6)
 
 
+def test_an_urgent_request_takes_the_place_of_a_less_urgent_one_in_a_full_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        patient = replace(REQUEST, engine=REQUEST.engine._replace(priority=10))
+        early = [dispatcher.submit("m", f"a{i}", [patient], cast("Any", None), lambda: None)[0] for i in range(3)]
+        with pytest.raises(Overloaded, match="3 requests are waiting"):
+            dispatcher.submit("m", "b", [patient], cast("Any", None), lambda: None)
+        late = await submit(dispatcher, "c")
+        assert [each.outcome is None for each in [*early, late]] == [True, True, False, True]
+        assert "more urgent" in message(early[2])
+        for generation in [*early, late]:
+            generation.cancel()
+
+    play(scene, max_waiting=3)
+
+
 def test_samples_take_places_of_who_has_more_in_a_full_queue_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("admission", "admission_queue"):
         monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
