@@ -150,7 +150,6 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
         async with httpx.AsyncClient(base_url=bench.url, headers={"authorization": "Bearer one"}) as http:
             for field, said in (
                 ({"input": image}, "input_image"),
-                ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
                 ({"tools": [{"type": "web_search"}]}, "tools"),
                 ({"background": True}, "background"),
                 ({"conversation": "c"}, "conversation"),
@@ -195,6 +194,36 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
             await bench.client.responses.retrieve(first.id)
 
     _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
+
+
+def test_references_mean_items_of_stored_responses_of_the_same_key(
+    folder: Path, redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        create = bench.client.responses.create
+        asked: Any = {"role": "user", "content": "Paris?"}
+        first = await create(model="stub-model", input=[asked], tools=TOOLS)
+        refs: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+        assert len(refs) == 3
+        rest: Any = [
+            {"type": "function_call_output", "call_id": getattr(item, "call_id", ""), "output": "rain"}
+            for item in first.output[1:]
+        ]
+        second = await create(model="stub-model", input=[asked, *refs, *rest], tools=TOOLS)
+        by_reference = bench.prompt()
+        plain: Any = [item.to_dict() for item in first.output]
+        await create(model="stub-model", input=[asked, *plain, *rest], tools=TOOLS, store=False)
+        assert bench.prompt() == by_reference
+        await create(model="stub-model", input="And?", previous_response_id=second.id, tools=TOOLS, store=False)
+        assert bench.prompt().startswith(by_reference)
+
+        hidden = await create(model="stub-model", input="x", store=False)
+        absent = [hidden.output[0].id, refs[0]["id"] + "9", refs[0]["id"].replace("msg", "fc"), "x"]
+        for item_id, client in ((refs[0]["id"], bench.other), *((each, bench.client) for each in absent)):
+            with pytest.raises(openai.NotFoundError, match="no stored item"):
+                await client.responses.create(model="stub-model", input=[{"type": "item_reference", "id": item_id}])
+
+    _play(folder, CALLS, scene, ResponseStore(redis_server.url, cluster, 10))
 
 
 @pytest.mark.parametrize(("size_bytes", "on_loop"), [(100, True), (100_000, False)])

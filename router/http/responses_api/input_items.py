@@ -66,6 +66,13 @@ class ReasoningItem(_Part):
     content: _Parts | None = None
 
 
+class ItemReference(_Part):
+    """An item of a stored answer."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(max_length=64)]
+
+
 def _kind(item: Any) -> str:
     fields = as_object(item)
     if fields is None:
@@ -77,18 +84,21 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(
         _kind,
         custom_error_type="unsupported_item",
-        custom_error_message="items of this type are not supported; supported are message, function_call, function_call_output and "
-        "reasoning",
+        custom_error_message="items of this type are not supported; supported are message, function_call, "
+        "function_call_output, reasoning and item_reference",
     ),
 ]
 
 
 def chat_messages(items: Sequence[InputItem]) -> list[Json]:
-    """The chat messages of these items: reasoning, text and calls of the model that follow each other are one message."""
+    """The chat messages of these items, none of which is a reference: reasoning, text and calls of the model that follow each
+    other are one message.
+    """
     messages: list[Json] = []
     answer: Json | None = None
     for item in items:
@@ -111,6 +121,8 @@ def chat_messages(items: Sequence[InputItem]) -> list[Json]:
             case FunctionOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
                 answer = None
+            case ItemReference():
+                raise AssertionError("a reference that was not looked up")
     return messages
 
 

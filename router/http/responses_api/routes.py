@@ -19,7 +19,8 @@ from router.http.openapi import OF_GENERATION, described
 from router.http.response_store import ResponseStore, StoredResponse
 from router.http.responses import JsonResponse
 from router.http.responses_api.answer_types import DeletedResponse, ResponseObject
-from router.http.responses_api.input_items import InputItem, chat_messages
+from router.http.responses_api.input_items import InputItem, ItemReference, chat_messages
+from router.http.responses_api.item_references import looked_up
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.http.responses_api.responses_request import ResponsesRequest
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
@@ -49,6 +50,9 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             stored = await _store(services).get(tenant_of(request), body.previous_response_id)
             earlier = stored.messages
             size += stored.size_bytes
+        if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):
+            items, more = await looked_up(body.input, _store(services), tenant_of(request), services.max_body_bytes)
+            body, size = body.model_copy(update={"input": items}), size + more
         chat_body = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
         as_far_as_there_is_room(chat_body)
         chat = await prepare_chat(request, services, chat_body, size)
