@@ -161,12 +161,12 @@ class ResponsesRequest(BodyModel):
             body[name] = getattr(self, name)
         body["max_completion_tokens"] = self.max_output_tokens
         body["messages"] = [*system, *earlier, *self.chat_messages()]
+        body["tool_choice"] = self._tool_choice()
         if self.tools:
             body["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools
             ]
-            body["tool_choice"] = self._tool_choice()
             body["parallel_tool_calls"] = self.parallel_tool_calls
         if self.text is not None and self.text.format is not None:
             body["response_format"] = _response_format(self.text.format)

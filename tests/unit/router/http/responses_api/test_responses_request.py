@@ -27,6 +27,14 @@ def test_a_tool_choice_forces_the_same_functions(choice: Any) -> None:
     assert [(tool.function.name, tool.function.strict) for tool in chat.must_call] == [("f", True)]
 
 
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
+def test_a_forced_call_needs_tools(choice: Any, tools: Any) -> None:
+    with pytest.raises(BadRequest, match="tool_choice"):
+        _chat(tools=tools, tool_choice=choice)
+    assert not _chat(tools=tools, tool_choice="auto").must_call
+
+
 def test_a_text_format_is_a_response_format() -> None:
     chat = _chat(text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}})
     assert chat.response_format is not None
