@@ -96,8 +96,9 @@ def test_fields_of_the_chat_call_count_and_are_not_reported_as_unknown() -> None
 
 def test_items_of_another_type_are_refused_with_those_that_are_supported() -> None:
     with pytest.raises(BadRequest) as refusal:
-        validated({"input": [{"type": "item_reference", "id": "x"}]}, ResponsesRequest)
+        validated({"input": [{"type": "computer_call", "id": "x"}]}, ResponsesRequest)
     assert refusal.value.message == (
-        "input.0: items of this type are not supported; supported are message, function_call, function_call_output and reasoning "
-        "(got {'id': 'x', 'type': 'item_reference'})"
+        "input.0: items of this type are not supported; supported are message, function_call, function_call_output, "
+        "reasoning and item_reference "
+        "(got {'id': 'x', 'type': 'computer_call'})"
     )
