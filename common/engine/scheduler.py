@@ -81,7 +81,7 @@ class Scheduler:
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
         self._yielding: Sequence | None = None
-        """Gets no row in the step being scheduled, so that an older sequence gets its blocks after its steps in flight."""
+        """Gets no row in the step being scheduled, so that one before it in `running` gets its blocks after its steps in flight."""
 
     # ------------------------------------------------------------ sequences in and out
 
