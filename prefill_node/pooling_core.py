@@ -16,7 +16,7 @@ from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded
 from common.control.links import Identity
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PrefillRequest
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
-from common.node.events import ClientLost, FromClient, SendBuffer
+from common.node.events import ClientLost, FromClient, SendBuffer, brief
 from common.node.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PoolingNode:
                 for attempt in [each for each in self._attempts.values() if each.identity == identity]:
                     self._end(attempt, AttemptFailed(attempt.request.key, lost.code, lost.message))
             case _:
-                log.warning("ignored an unexpected event: %s", event)
+                log.warning("ignored an unexpected event: %s", brief(event))
 
     def _accept(self, identity: Identity, request: PoolRequest) -> None:
         limits = self._limits

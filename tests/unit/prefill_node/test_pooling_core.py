@@ -8,7 +8,16 @@ import pytest
 
 from common.base.clock import MockClock
 from common.control.ids import pack_ids
-from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, EngineRequest, SamplingParams
+from common.control.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    DecodeRequest,
+    EngineRequest,
+    SamplingParams,
+    TokenBatch,
+    TokenChunk,
+)
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.node.events import ClientLost, FromClient, OutgoingMessage, SendBuffer
 from prefill_node.pooling_core import PoolingNode, PoolLimits
@@ -130,3 +139,10 @@ def test_a_failed_step_fails_its_requests_and_the_node_goes_on(error: Exception)
     again = bench.ask("b", 2)
     assert bench.core.describe_attempts()[0]["attempt"] == "b#1"
     assert bench.run() == [PoolResult(again, [b"2"])]
+
+
+def test_of_an_unexpected_message_only_the_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench, chunk = Bench(), TokenChunk(AttemptKey("private", 1), 0, [17] * 1000)
+    bench.core.handle(FromClient(OTHER, TokenBatch([chunk])))
+    assert "TokenBatch from other" in caplog.text
+    assert "private" not in caplog.text
