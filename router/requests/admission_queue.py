@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from common.base.clock import Clock
@@ -107,17 +107,17 @@ class AdmissionQueue:
         """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
         self._queue.follow(QueuedRequest(request_id, 0, math.inf, priority, tenant, siblings))
 
-    def has_victims(self, tenant: Tenant, count: int, priority: int) -> bool:
-        """Whether `count` new requests of this tenant and priority may take the places of others."""
-        return len(self._queue.victims(tenant, count, priority)) == count
+    def victims(self, tenant: Tenant, count: int, priority: int) -> list[str]:
+        """As `FairQueue.victims`."""
+        return self._queue.victims(tenant, count, priority)
 
     def begun_of_others(self, tenant: Tenant) -> int:
         """As `FairQueue.begun_of_others`."""
         return self._queue.begun_of_others(tenant)
 
-    def make_room(self, tenant: Tenant, count: int, priority: int) -> None:
-        """Refuse up to `count` requests, as `FairQueue.victims`."""
-        for victim in self._queue.victims(tenant, count, priority):
+    def make_room(self, victims: Iterable[str]) -> None:
+        """Refuse requests that `victims` named."""
+        for victim in victims:
             self._give_up(victim, "the queue is full, and others have fewer requests in it or more urgent ones", 1.0)
 
     def remove(self, request_id: str) -> None:

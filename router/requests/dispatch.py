@@ -251,41 +251,40 @@ class Dispatcher:
         for generation in portion:
             generation.start()
 
-    def _lacking(self, state: RouterState, count: int, tenant: Tenant) -> int:
-        """How many places are lacking for `count` more requests of `tenant`. Submitted requests are started first, because which
-        requests new ones may replace depends on how many each tenant has in the admission queue.
-        """
-        most = self._config.max_waiting - count
-        if state.table.waiting <= most:
-            return 0
-        self._start(len(self._fresh))
-        return min(count, state.table.waiting - state.admission_queue.begun_of_others(tenant) - most)
-
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY, priority: int = 0) -> None:
         """Refuse early what `submit` would refuse.
 
         Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
         and too few requests that these may replace; Unavailable when the router stops.
         """
+        self._victims(model, count, tenant, priority)
+
+    def _victims(self, model: str, count: int, tenant: Tenant, priority: int) -> list[str]:
+        """The requests to refuse so that a full queue has room for `count` more. Submitted requests are started first: who may be
+        replaced depends on how many each tenant has in the admission queue. Raises: as `check_room`.
+        """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
-        if count > self._config.max_waiting:
-            most = self._config.max_waiting
+        most = self._config.max_waiting
+        if count > most:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
         state = self.state(model)
-        lacking = self._lacking(state, count, tenant)
-        if lacking > 0 and not state.admission_queue.has_victims(tenant, lacking, priority):
+        if state.table.waiting + count <= most:
+            return []
+        self._start(len(self._fresh))
+        queue, too_many = state.admission_queue, state.table.waiting + count - most
+        victims = queue.victims(tenant, min(count, too_many), priority)
+        if len(victims) < min(count, too_many - queue.begun_of_others(tenant)):
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )
+        return victims
 
     def _take_room(self, model: str, count: int, tenant: Tenant, priority: int) -> RouterState:
         """Make room for `count` more in a full queue: refuse those that they may replace. Raises: as `check_room`."""
-        self.check_room(model, count, tenant, priority)
+        victims = self._victims(model, count, tenant, priority)
         state = self.state(model)
-        lacking = state.table.waiting + count - self._config.max_waiting
-        if lacking > 0:
-            state.admission_queue.make_room(tenant, min(count, lacking), priority)
+        state.admission_queue.make_room(victims)
         return state
 
     async def run(self) -> None:

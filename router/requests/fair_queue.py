@@ -11,9 +11,10 @@ cease, such as a service's end users, and those who were served once would starv
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -61,8 +62,8 @@ class FairQueue:
     """Queued requests. Invariant: one user's requests of one priority leave in order of arrival."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, dict[Tenant, dict[str, QueuedRequest]]] = {}
-        """priority -> tenant -> request id -> request, in order of arrival; without empty entries."""
+        self._by_priority: dict[int, dict[str, dict[str, dict[str, QueuedRequest]]]] = {}
+        """priority -> tenant's name -> user -> request id -> request, in order of arrival; without empty entries."""
         self._by_id: dict[str, QueuedRequest] = {}
         self._followers: dict[str, QueuedRequest] = {}
         """By id, requests that wait for a sibling before they are queued. They only count."""
@@ -81,7 +82,9 @@ class FairQueue:
         assert queued.request_id not in self._by_id, queued.request_id
         self._followers.pop(queued.request_id, None)
         self._by_id[queued.request_id] = queued
-        self._by_priority.setdefault(queued.priority, {}).setdefault(queued.tenant, {})[queued.request_id] = queued
+        name, user = queued.tenant
+        users = self._by_priority.setdefault(queued.priority, {}).setdefault(name, {})
+        users.setdefault(user, {})[queued.request_id] = queued
 
     def follow(self, follower: QueuedRequest) -> None:
         """A request waits for a sibling before it is queued. Until then it counts as one of its tenant's."""
@@ -93,28 +96,30 @@ class FairQueue:
         queued = self._by_id.pop(request_id, None)
         if queued is None:
             return
-        tenants = self._by_priority[queued.priority]
-        del tenants[queued.tenant][request_id]
-        if not tenants[queued.tenant]:
-            del tenants[queued.tenant]
-        if not tenants:
+        name, user = queued.tenant
+        names = self._by_priority[queued.priority]
+        users = names[name]
+        del users[user][request_id]
+        if not users[user]:
+            del users[user]
+        if not users:
+            del names[name]
+        if not names:
             del self._by_priority[queued.priority]
 
     def pop(self) -> str | None:
         """Take out the request whose turn it is."""
         if not self._by_priority:
             return None
-        tenants = self._by_priority[min(self._by_priority)]
-        queued_tenants = {tenant for each in self._by_priority.values() for tenant in each}
-        names = dict.fromkeys(tenant.name for tenant in tenants)
+        names = self._by_priority[min(self._by_priority)]
         name = self._shares.next(names)
-        of_name = dict.fromkeys(tenant.user for tenant in tenants if tenant.name == name)
-        users = self._shares_of_users.setdefault(name, _Shares())
-        tenant = Tenant(name, users.next(of_name))
-        queued = next(iter(tenants[tenant].values()))
+        users, shares_of_users = names[name], self._shares_of_users.setdefault(name, _Shares())
+        user = shares_of_users.next(users)
+        queued = next(iter(users[user].values()))
+        less_urgent = [each for each in self._by_priority.values() if each is not names]
+        self._shares.serve(name, queued.tokens, names, less_urgent)
+        shares_of_users.serve(user, queued.tokens, users, [each[name] for each in less_urgent if name in each])
         self.remove(queued.request_id)
-        self._shares.serve(name, queued.tokens, names, {each.name for each in queued_tenants})
-        users.serve(tenant.user, queued.tokens, of_name, {each.user for each in queued_tenants if each.name == name})
         self._shares_of_users = {
             name: users for name, users in self._shares_of_users.items() if self._shares.has_clock(name)
         }
@@ -135,16 +140,17 @@ class FairQueue:
         """
         if not self._by_id:
             return 0.0
-        urgent = sum(queued.tokens for queued in self._by_id.values() if queued.priority < priority)
-        of_names, of_users = Counter[str](), Counter[str]()
-        for each, requests in self._by_priority.get(priority, {}).items():
-            tokens = sum(queued.tokens for queued in requests.values())
-            of_names[each.name] += tokens
-            if each.name == tenant.name:
-                of_users[each.user] += tokens
-        users = self._shares_of_users.get(tenant.name, _Shares())
-        own = users.tokens_ahead(tenant.user, of_users[tenant.user], of_users)
-        return urgent + self._shares.tokens_ahead(tenant.name, own, of_names)
+        urgent = 0
+        of_names, of_users = defaultdict[str, float](int), defaultdict[str, float](int)
+        for _, tokens, _, its_priority, (name, user), _ in self._by_id.values():
+            if its_priority < priority:
+                urgent += tokens
+            elif its_priority == priority:
+                of_names[name] += tokens
+                if name == tenant.name:
+                    of_users[user] += tokens
+        of_names[tenant.name] = self._shares_of_users.get(tenant.name, _Shares()).tokens_ahead(tenant.user, of_users)
+        return urgent + self._shares.tokens_ahead(tenant.name, of_names)
 
     def victims(self, tenant: Tenant, count: int, priority: int = 0) -> list[str]:
         """The requests to refuse, one after another, so that `tenant` gets up to `count` places of this priority in a full queue. Each
@@ -152,40 +158,29 @@ class FairQueue:
         more than `tenant`; else of `tenant` itself, if that user has at least two more; else a less urgent one of the same
         user. Those that may not be refused only count.
         """
-        users = Counter(follower.tenant for follower in self._followers.values())
-        for tenants in self._by_priority.values():
-            users.update({each: len(requests) for each, requests in tenants.items()})
+        users = Counter(each.tenant for each in chain(self._by_id.values(), self._followers.values()))
         names = Counter[str]()
         for each, number in users.items():
             names[each.name] += number
         left: dict[Tenant, list[QueuedRequest]] = {}
-        found: list[str] = []
-
-        def can_lose(each: Tenant) -> bool:
-            if each not in left:
-                left[each] = self._refusable(each)
-            return bool(left[each])
-
+        for each in sorted(self._by_id.values(), key=attrgetter("priority")):
+            if each.may_be_refused:
+                left.setdefault(each.tenant, []).append(each)
+        others, own, found = list(left), [each for each in left if each.name == tenant.name], list[str]()
         while len(found) < count:
-            ordered = sorted(users, key=lambda each: (names[each.name], users[each]), reverse=True)
-            others = (each for each in ordered if names[each.name] >= names[tenant.name] + 2)
-            own = (each for each in ordered if each.name == tenant.name and users[each] >= users[tenant] + 2)
-            loser = next(filter(can_lose, chain(others, own)), None)
+            # Whoever is too few for a turn stays so: nobody but `tenant` gets more.
+            others = [each for each in others if left[each] and names[each.name] >= names[tenant.name] + 2]
+            own = [each for each in own if left[each] and users[each] >= users[tenant] + 2]
+            loser = max(others or own, key=lambda each: (names[each.name], users[each]), default=None)
             if loser is None:
-                loser = tenant
-                is_urgent = max(self._by_priority, default=priority) > priority
-                if not (is_urgent and can_lose(loser) and left[loser][-1].priority > priority):
+                if not left.get(tenant) or left[tenant][-1].priority <= priority:
                     break
+                loser = tenant
             found.append(left[loser].pop().request_id)
             for each, change in ((loser, -1), (tenant, 1)):
                 names[each.name] += change
                 users[each] += change
         return found
-
-    def _refusable(self, tenant: Tenant) -> list[QueuedRequest]:
-        """The requests of a user that may be refused, the most urgent and earliest first."""
-        ordered = (self._by_priority[priority].get(tenant, {}) for priority in sorted(self._by_priority))
-        return [queued for requests in ordered for queued in requests.values() if queued.may_be_refused]
 
 
 class _Shares:
@@ -203,27 +198,33 @@ class _Shares:
             self._clocks.setdefault(name, self._now)
         return min(waiting, key=self._clocks.__getitem__)
 
-    def tokens_ahead(self, name: str, own: float, queued: Mapping[str, float]) -> float:
-        """What is served before a new request of `name`: `own` tokens of its other ones, and of everybody else's `queued` tokens
-        those until their clock is where it begins.
+    def tokens_ahead(self, name: str, queued: Mapping[str, float]) -> float:
+        """What is served before a new request of `name`: its own `queued` tokens, and of everybody else's those until their
+        clock is where it begins.
         """
+        own = queued.get(name, 0.0)
         begins = self._clocks.get(name, self._now) + own
-        left = {each: begins - self._clocks.get(each, self._now) for each in queued if each != name}
-        return own + sum(min(queued[each], max(0.0, until)) for each, until in left.items())
+        ahead = own
+        for each, tokens in queued.items():
+            if each != name:
+                ahead += min(tokens, max(0.0, begins - self._clocks.get(each, self._now)))
+        return ahead
 
-    def serve(self, name: str, tokens: int, waiting: Collection[str], queued: Collection[str]) -> None:
-        """One of those who wait, as for `next`, gets its turn. `queued`: they, and those with less urgent requests only, whose
-        clocks keep their distance to virtual time: they had no part in this turn.
+    def serve(
+        self, name: str, tokens: int, waiting: Collection[str], less_urgent: Sequence[Collection[str]] = ()
+    ) -> None:
+        """One of those who wait, as for `next`, gets its turn. `less_urgent`: those who wait with less urgent requests. If they have
+        no others, their clocks keep their distance to virtual time: they had no part in this turn.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens
         self._now = max(begun, before + tokens / (1 + len(waiting)))
-        passed = self._now - before
-        clocks = {
-            each: clock if each in waiting or each not in queued else clock + passed
-            for each, clock in self._clocks.items()
+        apart = set(chain.from_iterable(less_urgent)).difference(waiting)
+        for each in apart & self._clocks.keys():
+            self._clocks[each] += self._now - before
+        self._clocks = {
+            each: clock for each, clock in self._clocks.items() if clock > self._now or each in waiting or each in apart
         }
-        self._clocks = {each: clock for each, clock in clocks.items() if clock > self._now or each in queued}
 
     def has_clock(self, name: str) -> bool:
         return name in self._clocks

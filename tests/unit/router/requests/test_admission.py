@@ -164,6 +164,27 @@ def test_urgent_requests_take_the_places_of_less_urgent_ones_of_the_same_user() 
     assert queue.victims(Tenant("b"), 1, -1) == ["b2"]
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("uv"), st.integers(0, 2)), max_size=40),
+    st.integers(0, 12),
+    st.integers(0, 2),
+)
+def test_several_places_are_those_that_single_requests_would_get(
+    queued: list[tuple[str, str, int]], count: int, priority: int
+) -> None:
+    queue, begun = FairQueue(), Siblings()
+    begun.admitted = True
+    for index, (tenant, user, each) in enumerate(queued):
+        queue.push(held(str(index), tenant, each, user=user))
+    victims, one_by_one = queue.victims(Tenant("a", "u"), count, priority), list[str]()
+    for index in range(count):
+        for victim in queue.victims(Tenant("a", "u"), 1, priority):
+            queue.remove(victim)
+            queue.push(held(f"new-{index}", "a", priority, user="u", siblings=begun))
+            one_by_one.append(victim)
+    assert victims == one_by_one
+
+
 def test_those_whose_sibling_was_admitted_are_not_refused_but_count() -> None:
     queue, siblings = FairQueue(), Siblings()
     for index in range(4):
