@@ -55,6 +55,8 @@ class Node:
     """The node answers, but its engine loop makes no progress."""
     unreachable: bool = False
     """The last link could not be opened: a malformed address, or no free socket in this process."""
+    lost: bool = False
+    """Its loss was reported, and it has not answered since."""
     legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
     """Open legs, in the order in which they were sent."""
     relayed_from: dict[str, int] = field(default_factory=dict[str, int])

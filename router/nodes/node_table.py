@@ -131,7 +131,7 @@ class NodeTable:
         for node in list(self._nodes.values()):
             if node.incarnation in silent:
                 if not node.listed and node.link is not None:
-                    self._forget(node, f"{node.node_id} never answered")
+                    self._forget(node)
             elif node.link is not None:
                 self.ping(node)
             elif node.listed:
@@ -336,7 +336,7 @@ class NodeTable:
             self._drop_link(node, f"{node.record.peer.control_address} now belongs to another incarnation")
             return
         was_usable, did_work = node.usable, node.works
-        node.last_pong_s = self._clock()
+        node.last_pong_s, node.lost = self._clock(), False
         node.load = pong.load
         # The link keeps order: the pong includes exactly the requests that were sent before its ping.
         if node.pings:
@@ -386,9 +386,13 @@ class NodeTable:
         self._fleets.sync(node)
 
     def _report_loss(self, node: Node, reason: str) -> None:
+        node.lost = True
         log.warning("lost %s node %s: %s", node.record.role, node.node_id, reason)
         self._on_lost(node.incarnation, reason)
 
-    def _forget(self, node: Node, reason: str) -> None:
-        self._drop_link(node, reason)
+    def _forget(self, node: Node) -> None:
+        """A node that is not listed any more does not answer on its latest link."""
+        self._close_link(node)
+        if not node.lost:
+            self._report_loss(node, f"{node.node_id} never answered")
         self._nodes.pop(node.incarnation, None)

@@ -153,6 +153,23 @@ def test_node_that_is_no_longer_listed_finishes_its_work_but_gets_no_more() -> N
     play(scene)
 
 
+def test_node_that_ends_in_order_is_lost_once() -> None:
+    """Its port closes a moment before membership drops it: the link opened meanwhile never answers."""
+
+    async def scene(view: View, node: StubNode) -> None:
+        await node.close()
+        await view.change()
+        view.table.tick()
+        view.table.update([])
+        for _ in range(9):
+            view.clock.advance(view.table.tick_s)
+            view.table.tick()
+        assert view.table.get(node.incarnation) is None
+        assert len(view.lost) == 1
+
+    play(scene)
+
+
 def test_node_that_is_listed_again_while_its_link_stood_is_told_as_usable() -> None:
     """Its pongs came all the time: whoever waits for a node would else wait in vain."""
 
