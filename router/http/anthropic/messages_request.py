@@ -214,23 +214,26 @@ def _tool_choice(choice: ToolChoice) -> Json:
 def _turn(role: str, blocks: Sequence[_Block]) -> list[Json]:
     """The chat messages of one turn: each tool result is a message of its own, in the order of the blocks."""
     turns: list[Json] = []
-    own: Json | None = None
-    for block in blocks:
-        if isinstance(block, ToolResultBlock):
-            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
-            own = None
-            continue
-        if own is None:
-            own = {"role": role, "content": None}
-            turns.append(own)
-        match block:
-            case TextBlock():
-                own["content"] = block.text if own["content"] is None else own["content"] + "\n" + block.text
-            case ThinkingBlock():
-                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
-            case ToolUseBlock():
-                call = {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
-                own.setdefault("tool_calls", []).append({**call, "type": "function"})
-            case RedactedThinkingBlock():
-                pass
+    for _, neighbours in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+        turns += _messages(role, list(neighbours))
     return turns or [{"role": role, "content": ""}]
+
+
+def _messages(role: str, blocks: Sequence[_Block]) -> list[Json]:
+    """Tool results, or blocks of one message. Texts are joined at once: of a body of 4 MB, one by one would take seconds."""
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    if results:
+        return [{"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content)} for each in results]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls: list[Json] = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    message: Json = {"role": role, "content": "\n".join(texts) if texts else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return [message]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -83,6 +84,15 @@ def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
         ("user", "And?\n"),
     ]
     assert [call.function.name for call in chat.messages[2].tool_calls or ()] == ["f"]
+
+
+def test_a_turn_of_thousands_of_texts_is_joined_at_once() -> None:
+    text = "x" * 900
+    body = validated({"max_tokens": 3, "messages": [{"role": "user", "content": text}] * 4096}, MessagesRequest)
+    begun_s = time.process_time()
+    (turn,) = body.chat_request()["messages"]
+    assert time.process_time() - begun_s < 1.0
+    assert turn["content"] == "\n".join([text] * 4096)
 
 
 def test_thinking_sets_the_templates_variable() -> None:
