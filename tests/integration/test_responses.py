@@ -120,6 +120,11 @@ def test_reasoning_comes_first_and_the_limit_is_named(folder: Path) -> None:
         assert short.incomplete_details.reason == "max_output_tokens"
         many = await bench.client.responses.create(model="stub-model", input="hi", max_output_tokens=10**5, store=False)
         assert (many.status, many.max_output_tokens) == ("completed", 10**5)
+        cut = await bench.client.responses.create(
+            model="stub-model", input="fox " * 900, max_output_tokens=10**5, extra_body={"truncate_prompt_tokens": -1}
+        )
+        assert cut.usage is not None
+        assert cut.usage.input_tokens > 400, "an answer cannot have so many tokens: the prompt is not cut for it"
         asked = bench.node.requests()[-1]
         assert len(asked.token_ids) + asked.request.sampling.max_tokens == MAX_LEN
 

@@ -199,7 +199,8 @@ def _generation_request(
             raise BadRequest(f"token id {beyond[0]} is not at least 0 and below {model.vocab_size}", param=name)
     wanted = body.token_limit
     if given["truncate_prompt_tokens"] is not None:
-        prompt_ids = _truncated(prompt_ids, body, model.max_model_len - max(1, wanted or 0))
+        answer = wanted if wanted and wanted < model.max_model_len else 1
+        prompt_ids = _truncated(prompt_ids, body, model.max_model_len - answer)
     room = model.max_model_len - len(prompt_ids)
     asked = 1
     if wanted is not None and wanted > room and body.model_fields_set & {"max_tokens", "max_completion_tokens"}:
@@ -237,7 +238,7 @@ def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int)
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt_ids
-    count = max(1, longest) if limit == -1 else limit
+    count = longest if limit == -1 else limit
     return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
 
 
