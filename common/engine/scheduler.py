@@ -80,8 +80,8 @@ class Scheduler:
         self._steps = 0
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
-        self._yielding: Sequence | None = None
-        """Gets no row in the step being scheduled, so that one before it in `running` gets its blocks after its steps in flight."""
+        self._yielding: list[Sequence | None] = [None] * config.num_groups
+        """By group, who gets no rows until the group is scheduled again: one of it gets its blocks after its steps in flight."""
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -166,7 +166,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run now."""
-        for offset in range(self.config.num_groups):
+        for offset in range(2 * self.config.num_groups - 1):  # again those that yielded to a group which needs no more
             group = (self._next_group + offset) % self.config.num_groups
             scheduled = self._schedule_group(group) if self._in_flight[group] < self.config.depth else None
             if scheduled is not None:
@@ -175,7 +175,7 @@ class Scheduler:
         return None
 
     def _schedule_group(self, group: int) -> ScheduledStep | None:
-        self._yielding = None
+        self._yielding[group] = None
         decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
@@ -297,7 +297,7 @@ class Scheduler:
         return (
             seq.group == group
             and not seq.over
-            and seq is not self._yielding
+            and seq not in self._yielding
             and not (seq.num_pending and (seq.draft_ids or seq.needs_known_tokens))
             and not seq.ends_in_flight(self.config.max_model_len)
         )
@@ -306,9 +306,7 @@ class Scheduler:
         """Running sequences of `group` that decode, with blocks for their rows; preempts where blocks lack."""
         drafts = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
         for seq in list(self.running.values()):
-            if (
-                not seq.block_tables or not seq.is_decoding or not self._can_run(seq, group)
-            ):  # no blocks: preempted here
+            if not (seq.block_tables and seq.is_decoding and self._can_run(seq, group)):  # no blocks: preempted here
                 continue
             if seq.grammar is not None:  # its drafts take no other sequence's blocks
                 spare = seq.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
@@ -323,20 +321,23 @@ class Scheduler:
         """Allocate blocks for `num_tokens`, from the last of `running` if necessary. False if it must wait or
         is preempted.
 
-        A victim of its own group that is in flight gets no row in the next step and releases its blocks after that; a
-        victim in flight in another group would take longer.
+        A victim that is in flight gets no rows until it can release its blocks. Of another group, which takes longer, only one
+        of a lower priority.
         """
         while seq.num_slots < num_tokens:
             while self.allocator.room == 0:
-                victim = next(s for s in reversed(self.running.values()) if s.group == seq.group or not s.in_flight)
+                victim = next(each for each in reversed(self.running.values()) if self._may_take(seq, each))
                 if victim.in_flight:
-                    self._yielding = victim
+                    self._yielding[seq.group] = victim
                     return False
                 self._preempt(victim)
                 if victim is seq:
                     return False
             self.allocator.grow(seq)
         return True
+
+    def _may_take(self, seq: Sequence, other: Sequence) -> bool:
+        return other.group == seq.group or not other.in_flight or other.request.priority > seq.request.priority
 
     def _preempt(self, seq: Sequence) -> None:
         self._remove(seq)

@@ -10,6 +10,7 @@ from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.priority import goes_first, insert_preempted
+from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -52,6 +53,54 @@ def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
         step(scheduler)
     assert chat.preemptions == 0
     assert list(scheduler.waiting) == [batch, later_batch]
+
+
+def test_a_lower_priority_is_preempted_in_another_stage_of_a_pipeline() -> None:
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_groups=2), BlockPool(10))
+    chat, batch = sequence("a", 0), sequence("b", 5)
+    flying: deque[ScheduledStep] = deque()
+    for seq in (chat, batch):
+        scheduler.add(seq)
+        flying += filter(None, [scheduler.schedule()])
+    assert (chat.group, batch.group) == (0, 1)
+    while chat.num_generated < 100:
+        scheduled = flying.popleft()
+        scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
+        scheduler.check_integrity()
+        while following := scheduler.schedule():
+            flying.append(following)
+    assert (chat.preemptions, batch.preemptions) == (0, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_yields_in_vain_goes_on(ends: bool) -> None:
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_groups=2), BlockPool(10))
+    chat, batch = sequence("a", 0), sequence("b", 5)
+    flying: dict[int, ScheduledStep] = {}
+
+    def start() -> None:
+        while following := scheduler.schedule():
+            flying[following.group] = following
+
+    def land(group: int) -> None:
+        scheduled = flying.pop(group)
+        scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
+
+    for seq in (chat, batch):
+        scheduler.add(seq)
+        start()
+    taken = scheduler.pool.allocate(scheduler.pool.num_idle)
+    while 0 in flying:
+        land(0)
+        start()
+    assert 1 in flying, "its blocks are waited for"
+    if ends:
+        scheduler.abort(chat)
+    else:
+        scheduler.pool.release(taken)
+    land(1)
+    start()
+    assert (0 in flying, 1 in flying, batch.preemptions) == (not ends, True, 0)
 
 
 def test_what_was_preempted_waits_behind_higher_priorities_and_before_its_own() -> None:
