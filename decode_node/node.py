@@ -167,9 +167,9 @@ class DecodeNode(NodeCore[_Attempt]):
         return has_worked
 
     def _num_in_prefill(self) -> int:
-        """Prompts to be computed elsewhere; those not begun may wait there for room while one that was begun waits for it here."""
-        coming = [a for a in self.attempts.values() if a.phase is not Phase.ACTIVE and a.first_token is None]
-        return sum(a.offer is not None or self.scheduler.due is None for a in coming)
+        """Prompts to be computed elsewhere; those not begun may wait there for room while one begun waits for it here."""
+        coming = [a for a in self.attempts.values() if a.phase not in (Phase.ACTIVE, Phase.DRAINING)]
+        return sum(a.first_token is None and (a.offer is not None or self.scheduler.due is None) for a in coming)
 
     # ------------------------------------------------------------ admission
 

@@ -89,6 +89,24 @@ def test_nothing_rests_for_streams_that_wait_for_room(monkeypatch: pytest.Monkey
     assert pair.d.rests_until_s < pair.clock()
 
 
+def test_nothing_rests_for_a_stream_that_has_ended_while_its_slices_may_still_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = one_runs(monkeypatch, d_blocks=32)
+    pair.request(LATER, prompt=[1, *PROMPT])
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    assert pair.d.attempts[LATER].phase is Phase.RECEIVING
+    assert pair.d.rests_until_s > pair.clock()
+    monkeypatch.setattr(pair.wire.receiver, "abort", lambda _: None)  # a slice is being written
+    pair.d.handle(FromClient(ROUTER, Abort(LATER)))
+    assert pair.d.attempts[LATER].phase is Phase.DRAINING
+    pair.clock.now_s = pair.d.rests_until_s
+    assert pair.d.step()
+    assert pair.d.rests_until_s < pair.clock()
+
+
 @pytest.mark.parametrize(
     ("running", "coming", "low", "high"), [(8, 1, 0.0, 0.01), (8, 8, 0.01, 0.1), (1, 15, 0.1, 0.1)]
 )
