@@ -25,7 +25,11 @@ _PATH = re.compile(
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 _TEST_FILE = re.compile(r"`(test_\w+\.py)`")
 _COMMAND = re.compile(r"(?<![\w./'\[-])kvrelay (\w[^`|#\n]*)")
+_CODE = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.S)
+_SHOWN_COMMAND = re.compile(r"^ *(?:\w+=\S+ +)*kvrelay +([a-z].*)", re.M)
 _MADE_BY_USERS = "compose/.env"
+_ANSWER = "is running"
+"""What follows the name in an answer of the router."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -37,13 +41,19 @@ def test_a_page_names_files_that_exist(page: Path) -> None:
     assert not missing
 
 
-def _unknown_options(line: str) -> list[str]:
-    """What the command that begins with these words does not take. Words that are no command, as in prose, take anything."""
+def _command(line: str) -> tuple[Any, list[str]]:
+    """The command, or group of commands, that begins with these words, and the words behind it."""
     words = line.split()
     command: Any = typer.main.get_command(app)
     while words and hasattr(command, "get_command") and (found := command.get_command(None, words[0])) is not None:
         command = found
         del words[0]
+    return command, words
+
+
+def _unknown_options(line: str) -> list[str]:
+    """What the command that begins with these words does not take. Words that are no command, as in prose, take anything."""
+    command, words = _command(line)
     if hasattr(command, "get_command"):
         return []
     known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"-h", "--help"}
@@ -61,6 +71,22 @@ def test_a_page_names_variables_that_exist(page: Path) -> None:
 def test_commands_that_a_page_shows_have_their_options(page: Path) -> None:
     shown = _COMMAND.findall(page.read_text("utf-8"))
     assert not {line: unknown for line in shown if (unknown := _unknown_options(line))}
+
+
+def _unknown_commands(text: str) -> list[str]:
+    shown = [line for code in _CODE.findall(text) for line in _SHOWN_COMMAND.findall("\n".join(code))]
+    found = [(line, *_command(line)) for line in shown if line != _ANSWER]
+    return [line for line, command, rest in found if hasattr(command, "get_command") and rest[:1] and rest[0][0] != "-"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_a_page_s_code_exist(page: Path) -> None:
+    assert not _unknown_commands(page.read_text("utf-8"))
+
+
+def test_commands_in_code_are_looked_up() -> None:
+    text = "`kvrelay admin chek`, kvrelay does, `kvrelay` `kvrelay admin --url x`\n```bash\nA=1 kvrelay serv --x\n```"
+    assert _unknown_commands(text) == ["admin chek", "serv --x"]
 
 
 def test_the_options_of_shown_commands_are_looked_up() -> None:
