@@ -150,7 +150,8 @@ class Registrar:
         self._encode()
         self._lease_s = lease_s
         self._load = load
-        self._reachable = True
+        self.unavailable: str | None = None
+        """Why Redis did not take the last renewal; None if it did."""
         self._changed = asyncio.Event()
         self.registered = asyncio.Event()
         """Set when the record is first written."""
@@ -165,11 +166,11 @@ class Registrar:
             try:
                 await self._renew()
             except UNREACHABLE as error:
-                self._note(reachable=False, why=short(error))
+                self._note(short(error))
                 await forget_connections(self._client)
                 wait_s = min(wait_s, _RETRY_S)  # routers that still reach Redis see the lease expire
             else:
-                self._note(reachable=True)
+                self._note(None)
                 self.registered.set()
             honour_cancellation()
             with suppress(TimeoutError):
@@ -193,11 +194,6 @@ class Registrar:
             self._encode()
         except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
             log.warning("the record is not signed with the new certificate yet: %s", error.message)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether Redis answered the last renewal."""
-        return self._reachable
 
     async def deregister(self) -> None:
         """Delete all keys of this incarnation, if Redis is reachable, and close the connection.
@@ -253,12 +249,12 @@ class Registrar:
         node_id = self._record.peer.node_id
         return [self._keys.fence(node_id), self._keys.node(node_id), self._keys.load(node_id)]
 
-    def _note(self, *, reachable: bool, why: str = "") -> None:
-        if reachable and not self._reachable:
-            log.info("Redis is available again; node %s is registered", self._record.peer.node_id)
-        if not reachable and self._reachable:
-            log.warning("Redis is unavailable (%s); node %s keeps serving and retrying", why, self._record.peer.node_id)
-        self._reachable = reachable
+    def _note(self, unavailable: str | None) -> None:
+        node_id, before, self.unavailable = self._record.peer.node_id, self.unavailable, unavailable
+        if unavailable is None and before is not None:
+            log.info("Redis is available again; node %s is registered", node_id)
+        if unavailable is not None and before is None:
+            log.warning("Redis is unavailable (%s); node %s keeps serving and retrying", unavailable, node_id)
 
 
 class Directory:

@@ -210,7 +210,8 @@ def short(error: BaseException) -> str:
         return str(cause)
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno)
-    return str(error).rstrip(".") or type(error).__name__
+    # Redis appends the number and line of our script that it refused to run.
+    return re.sub(r"\. script: .*", "", str(error)).rstrip(".") or type(error).__name__
 
 
 def _no_master(text: str) -> str:

@@ -48,8 +48,8 @@ class AdministeredNode(Protocol):
         ...
 
     @property
-    def registered(self) -> bool:
-        """Whether Redis answered the latest renewal of the registration."""
+    def unregistered(self) -> str | None:
+        """Why Redis did not take the latest renewal of the registration; None if it did."""
         ...
 
     @property
@@ -119,6 +119,7 @@ class NodeAdmin:
 
     async def _status(self, call: Call) -> dict[str, Any]:
         node, record = self._node, self._record
+        why = node.unregistered
         attempts = await self._attempts()
         return {
             "node_id": record.peer.node_id,
@@ -141,7 +142,7 @@ class NodeAdmin:
             "restarting": self._restarting is not None and not self._restarting.done(),
             "idle": self._is_idle(attempts),
             "leases_untold": node.drain.untold(node.leases),
-            "redis": "ok" if node.registered else "unreachable: the node keeps serving and retrying",
+            "redis": "ok" if why is None else f"unavailable ({why}): the node keeps serving and retrying",
             "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
             "load": dataclasses.asdict(node.load),
             "leases": node.describe_leases(),

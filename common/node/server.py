@@ -122,9 +122,9 @@ class NodeServer:
         ]
 
     @property
-    def registered(self) -> bool:
-        """Whether Redis answered the latest renewal of the registration."""
-        return self._registrar is not None and self._registrar.reachable
+    def unregistered(self) -> str | None:
+        """Why Redis did not take the latest renewal of the registration; None if it did."""
+        return "not asked yet" if self._registrar is None else self._registrar.unavailable
 
     @property
     def load(self) -> NodeLoad:

@@ -125,7 +125,7 @@ def test_server_that_becomes_a_replica_takes_no_writes_until_it_leads_again(tmp_
             async with running(*world.nodes, *world.routers):
                 await until(world.known)
                 ask(port, "REPLICAOF", "127.0.0.1", other)
-                await until(lambda: not world.nodes[0].registrar.reachable)
+                await until(lambda: world.nodes[0].registrar.unavailable is not None)
                 world.change()
                 ask(port, "REPLICAOF", "NO", "ONE")
                 await world.rebuilt(port, time.monotonic())

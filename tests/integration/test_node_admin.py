@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 import common.node.admin
 from common.base.errors import RestartRequested
@@ -193,6 +194,23 @@ def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
                 await asyncio.sleep(0.02)
 
     play(redis_server, cluster, scene)
+
+
+def test_a_full_redis_is_told_as_such(cluster: str) -> None:
+    """It answers, so that nothing is wrong with its address, the network or a password."""
+    with RedisServer() as server:
+
+        async def scene(bench: Bench) -> None:
+            with redis.Redis.from_url(server.url) as client:
+                client.config_set("maxmemory", 1)
+            async with asyncio.timeout(20):
+                while (found := (await bench.admin.get("/status")).json()["redis"]) == "ok":
+                    await asyncio.sleep(0.05)
+            assert found == (
+                "unavailable (command not allowed when used memory > 'maxmemory'): the node keeps serving and retrying"
+            )
+
+        play(server, cluster, scene)
 
 
 def test_a_bug_in_the_status_costs_the_answer_and_not_the_node(redis_server: RedisServer, cluster: str) -> None:
