@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import importlib
 import inspect
+import logging
 import os
 import sys
 import tomllib
@@ -25,7 +26,7 @@ import typer.core
 import typer.main
 
 from common.base import logs
-from common.base.errors import ConfigError, KvRelayError
+from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.process import die_with_parent, end_process, open_standard_streams
 from common.config.fields import field_infos
 from common.config.service_configs import ServiceConfig
@@ -39,6 +40,8 @@ from common.config.sources import (
     resolve,
     type_label,
 )
+
+log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
@@ -167,7 +170,7 @@ def service_app(
     `name`: that of the command; by default the service's. `argument`: the field that is given without a flag.
 
     `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
-    on standard error and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
+    on standard error, a log line if the log is JSON, and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
     """
 
     def command(ctx: typer.Context, config: str | None, **given: str | None) -> None:
@@ -210,7 +213,13 @@ def _start(
     if file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
     logs.configure(resolved.config.log_level, resolved.config.log_format)
-    run(resolved)
+    try:
+        run(resolved)
+    except KvRelayError as error:
+        if resolved.config.log_format == "text":
+            raise
+        log.log(logging.WARNING if isinstance(error, RestartRequested) else logging.ERROR, "%s", error)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
 def run_checked(action: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -122,5 +123,7 @@ def _try_it(models: Mapping[str, Task]) -> tuple[str, dict[str, Any]]:
 
 def failure_line(name: str, return_code: int, last_line: str) -> str:
     """One sentence about why the start failed."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # it is no JSON log line
+        last_line = str(json.loads(last_line)["message"])
     reason = last_line.removeprefix("kvrelay: ") or "no output"
     return f"{name} could not start ({describe_exit(return_code)}): {reason}"

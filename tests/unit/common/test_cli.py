@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -127,6 +128,17 @@ def test_configuration_mistake_is_one_sentence_and_exit_code_78(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert "secret" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["router", "decode", "up"])
+def test_the_reason_of_an_end_is_a_line_of_a_json_log(command: str) -> None:
+    result = kvrelay(command, "--redis-url", "redis://127.0.0.1:1", "--port", "0", "--log-format", "json")
+    assert result.returncode == 78
+    line = json.loads(result.stderr)
+    assert (line["level"], line["message"]) == (
+        "error",
+        "cannot reach Redis at redis://127.0.0.1:1: Connection refused",
+    )
 
 
 def test_flags_of_other_servers_and_underscores_are_accepted() -> None:

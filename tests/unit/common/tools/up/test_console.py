@@ -9,7 +9,7 @@ import re
 import pytest
 
 from common.control.messages import Task
-from common.tools.up.console import Console, banner
+from common.tools.up.console import Console, banner, failure_line
 
 
 def test_the_banner_names_addresses_processes_and_kernels() -> None:
@@ -92,6 +92,11 @@ def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
         ("kvrelay", "stopping"),
         ("kvrelay", "ready"),
     ]
+
+
+@pytest.mark.parametrize("last_line", ["kvrelay: no model", '{"level": "error", "message": "no model"}', "no model"])
+def test_a_failed_start_gives_the_childs_reason(last_line: str) -> None:
+    assert failure_line("d0", 78, last_line).endswith(": no model")
 
 
 def test_a_reader_that_stands_still_loses_lines_and_holds_nothing() -> None:
