@@ -17,7 +17,7 @@ from common.security.tls import why_refused
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""Time limit of a handshake."""
+"""Time limit of a handshake, and of the wait for its first byte."""
 MAX_HANDSHAKES = 512
 """Unfinished handshakes; one more ends the oldest, which a peer that means well has finished long ago."""
 _PAUSE_S = 0.1
@@ -77,11 +77,32 @@ class TlsListener:
     async def _open(self, connection: socket.socket) -> None:
         address = _address(connection)
         try:
+            if not await self._says_something(connection):
+                return
             await self._loop.connect_accepted_socket(
                 self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=HANDSHAKE_S
             )
         except OSError as error:  # ssl.SSLError is one, and what a timeout raises
             log.warning("refused a TLS connection: %s", why_refused(error), extra={"peer": address})
+
+    async def _says_something(self, connection: socket.socket) -> bool:
+        """Whether anything arrives; a connection that is closed again only asked whether the port is open.
+
+        It is closed here where nothing does. Raises: TimeoutError.
+        """
+        readable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))
+        arrived = False
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await readable
+            with contextlib.suppress(ConnectionError):
+                arrived = bool(connection.recv(1, socket.MSG_PEEK))
+        finally:
+            self._loop.remove_reader(connection)
+            if not arrived:
+                connection.close()
+        return arrived
 
 
 def _address(connection: socket.socket) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -71,6 +72,24 @@ def test_a_handshake_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatc
         assert listener.unfinished == 0
 
     play(scene)
+
+
+@pytest.mark.parametrize("linger", [None, struct.pack("ii", 1, 0)], ids=["closed", "reset"])
+def test_who_only_asks_whether_the_port_is_open_is_not_refused(
+    linger: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`kvrelay admin check` does, and load balancers."""
+
+    async def scene(listener: TlsListener, port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as probe:
+            if linger is not None:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        assert await greeting(port) == b"hello"
+        while listener.unfinished:
+            await asyncio.sleep(0.01)
+
+    play(scene)
+    assert caplog.messages == []
 
 
 def test_a_server_name_that_is_no_text_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
