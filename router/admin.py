@@ -72,6 +72,7 @@ class RouterAdmin:
             "breakers_opened": dispatcher.breakers.times_opened,
             "redis": self._router.degraded(self._directory) or "ok",
             "refused": self._router.catalog.refusals,
+            "refused_nodes": {} if self._directory is None else self._directory.refused,
             "vanished": {} if self._directory is None else self._directory.vanished,
             "index": {
                 "blocks": len(index),

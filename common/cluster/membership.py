@@ -307,6 +307,10 @@ class Directory:
         return [self._records[node_id] for node_id in sorted(self._records)]
 
     @property
+    def refused(self) -> dict[str, str]:
+        return self._checked.refused
+
+    @property
     def vanished(self) -> dict[str, float]:
         """Nodes that did not end in order and do not renew their registration: seconds since their last renewal was seen.
         Redis forgets an id after an hour."""

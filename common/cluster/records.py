@@ -140,6 +140,11 @@ class CheckedRecords:
         self._refused: dict[str, tuple[bytes, str, float]] = {}
         """Node id -> its record, why it was refused, and when."""
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """Node id -> why its record is refused."""
+        return {node_id: reason for node_id, (_, reason, _) in self._refused.items()}
+
     def read(self, raw_records: Mapping[str, bytes]) -> dict[str, NodeRecord]:
         """The valid records. The log has one line for each node that is refused, and another one if the reason changes."""
         self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}

@@ -52,6 +52,7 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     found += _unreachable(answering, nodes)
     found += _states(nodes)
     found += _refused(routers)
+    found += _refused_nodes(routers)
     found += _vanished(routers)
     found += _strangers(routers, nodes)
     found += _versions(answering, own_version)
@@ -117,6 +118,18 @@ def _refused(routers: Iterable[ServiceReport]) -> Iterator[Finding]:
                 f"does not serve {refusal}",
                 "put the model's files where its nodes have them on the router's host too, and see the router's log",
             )
+
+
+def _refused_nodes(routers: Sequence[ServiceReport]) -> Iterator[Finding]:
+    reasons: dict[str, str] = {}
+    for router in routers:
+        reasons |= router.status.get("refused_nodes", {})
+    for node_id, reason in sorted(reasons.items()):
+        yield Finding(
+            node_id,
+            f"routers ignore it, as they refuse its record in Redis: {reason}",
+            "give it the version of kvrelay that the routers have, or a certificate of their authority (kvrelay keys issue)",
+        )
 
 
 def _vanished(routers: Sequence[ServiceReport]) -> Iterator[Finding]:

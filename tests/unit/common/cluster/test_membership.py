@@ -406,6 +406,8 @@ def test_malformed_record_is_skipped_and_logged_once(
             await view.until(lambda: view.ids == ["d0"])
             await asyncio.sleep(0.3)
             assert view.ids == ["d0"]
+            assert f"theirs is {PROTOCOL_VERSION - 1}" in view.directory.refused["old"]
+            assert set(view.directory.refused) == {"bad", "old"}
 
     asyncio.run(main())
     for name in ("bad", "old"):

@@ -60,6 +60,18 @@ def test_a_model_that_a_router_cannot_serve_is_named() -> None:
     )
 
 
+def test_a_node_whose_record_is_refused_is_named_once() -> None:
+    """It is in no router's list, and knows nothing of it."""
+    routers = [router(), router()]
+    for each in routers:
+        each.status["refused_nodes"] = {"d2": "its certificate is revoked"}
+    (found,) = find(routers, [node("d0")], "1")
+    assert (found.where, found.what) == (
+        "d2",
+        "routers ignore it, as they refuse its record in Redis: its certificate is revoked",
+    )
+
+
 def test_a_node_that_vanished_is_named_once() -> None:
     """It is in no router's list, however many know that it was there."""
     routers = [router(), router()]
