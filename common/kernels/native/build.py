@@ -76,11 +76,16 @@ def build_library(timeout_s: float) -> Path | Missing:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder / "lock", deadline_s) as is_held:
             if not is_held:
-                return Missing(f"another process was still compiling after {timeout_s:.0f} s")
+                return _not_compiled(f"another process was still compiling after {timeout_s:.0f} s")
             found = _find(compilers)  # another process may have compiled it meanwhile
             return found if isinstance(found, Path) else _compile_any(compilers, folder, deadline_s)
     except (OSError, ConfigError) as error:
-        return Missing(str(error))
+        return _not_compiled(str(error))
+
+
+def _not_compiled(reason: str) -> Missing:
+    log.warning("the native kernels cannot be compiled: %s", reason)
+    return Missing(reason)
 
 
 def _find(compilers: list[Compiler]) -> Path | Missing:
@@ -144,8 +149,7 @@ def _compile_any(compilers: list[Compiler], folder: Path, deadline_s: float) -> 
                     f"; `{sys.executable} -m common.kernels.native.build` gives it ten minutes, once for all starts"
                 )
             break
-    log.warning("the native kernels cannot be compiled: %s", reason)
-    return Missing(reason)
+    return _not_compiled(reason)
 
 
 @contextlib.contextmanager

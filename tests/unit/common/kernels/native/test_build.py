@@ -183,12 +183,14 @@ def test_the_compiler_that_cxx_names_is_the_only_one_used(bin_folder: Path, monk
 
 
 def test_a_cache_that_cannot_be_written_is_a_reason_not_an_error(
-    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install_compiler(bin_folder)
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "file" / "cache"))
-    assert isinstance(build_library(60.0), Missing)
+    found = build_library(60.0)
+    assert isinstance(found, Missing)
+    assert caplog.messages == [f"the native kernels cannot be compiled: {found.reason}"]
     monkeypatch.setenv("KVRELAY_CACHE", "relative")
     assert build_library(60.0) == Missing("KVRELAY_CACHE=relative is not an absolute path")
 
