@@ -183,6 +183,11 @@ class ModelCatalog:
         )
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a model that nodes have registered is neither loaded nor refused yet."""
+        return any(each.records and each.served is None and not each.is_refused for each in self._registered.values())
+
+    @property
     def refusals(self) -> list[str]:
         """Why models that nodes registered cannot be served."""
         return [f"the model {each.name!r}: {each.problem}" for each in self._registered.values() if each.is_refused]

@@ -6,8 +6,10 @@ One process, one event loop. `serve` is what `kvrelay router` runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 from typing import cast
 
 from starlette.types import ASGIApp
@@ -17,6 +19,7 @@ from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
+from common.control.http_server import HttpServer
 from common.control.self_report import SelfReport
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
@@ -33,6 +36,9 @@ from router.ui.app import PATH
 from router.ui.routes import DashboardRoutes
 
 log = logging.getLogger(__name__)
+
+_KNOWS_S, _LOOK_S = 2.0, 0.01
+"""Time in which a new router gets to know the nodes, and the pause between two looks whether it does."""
 
 
 async def serve(config: RouterConfig) -> None:
@@ -62,15 +68,14 @@ async def serve(config: RouterConfig) -> None:
     server = http_server(router, config, directory, responses, ui)
     pages.chat_endpoint = cast("ASGIApp", server.config.app)
     restart = Restart(router.dispatcher, lambda: server.busy)
-    host, port = sock.getsockname()[:2]
-    log.info("listening on %s", endpoint("https" if config.ssl_certfile else "http", host, port))
     if admin is not None:
         admin.start(
             RouterAdmin(router, config, directory, restart).routes() + SelfReport(config).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)
-    http = asyncio.create_task(server.serve(sockets=[sock]))
+    scheme = "https" if config.ssl_certfile else "http"
+    http = asyncio.create_task(_take_requests(server, sock, scheme, router, directory))
     background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart)]
     if config.tls_dir is not None:
         background.append(asyncio.create_task(warn_before_end(config.tls_dir)))
@@ -81,7 +86,7 @@ async def serve(config: RouterConfig) -> None:
     finally:
         router.dispatcher.fail_all(Unavailable("the router is shutting down; try again"))
         server.stop()
-        for task in background:
+        for task in background if server.started else (http, *background):
             task.cancel()
         results = await asyncio.gather(http, *background, return_exceptions=True)
         if admin is not None:
@@ -93,6 +98,21 @@ async def serve(config: RouterConfig) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
+
+
+async def _take_requests(
+    server: HttpServer, sock: socket.socket, scheme: str, router: Router, directory: Directory
+) -> None:
+    """Serve HTTP, once the nodes that are registered now answer and their models are loaded, or `_KNOWS_S` later: a router
+    that has restarted would refuse requests until it knows its nodes again."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_KNOWS_S):
+            await directory.poll()
+            while router.catalog.is_loading or not all(node.works for node in router.dispatcher.nodes.known()):
+                await asyncio.sleep(_LOOK_S)
+    host, port = sock.getsockname()[:2]
+    log.info("listening on %s", endpoint(scheme, host, port))
+    await server.serve(sockets=[sock])
 
 
 def _directory(router: Router, config: RouterConfig) -> Directory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,34 @@ def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
             await decode.until(lambda: len(decode.aborts()) == 1)
         renewal.cancel()
         await asyncio.gather(renewal, return_exceptions=True)
+        await registrar.deregister()
+        await decode.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_router_that_starts_beside_running_nodes_refuses_no_request(
+    tmp_path: Path, redis_server: RedisServer, cluster: str, free_port: int
+) -> None:
+    """Its clients wait for it, as after a restart: the first request comes before it knows its nodes."""
+    folder = make_model_folder(tmp_path / "stub-model")
+
+    async def main() -> None:
+        config = RouterConfig(port=free_port, redis_url=redis_server.url, cluster=cluster, lease_s=1.0)
+        decode = StubNode("decode", "d0", str(folder))
+        registrar = Registrar(redis_server.url, cluster, decode.record, lease_s=1.0)
+        renewal = asyncio.create_task(registrar.run())
+        await registrar.registered.wait()
+        service = asyncio.create_task(serve(config))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}", timeout=20) as http:
+            answer = None
+            while answer is None:
+                with contextlib.suppress(httpx.ConnectError):
+                    answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+            assert answer.status_code == 200, answer.text
+        for task in (service, renewal):
+            task.cancel()
+        await asyncio.gather(service, renewal, return_exceptions=True)
         await registrar.deregister()
         await decode.close()
 
