@@ -107,7 +107,7 @@ async def _take_requests(
     that has restarted would refuse requests until it knows its nodes again."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KNOWS_S):
-            await directory.poll()
+            await directory.polled.wait()
             while router.catalog.is_loading or not all(node.works for node in router.dispatcher.nodes.known()):
                 await asyncio.sleep(_LOOK_S)
     host, port = sock.getsockname()[:2]

@@ -298,6 +298,8 @@ class Directory:
         """Node id -> that time, and this process' clock when it was first read."""
         self.degraded = False
         """Redis did not answer the last poll."""
+        self.polled = asyncio.Event()
+        """Set with the first poll, also if Redis did not answer."""
         self.unrenewed: list[str] = []
         """Nodes that still answer although their records in Redis have expired or are damaged."""
 
@@ -340,10 +342,13 @@ class Directory:
         try:
             epoch, renewals, answer = await self._fetch()
         except UNREACHABLE as error:
-            self._lost(short(error))
+            if not self.degraded:
+                log.warning("Redis is unavailable (%s); %d nodes stay known", short(error), len(self._records))
+            self.degraded = True
             await forget_connections(self._client)
         else:
             self._update(epoch, renewals, answer)
+        self.polled.set()
         honour_cancellation()
 
     async def close(self) -> None:
@@ -357,11 +362,6 @@ class Directory:
         renewals = dict(zip(ids, map(float, members[1::2]), strict=True))
         records = {node_id: value for node_id, value in zip(ids, found, strict=True) if value is not None}
         return epoch, renewals, records
-
-    def _lost(self, why: str) -> None:
-        if not self.degraded:
-            log.warning("Redis is unavailable (%s); continuing with the %d known nodes", why, len(self._records))
-        self.degraded = True
 
     def _update(self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes]) -> None:
         now = self._clock()

@@ -155,7 +155,9 @@ def test_unreachable_redis_cluster_ends_no_service(tmp_path: Path) -> None:
             with serving("before"):
                 ask(port, "CLUSTER", "ADDSLOTS", *every_slot)
                 await until(lambda: router.holds(node.incarnation, names(100)))
-            await until(lambda: router.subscriber.away and router.directory.degraded and node.registrar.unavailable is not None)
+            await until(
+                lambda: router.subscriber.away and router.directory.degraded and node.registrar.unavailable is not None
+            )
             node.stored(names(50, 100))
             assert router.holds(node.incarnation, names(100)), "what is known stays known"
             with serving("after"):
