@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from pathlib import Path
 
@@ -27,10 +28,14 @@ from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.router import Router
 
+log = logging.getLogger(__name__)
+
 BODY_TIMEOUT_S = 60.0
 """Time limit for a request body to arrive."""
 _MAX_CONNECTIONS = 16_384
 """With more open connections (idle ones count) or requests, uvicorn answers 503."""
+_FEW_CONNECTIONS = 1024
+"""Fewer are worth a warning."""
 _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0
@@ -60,7 +65,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _most_connections() -> int:
     files = allow_files(_MAX_CONNECTIONS + _OTHER_FILES)
-    return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
+    most = min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
+    if most < _FEW_CONNECTIONS:
+        log.warning(
+            "takes at most %d connections at a time, others get 503: only %d file descriptors are allowed; raise the limit "
+            "(ulimit -n 65536, LimitNOFILE= of systemd)",
+            most,
+            files,
+        )
+    return most
 
 
 def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:

@@ -50,6 +50,7 @@ print(_most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     def most(hard: int) -> list[int]:
         command = [sys.executable, "-c", program, str(hard)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert (f"only {hard} file descriptors are allowed" in done.stderr) == (hard == 1000)
         return list(map(int, done.stdout.split()))
 
     assert most(10_000) == [10_000 - 4096, 10_000]
