@@ -17,9 +17,11 @@ from common.security.tls import why_refused
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""Time limit of a handshake, and of the wait for its first byte."""
+"""Time limit of a handshake, with the wait for its first byte."""
 MAX_HANDSHAKES = 512
 """Unfinished handshakes; one more ends the oldest, which a peer that means well has finished long ago."""
+_LEAST_S = 0.01
+"""Of this time for what follows the first byte: asyncio takes no zero."""
 _PAUSE_S = 0.1
 """Pause before the next attempt to accept, when the process has no file descriptor left."""
 
@@ -75,12 +77,13 @@ class TlsListener:
             await asyncio.sleep(0)  # `sock_accept` does not wait while connections are there
 
     async def _open(self, connection: socket.socket) -> None:
-        address = _address(connection)
+        address, end_s = _address(connection), self._loop.time() + HANDSHAKE_S
         try:
             if not await self._says_something(connection):
                 return
+            left_s = max(_LEAST_S, end_s - self._loop.time())
             await self._loop.connect_accepted_socket(
-                self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=HANDSHAKE_S
+                self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=left_s
             )
         except OSError as error:  # ssl.SSLError is one, and what a timeout raises
             log.warning("refused a TLS connection: %s", why_refused(error), extra={"peer": address})

@@ -46,6 +46,7 @@ from common.tools.up.run_folder import run_folder
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
+_SAME_SIGNAL_S = 0.5  # programs such as `timeout` send a signal twice
 _STOP_S = 10.0
 """Time between SIGTERM and SIGKILL for a child."""
 
@@ -136,6 +137,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._kill_now = asyncio.Event()
         """A second Ctrl-C: kill instead of waiting."""
+        self._signalled_s = 0.0
         self._failure: BaseException | None = None
         self._published = False
 
@@ -168,11 +170,12 @@ class Supervisor:
         self._console.say("everything stopped")
 
     def _on_signal(self, signum: int) -> None:
-        if self._stop.is_set():
-            self._kill_now.set()
-        else:
+        if not self._stop.is_set():
             self._console.say(f"{signal.Signals(signum).name}: stopping")
             self._stop.set()
+            self._signalled_s = time.monotonic()
+        elif time.monotonic() > self._signalled_s + _SAME_SIGNAL_S:
+            self._kill_now.set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -74,6 +74,21 @@ def test_a_handshake_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatc
     play(scene)
 
 
+def test_a_handshake_has_one_time_limit_whenever_its_first_byte_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 1.0)
+
+    async def scene(listener: TlsListener, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        reader = await half_open(port)
+        await asyncio.sleep(0.8)
+        reader.writer.write(b"\x16")  # type: ignore[attr-defined]
+        assert await reader.read() == b""
+        assert loop.time() - begun_s < 1.6
+
+    play(scene)
+
+
 @pytest.mark.parametrize("linger", [None, struct.pack("ii", 1, 0)], ids=["closed", "reset"])
 def test_who_only_asks_whether_the_port_is_open_is_not_refused(
     linger: bytes | None, caplog: pytest.LogCaptureFixture

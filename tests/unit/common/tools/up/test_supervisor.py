@@ -144,6 +144,26 @@ def test_a_stop_does_not_wait_for_a_fork_server_that_is_still_importing() -> Non
     asyncio.run(main())
 
 
+def test_a_signal_that_is_sent_twice_is_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout kvrelay up` killed all services instead of ending them in order."""
+    now_s = 100.0
+    monkeypatch.setattr("common.tools.up.supervisor.time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def main() -> None:
+        nonlocal now_s
+        cluster = Supervisor(UpConfig(), [], "redis://127.0.0.1:1", PidFile(None))
+        cluster._on_signal(signal.SIGTERM)
+        cluster._on_signal(signal.SIGTERM)
+        assert cluster._stop.is_set()
+        assert not cluster._kill_now.is_set()
+        now_s += 1.0
+        cluster._on_signal(signal.SIGINT)
+        assert cluster._kill_now.is_set()
+        await cluster._probe.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("config", "shown"),
     [(UpConfig(), False), (UpConfig(api_key="k"), True), (UpConfig(api_key_file="keys.toml"), True)],
