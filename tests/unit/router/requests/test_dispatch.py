@@ -59,6 +59,14 @@ async def submit(dispatcher: Dispatcher, name: str) -> Generation:
     return generation
 
 
+def make_all_wait(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
+    """In the admission queue."""
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
+    placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+    monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+
+
 def message(generation: Generation) -> str:
     assert generation.outcome is not None
     assert generation.outcome.error is not None
@@ -149,15 +157,12 @@ def test_a_request_that_waited_for_a_node_and_then_in_the_queue_waits_its_whole_
     """The nodes returned, busy; when its turn came they were gone again: that is another wait."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
     monkeypatch.setattr("router.requests.retry_wait.WAKE_AFTER_S", 0.0)
-    for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
     clock = MockClock()
 
     async def scene(dispatcher: Dispatcher) -> None:
         waiting = await submit(dispatcher, "a")
         decide = dispatcher.state("m").placer.decide
-        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        make_all_wait(monkeypatch, dispatcher)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
             while not len(dispatcher.state("m").admission_queue):
@@ -258,12 +263,9 @@ def test_a_burst_is_placed_in_portions_and_a_request_cancelled_before_its_turn_i
 
 def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of one turn of the loop are not placed yet when the next of them asks for room."""
-    for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
 
     async def scene(dispatcher: Dispatcher) -> None:
-        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        make_all_wait(monkeypatch, dispatcher)
         early = [await submit(dispatcher, f"a{i}") for i in range(6)]
         late: list[Generation] = []
         request = replace(REQUEST, tenant=Tenant("b"))
@@ -281,12 +283,8 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
 def test_an_urgent_request_takes_the_place_of_a_less_urgent_one_in_a_full_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
-
     async def scene(dispatcher: Dispatcher) -> None:
-        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        make_all_wait(monkeypatch, dispatcher)
         patient = replace(REQUEST, engine=REQUEST.engine._replace(priority=10))
         early = [dispatcher.submit("m", f"a{i}", [patient], cast("Any", None), lambda: None)[0] for i in range(3)]
         with pytest.raises(Overloaded, match="3 requests are waiting"):
@@ -301,12 +299,8 @@ def test_an_urgent_request_takes_the_place_of_a_less_urgent_one_in_a_full_queue(
 
 
 def test_samples_take_places_of_who_has_more_in_a_full_queue_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
-
     async def scene(dispatcher: Dispatcher) -> None:
-        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+        make_all_wait(monkeypatch, dispatcher)
         early = [await submit(dispatcher, f"a{i}") for i in range(6)]
         request = replace(REQUEST, tenant=Tenant("b"))
         with pytest.raises(Overloaded, match="6 requests are waiting"):
@@ -326,13 +320,9 @@ def test_samples_take_places_of_who_has_more_in_a_full_queue_all_or_none(monkeyp
 def test_samples_that_wait_for_the_first_of_their_prompt_do_not_shut_others_out(
     monkeypatch: pytest.MonkeyPatch, *, begun: bool
 ) -> None:
-    for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
-
     async def scene(dispatcher: Dispatcher) -> None:
         state = dispatcher.state("m")
-        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(state.placer, "decide", lambda _: placement)
+        make_all_wait(monkeypatch, dispatcher)
         early = dispatcher.submit("m", "a", samples(REQUEST, 6, ranked=False), cast("Any", None), lambda: None)
         await asyncio.sleep(0)
         assert len(state.admission_queue) == 1
