@@ -20,9 +20,9 @@ class Form(NamedTuple):
     """What a text must look like."""
 
     pattern: str
-    """Of the whole text."""
+    """Regular expression that the whole text must match."""
     meaning: str
-    """Follows "must be"."""
+    """Description for error messages: what follows "must be"."""
 
 
 _HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")

@@ -21,7 +21,7 @@ HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 512
 """Unfinished handshakes; one more ends the oldest, which a peer that means well has finished long ago."""
 _LEAST_S = 0.01
-"""Of this time for what follows the first byte: asyncio takes no zero."""
+"""The shortest handshake timeout that is passed to asyncio, which refuses zero."""
 _PAUSE_S = 0.1
 """Pause before the next attempt to accept, when the process has no file descriptor left."""
 

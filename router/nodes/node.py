@@ -56,7 +56,7 @@ class Node:
     unreachable: bool = False
     """The last link could not be opened: a malformed address, or no free socket in this process."""
     lost: bool = False
-    """Its loss was reported, and it has not answered since."""
+    """A loss of this node was reported, and it has not answered since then."""
     legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
     """Open legs, in the order in which they were sent."""
     relayed_from: dict[str, int] = field(default_factory=dict[str, int])

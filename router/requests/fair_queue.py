@@ -199,8 +199,8 @@ class _Shares:
         return min(waiting, key=self._clocks.__getitem__)
 
     def tokens_ahead(self, name: str, queued: Mapping[str, float]) -> float:
-        """What is served before a new request of `name`: its own `queued` tokens, and of everybody else's those until their
-        clock is where it begins.
+        """Number of tokens that are served before a new request of `name`: all that `name` has queued, and of every other name as
+        many as its clock lags behind the clock at which the new request starts, at most those it has queued.
         """
         own = queued.get(name, 0.0)
         begins = self._clocks.get(name, self._now) + own
@@ -210,9 +210,7 @@ class _Shares:
                 ahead += min(tokens, max(0.0, begins - self._clocks.get(each, self._now)))
         return ahead
 
-    def serve(
-        self, name: str, tokens: int, waiting: Collection[str], less_urgent: Sequence[Collection[str]] = ()
-    ) -> None:
+    def serve(self, name: str, tokens: int, waiting: Collection[str], less_urgent: Sequence[Collection[str]]) -> None:
         """One of those who wait, as for `next`, gets its turn. `less_urgent`: those who wait with less urgent requests. If they have
         no others, their clocks keep their distance to virtual time: they had no part in this turn.
         """

@@ -84,7 +84,7 @@ def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
 def test_a_router_that_starts_beside_running_nodes_refuses_no_request(
     tmp_path: Path, redis_server: RedisServer, cluster: str, free_port: int
 ) -> None:
-    """Its clients wait for it, as after a restart: the first request comes before it knows its nodes."""
+    """The first request arrives before the router knows its nodes: it must wait, not fail with 503."""
     folder = make_model_folder(tmp_path / "stub-model")
 
     async def main() -> None:

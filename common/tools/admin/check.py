@@ -58,7 +58,7 @@ def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
         try:
             status = client.get("/status", base=base)
         except (AdminUnreachable, AdminRefused) as error:
-            return ServiceReport(base, "router", silent=error.message, closed=isinstance(error, AdminRefused))
+            return _silenced(ServiceReport(base, "router"), error)
         return _ask(client, base, ServiceReport(str(status["router_id"]), "router", status=status), addresses)
 
     def ask_node(node: Mapping[str, Any]) -> ServiceReport:
@@ -67,8 +67,7 @@ def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
             base = client.address_of(node)
             service.status = client.get("/status", base=base)
         except (AdminUnreachable, AdminRefused) as error:
-            service.silent, service.closed = error.message, isinstance(error, AdminRefused)
-            return service
+            return _silenced(service, error)
         return _ask(client, base, service, [each for each in addresses if each not in places[service.name]])
 
     with ThreadPoolExecutor(max(1, min(32, len(urls) + len(known)))) as threads:
@@ -89,9 +88,13 @@ def _ask(client: AdminClient, base: str, service: ServiceReport, dial: list[str]
     try:
         service.facts = client.post("/facts", {"dial": dial}, base=base)
     except (AdminUnreachable, AdminRefused) as error:
-        service.silent, service.closed = error.message, isinstance(error, AdminRefused)
-        return service
+        return _silenced(service, error)
     after_s = time.time()
     then_s = float(service.facts["time"])
     service.skew_s = max(0.0, then_s - after_s) or min(0.0, then_s - before_s)
+    return service
+
+
+def _silenced(service: ServiceReport, error: AdminUnreachable | AdminRefused) -> ServiceReport:
+    service.silent, service.closed = error.message, isinstance(error, AdminRefused)
     return service

@@ -154,7 +154,7 @@ def test_node_that_is_no_longer_listed_finishes_its_work_but_gets_no_more() -> N
 
 
 def test_node_that_ends_in_order_is_lost_once() -> None:
-    """Its port closes a moment before membership drops it: the link opened meanwhile never answers."""
+    """The node closes its port shortly before membership drops it; a link that is opened in between never gets an answer."""
 
     async def scene(view: View, node: StubNode) -> None:
         await node.close()
