@@ -9,7 +9,7 @@ from common.base.errors import BadRequest, KvRelayError
 from router.pooling.part import CLIENT_LEFT, PoolPart
 from router.pooling.work import PoolWork, split
 from router.requests.dispatch import Dispatcher
-from router.requests.fair_queue import Siblings
+from router.requests.queued_request import Siblings
 from router.requests.story import Story
 
 

@@ -25,8 +25,8 @@ from router.policy import Fleet
 from router.pooling.work import PoolWork
 from router.requests import flow_events as f
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S
-from router.requests.fair_queue import Siblings
 from router.requests.flow import backoff_s
+from router.requests.queued_request import Siblings
 from router.requests.router_state import RouterState
 from router.requests.story import Story
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.pooling import PoolInput
-from router.requests.fair_queue import NOBODY, Tenant
+from router.requests.queued_request import NOBODY, Tenant
 
 MAX_PART_INPUTS = 128
 """Inputs of one part."""

@@ -15,6 +15,7 @@ from common.base.errors import Overloaded
 from router.policy import Decision, Fleet
 from router.policy.costs import Costs
 from router.policy.fleet import FEW, Figures
+from router.requests.fair_queue import TokensAhead
 
 USEFUL_QUEUE_S = 1.0
 """A prefill node with this much queued work has enough. It must be longer than the interval of its load reports."""
@@ -85,11 +86,16 @@ def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
     return len(fleet.incarnations) <= FEW or bool(full(fleet.columns, fleet.costs).all())
 
 
-def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
-    """How long queued requests of `tokens` keep the prefill nodes busy. Without prefill nodes: the decode nodes, at their
-    own speed once it was measured.
+def wait_s(ahead: TokensAhead, prefill: Fleet, decode: Fleet) -> float:
+    """How long the nodes are busy with queued requests: the prefill nodes with their prompts and, at the same time, the decode
+    nodes with their answers, once the time of a step was measured. Without prefill nodes, the decode nodes with both, one after
+    the other, at their own speed once it was measured.
     """
-    if not tokens:
-        return 0.0
     computing = prefill if len(prefill) or not decode.costs.prefills else decode
-    return tokens * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
+    prompts_s = ahead.of_prompts * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
+    answers_s = 0.0
+    if ahead.of_answers and decode.costs.steps and len(decode):
+        costs, at = decode.costs, decode.columns
+        steps_s = (costs.step_base_s + costs.step_seq_s * at.capacity) * at.step_slowness
+        answers_s = ahead.of_answers / float((at.capacity / steps_s).sum())
+    return max(prompts_s, answers_s) if len(prefill) else prompts_s + answers_s

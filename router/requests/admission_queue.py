@@ -15,7 +15,9 @@ from common.base.errors import Overloaded
 from common.control.messages import Role
 from router.policy import Decision, Fleet
 from router.requests.admission import Objectives, crowded, wait_s
-from router.requests.fair_queue import NOBODY, FairQueue, QueuedRequest, Siblings, Tenant
+from router.requests.fair_queue import FairQueue
+from router.requests.full_queue import begun_of_others, victims
+from router.requests.queued_request import NOBODY, QueuedRequest, Siblings, Tenant
 
 CallSoon = Callable[[Callable[[], None]], object]
 """Runs the callback after the current event has been handled."""
@@ -60,6 +62,8 @@ class AdmissionQueue:
         self._clock = clock
         self._call_soon = call_soon
         self._queue = FairQueue()
+        self._followers: dict[str, QueuedRequest] = {}
+        """By id, requests that wait for a sibling before they enter. They only count."""
         self._waiters: dict[str, _Waiter] = {}
         self._release_due = False
 
@@ -67,7 +71,7 @@ class AdmissionQueue:
         return len(self._queue)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._queue
+        return request_id in self._queue or request_id in self._followers
 
     def enter(
         self,
@@ -88,7 +92,7 @@ class AdmissionQueue:
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
-        self._queue.remove(request_id)  # it may have waited for a sibling
+        self._followers.pop(request_id, None)
         ahead_s = wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
         if decision is not None and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
@@ -96,24 +100,26 @@ class AdmissionQueue:
         reason = crowded(prefill, decode) or ("others wait before it" if ahead else "")
         if not reason:
             return None
-        tokens = prompt_tokens + min(max_tokens, int(decode.costs.output_tokens))
+        answer_tokens = min(max_tokens, int(decode.costs.output_tokens))
         deadline_s = self._clock() + self._max_wait_s
-        self._queue.push(QueuedRequest(request_id, tokens, deadline_s, priority, tenant, siblings))
+        self._queue.push(
+            QueuedRequest(request_id, prompt_tokens, answer_tokens, deadline_s, priority, tenant, siblings)
+        )
         self._waiters[request_id] = _Waiter(admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
     def follow(self, request_id: str, *, priority: int, tenant: Tenant, siblings: Siblings) -> None:
         """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
-        self._queue.follow(QueuedRequest(request_id, 0, math.inf, priority, tenant, siblings))
+        self._followers[request_id] = QueuedRequest(request_id, 0, 0, math.inf, priority, tenant, siblings)
 
     def victims(self, tenant: Tenant, count: int, priority: int) -> list[str]:
-        """As `FairQueue.victims`."""
-        return self._queue.victims(tenant, count, priority)
+        """The requests to refuse so that `tenant` gets up to `count` places of this priority: as `full_queue.victims`."""
+        return victims(self._queue.requests, self._followers.values(), tenant, count, priority)
 
     def begun_of_others(self, tenant: Tenant) -> int:
-        """As `FairQueue.begun_of_others`."""
-        return self._queue.begun_of_others(tenant)
+        """Number of requests that do not take the places of `tenant`: as `full_queue.begun_of_others`."""
+        return begun_of_others([*self._queue.requests, *self._followers.values()], tenant)
 
     def make_room(self, victims: Iterable[str]) -> None:
         """Refuse requests that `victims` named."""
@@ -122,6 +128,7 @@ class AdmissionQueue:
 
     def remove(self, request_id: str) -> None:
         """The request is over; one that is not here is ignored."""
+        self._followers.pop(request_id, None)
         self._queue.remove(request_id)
         self._waiters.pop(request_id, None)
 

@@ -16,8 +16,8 @@ from common.control.ids import pack_ids
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
 from router.policy import Decision
 from router.requests import flow_events as f
-from router.requests.fair_queue import Siblings
 from router.requests.placement import HashChain, Placement, PlacementRequest
+from router.requests.queued_request import Siblings
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
 from router.requests.shared_prompt import SharedPrompt

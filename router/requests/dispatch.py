@@ -29,9 +29,9 @@ from router.requests import flow_events as f
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
-from router.requests.fair_queue import NOBODY, Siblings, Tenant
 from router.requests.generation import Generation
 from router.requests.placement import Placer
+from router.requests.queued_request import NOBODY, Siblings, Tenant
 from router.requests.request import GenerationRequest
 from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
@@ -274,7 +274,8 @@ class Dispatcher:
         self._start(len(self._fresh))
         queue, too_many = state.admission_queue, state.table.waiting + count - most
         victims = queue.victims(tenant, min(count, too_many), priority)
-        if len(victims) < min(count, too_many - queue.begun_of_others(tenant)):
+        begun_of_others = min(queue.begun_of_others(tenant), most)  # many tenants do not fill the memory
+        if len(victims) < min(count, too_many - begun_of_others):
             raise Overloaded(
                 f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )

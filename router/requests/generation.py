@@ -20,8 +20,8 @@ from router.metrics import Finished
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.attempt_placing import Attempts
-from router.requests.fair_queue import Siblings
 from router.requests.flow import Flow
+from router.requests.queued_request import Siblings
 from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
 from router.requests.story import Story

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from common.base.errors import KvRelayError
 from common.control.messages import EngineRequest, FinishReason, TokenLogprobs
-from router.requests.fair_queue import NOBODY, Tenant
+from router.requests.queued_request import NOBODY, Tenant
 from router.requests.shared_prompt import SharedPrompt
 
 

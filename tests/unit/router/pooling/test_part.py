@@ -23,7 +23,7 @@ from router.pooling.call import PoolCall
 from router.pooling.part import pick
 from router.pooling.work import PoolWork
 from router.requests.dispatch import Dispatcher
-from router.requests.fair_queue import Tenant
+from router.requests.queued_request import Tenant
 
 WIDTH = 8
 

@@ -17,8 +17,8 @@ from router.policy import Decision, Fleet, LegDecision, Picked
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S, Attempts
-from router.requests.fair_queue import Siblings, Tenant
 from router.requests.placement import Placement, PlacementRequest
+from router.requests.queued_request import Siblings, Tenant
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
 from router.requests.story import Story

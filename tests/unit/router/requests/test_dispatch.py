@@ -19,9 +19,9 @@ from router.http.openai.samples import samples
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher
-from router.requests.fair_queue import Tenant
 from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
+from router.requests.queued_request import Tenant
 from router.requests.request import GenerationRequest, Outcome
 
 REQUEST = GenerationRequest(EngineRequest(pack_ids([1, 2, 3]), SamplingParams(seed=0, max_tokens=4)), detokenize=False)
@@ -337,6 +337,28 @@ def test_samples_that_wait_for_the_first_of_their_prompt_do_not_shut_others_out(
             await asyncio.sleep(0)
         assert [early[0].outcome is None, *(each.outcome is None for each in late)] == [begun, True, True]
         for generation in early + late:
+            generation.cancel()
+
+    play(scene, max_waiting=6)
+
+
+def test_tenants_with_samples_that_have_begun_do_not_fill_a_router_without_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(dispatcher: Dispatcher) -> None:
+        make_all_wait(monkeypatch, dispatcher)
+        begun: list[Generation] = []
+        for number in range(3):
+            request = replace(REQUEST, tenant=Tenant(f"t{number}"))
+            wanted = samples(request, 6, ranked=False)
+            if number == 2:
+                with pytest.raises(Overloaded, match="12 requests are waiting"):
+                    dispatcher.submit("m", f"r{number}", wanted, cast("Any", None), lambda: None)
+                break
+            begun += dispatcher.submit("m", f"r{number}", wanted, cast("Any", None), lambda: None)
+            await asyncio.sleep(0)
+            begun[-1].attempts._siblings.admitted = True
+        for generation in begun:
             generation.cancel()
 
     play(scene, max_waiting=6)

@@ -6,7 +6,7 @@ import pytest
 
 from router.http.client import Client
 from router.http.openai.build_request import Caller, caller_of
-from router.requests.fair_queue import Tenant
+from router.requests.queued_request import Tenant
 from router.requests.request import TraceContext
 
 

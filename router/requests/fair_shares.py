@@ -1,0 +1,58 @@
+"""Whose turn it is, among tenants or among the users of one: each has a clock that the tokens of its requests advance. Pure.
+
+The one with the earliest clock is next (start-time fair queueing); the clock of one that returns starts at the current virtual
+time. Virtual time also advances by the share of each of those who wait: otherwise it would stand still while newcomers never
+cease, such as a service's end users, and those who were served once would starve and be remembered for ever.
+
+    Source: P. Goyal, H. Vin, H. Cheng, Start-Time Fair Queueing, 1996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+
+class FairShares:
+    """Clocks of those who share."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, float] = {}
+        """The clocks that are ahead of `_now`, and those of all who waited at a turn and still did at the last one."""
+        self._now = 0.0
+        """Virtual time."""
+
+    def next(self, waiting: Collection[str]) -> str:
+        """Whose turn it is."""
+        for name in waiting:
+            self._clocks.setdefault(name, self._now)
+        return min(waiting, key=self._clocks.__getitem__)
+
+    def tokens_ahead(self, name: str, queued: Mapping[str, float]) -> float:
+        """Number of tokens that are served before a new request of `name`: all that `name` has queued, and of every other name as
+        many as its clock lags behind the clock at which the new request starts, at most those it has queued.
+        """
+        own = queued.get(name, 0.0)
+        begins = self._clocks.get(name, self._now) + own
+        ahead = own
+        for each, tokens in queued.items():
+            if each != name:
+                ahead += min(tokens, max(0.0, begins - self._clocks.get(each, self._now)))
+        return ahead
+
+    def serve(self, name: str, tokens: int, waiting: Collection[str], less_urgent: Sequence[Collection[str]]) -> None:
+        """One of those who wait, as for `next`, gets its turn. `less_urgent`: those who wait with less urgent requests. If they have
+        no others, their clocks keep their distance to virtual time: they had no part in this turn.
+        """
+        begun, before = self._clocks[name], self._now
+        self._clocks[name] = begun + tokens
+        self._now = max(begun, before + tokens / (1 + len(waiting)))
+        apart = set(chain.from_iterable(less_urgent)).difference(waiting)
+        for each in apart & self._clocks.keys():
+            self._clocks[each] += self._now - before
+        self._clocks = {
+            each: clock for each, clock in self._clocks.items() if clock > self._now or each in waiting or each in apart
+        }
+
+    def has_clock(self, name: str) -> bool:
+        return name in self._clocks

@@ -1,0 +1,54 @@
+"""Who gives way when a queue is full. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from itertools import chain
+from operator import attrgetter
+
+from router.requests.queued_request import QueuedRequest, Tenant
+
+
+def victims(
+    queued: Collection[QueuedRequest],
+    followers: Collection[QueuedRequest],
+    tenant: Tenant,
+    count: int,
+    priority: int = 0,
+) -> list[str]:
+    """The requests to refuse, one after another, so that `tenant` gets up to `count` places of this priority in a full queue. Each
+    is the latest, least urgent one of the user with the most requests, of the tenant with the most if it has at least two
+    more than `tenant`; else of `tenant` itself, if that user has at least two more; else a less urgent one of the same
+    user. Those that may not be refused only count.
+
+    `queued`: in order of arrival. `followers`: those that wait for a sibling before they are queued. They only count.
+    """
+    users = Counter(each.tenant for each in chain(queued, followers))
+    names = Counter[str]()
+    for each, number in users.items():
+        names[each.name] += number
+    left: dict[Tenant, list[QueuedRequest]] = {}
+    for each in sorted(queued, key=attrgetter("priority")):
+        if each.may_be_refused:
+            left.setdefault(each.tenant, []).append(each)
+    others, own, found = list(left), [each for each in left if each.name == tenant.name], list[str]()
+    while len(found) < count:
+        # Whoever is too few for a turn stays so: nobody but `tenant` gets more.
+        others = [each for each in others if left[each] and names[each.name] >= names[tenant.name] + 2]
+        own = [each for each in own if left[each] and users[each] >= users[tenant] + 2]
+        loser = max(others or own, key=lambda each: (names[each.name], users[each]), default=None)
+        if loser is None:
+            if not left.get(tenant) or left[tenant][-1].priority <= priority:
+                break
+            loser = tenant
+        found.append(left[loser].pop().request_id)
+        for each, change in ((loser, -1), (tenant, 1)):
+            names[each.name] += change
+            users[each] += change
+    return found
+
+
+def begun_of_others(waiting: Collection[QueuedRequest], tenant: Tenant) -> int:
+    """Number of requests of other tenants that may not be refused: these do not take the places of `tenant`."""
+    return sum(not each.may_be_refused and each.tenant.name != tenant.name for each in waiting)

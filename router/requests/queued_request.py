@@ -1,0 +1,51 @@
+"""A request that waits in a router, and whose share it counts against. Pure data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tenant(NamedTuple):
+    """Whose share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
+
+    name: str = ""
+    """A hash of the API key, or the client's address where there are no keys."""
+    user: str = ""
+
+
+NOBODY = Tenant()
+
+
+class Siblings:
+    """The samples, or the parts of a pooling call, of one client's request. Invariant: once one was admitted, none is refused:
+    the client may have tokens already, and nodes have computed for it.
+    """
+
+    __slots__ = ("admitted",)
+
+    def __init__(self) -> None:
+        self.admitted = False
+        """Whether one of them was."""
+
+
+class QueuedRequest(NamedTuple):
+    """A request that waits in the router."""
+
+    request_id: str
+    prompt_tokens: int
+    answer_tokens: int
+    """Estimated length of the answer."""
+    deadline_s: float
+    priority: int = 0
+    tenant: Tenant = NOBODY
+    siblings: Siblings | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Estimated cost."""
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def may_be_refused(self) -> bool:
+        """No sibling was admitted."""
+        return self.siblings is None or not self.siblings.admitted
