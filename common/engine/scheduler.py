@@ -1,7 +1,7 @@
 """Decides which sequences run in the next step, and on which blocks. Pure: no I/O, no clock, no torch.
 
-Continuous batching under a token budget: decoding sequences first, then chunks of prompts that have begun, then new
-sequences while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
+Continuous batching under a token budget: decoding sequences first, then, by priority, chunks of prompts that have begun and
+behind them new sequences, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
 admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
 youngest of the lowest priority: it gives its blocks back and is recomputed later.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import islice
 
 from common.base.errors import BadRequest, from_code
@@ -29,30 +28,11 @@ from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.priority import goes_first, insert_by_priority, insert_preempted
 from common.engine.scheduled_step import Progress, ScheduledStep
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one step and of one sequence."""
-
-    max_model_len: int
-    max_num_seqs: int
-    """Sequences that hold blocks at the same time."""
-    max_num_batched_tokens: int
-    """Rows of one step."""
-    prefill_chunk: int
-    """Prompt rows of a step in which others decode; limits what a prompt adds to their inter-token latency."""
-    num_groups: int = 1
-    """Micro-batches of the running sequences, each with steps of its own: as many as a pipeline has stages."""
-    depth: int = 1
-    """Steps in flight in each group: 1, or 2 if the next one is prepared while one runs."""
-
-    def __post_init__(self) -> None:
-        assert self.depth in (1, 2), self
 
 
 class Scheduler:
@@ -178,26 +158,22 @@ class Scheduler:
         self._yielding[group] = None
         decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
+        admitted: list[Sequence] = []
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
         if decodes:  # they may use up the budget, but a prompt must still advance
             budget = max(1, min(budget, self.config.prefill_chunk))
-        for seq in self.running.values():
-            if budget > 0 and seq.num_unscheduled > 1 and self._can_run(seq, group):
+        begun = [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]
+        for seq in (*begun, None):  # before each of them who is more urgent, behind them all others
+            for new in self._admit_waiting(group, seq) if budget > 0 else ():
+                admitted.append(new)
+                count = min(new.num_unscheduled, budget)
+                (decodes if new.is_decoding else prompts).append((new, count))
+                budget -= count
+                if budget <= 0:
+                    break
+            if seq is not None and budget > 0:
                 prompts.append((seq, min(seq.num_unscheduled, budget)))
                 budget -= prompts[-1][1]
-        admitted: list[Sequence] = []
-        part = self._part_of_waiting(group) if budget > 0 and self.waiting else 0.0
-        while budget > 0 and self.waiting:
-            seq = self.waiting[0]
-            # Rounds up, so that the lightest group always passes.
-            if part < weight_of(seq) / self.config.num_groups or not self._admit(seq, group):
-                break
-            self.waiting.popleft()
-            part -= weight_of(seq)
-            admitted.append(seq)
-            count = min(seq.num_unscheduled, budget)
-            (decodes if seq.is_decoding else prompts).append((seq, count))
-            budget -= count
         if not (decodes or prompts):
             return None
         return self._start(decodes, prompts, admitted, group)
@@ -351,6 +327,19 @@ class Scheduler:
 
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
+
+    def _admit_waiting(self, group: int, before: Sequence | None) -> Iterator[Sequence]:
+        """Admit those who wait, one after the other; `before` a sequence: only those of a higher priority."""
+        part: float | None = None
+        while self.waiting and (before is None or self.waiting[0].request.priority < before.request.priority):
+            seq = self.waiting[0]
+            part = self._part_of_waiting(group) if part is None else part
+            # Rounds up, so that the lightest group always passes.
+            if part < weight_of(seq) / self.config.num_groups or not self._admit(seq, group):
+                return
+            self.waiting.popleft()
+            part -= weight_of(seq)
+            yield seq
 
     def _admit(self, seq: Sequence, group: int) -> bool:
         if self._free_slots() <= 0 or (self.due is not None and not goes_first(seq, self.due)):

@@ -20,7 +20,8 @@ from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
 from common.control.messages import Adapter, ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout

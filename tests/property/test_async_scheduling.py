@@ -13,7 +13,8 @@ from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
 

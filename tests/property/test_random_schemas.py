@@ -18,7 +18,8 @@ from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
 from router.structured.json_schema import json_schema_grammar

@@ -29,7 +29,8 @@ from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.gumbel import noise_key, strides_of, uniforms
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

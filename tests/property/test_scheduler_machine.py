@@ -21,7 +21,8 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import first_seen
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

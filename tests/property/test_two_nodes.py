@@ -31,7 +31,8 @@ from common.control.messages import (
     TokenBatch,
 )
 from common.engine.executor import LocalExecutor, OnBlocksFinal, StepDone, StepFailed
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.step import StepInput
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout

@@ -21,7 +21,8 @@ from common.control.messages import (
 )
 from common.engine.executor import Executor, LocalExecutor
 from common.engine.grammar.compiler import Grammars
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec

@@ -16,7 +16,8 @@ from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.base import Sampler
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

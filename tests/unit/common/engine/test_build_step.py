@@ -19,7 +19,8 @@ from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.seen_tokens import TokenCounter
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken

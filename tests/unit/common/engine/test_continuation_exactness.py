@@ -13,7 +13,8 @@ from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenLogprobs
 from common.engine.runner import ModelRunner
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout

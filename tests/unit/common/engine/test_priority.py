@@ -11,7 +11,8 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.priority import goes_first, insert_preempted
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
@@ -53,6 +54,30 @@ def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
         step(scheduler)
     assert chat.preemptions == 0
     assert list(scheduler.waiting) == [batch, later_batch]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_an_urgent_prompt_is_computed_before_the_rest_of_one_that_has_begun(*, urgent: bool) -> None:
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 16, 16), BlockPool(20))
+    long, late = sequence("l", 0), sequence("u", -urgent)  # 30 tokens each
+    scheduler.add(long)
+    assert step(scheduler) == [long]
+    scheduler.add(late)
+    assert step(scheduler) == ([late] if urgent else [long, late])
+    step(scheduler)
+    assert late.num_tokens == (31 if urgent else 30)
+    step(scheduler)
+    assert (long.num_tokens > 30, late.num_tokens > 30) == (True, True)
+
+
+def test_an_urgent_prompt_without_memory_stops_nobody() -> None:
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 16, 16), BlockPool(3))
+    long, urgent = sequence("l", 0), sequence("u", -1)
+    scheduler.add(long)
+    step(scheduler)
+    scheduler.add(urgent)
+    assert step(scheduler) == [long]
+    assert list(scheduler.waiting) == [urgent]
 
 
 def test_a_lower_priority_is_preempted_in_another_stage_of_a_pipeline() -> None:

@@ -19,7 +19,8 @@ from common.control.messages import (
     PrefillRequest,
     SamplingParams,
 )
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

@@ -16,7 +16,8 @@ from common.control.messages import (
     TokenBatch,
     TokenChunk,
 )
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepInput
 from common.kv.pool import BlockPool

@@ -15,7 +15,8 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.scheduled_step import ScheduledStep
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.pool import BlockPool

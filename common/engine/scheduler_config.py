@@ -1,0 +1,25 @@
+"""What bounds the steps of an engine, and its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and of one sequence."""
+
+    max_model_len: int
+    max_num_seqs: int
+    """Sequences that hold blocks at the same time."""
+    max_num_batched_tokens: int
+    """Rows of one step."""
+    prefill_chunk: int
+    """Prompt rows of a step in which others decode; limits what a prompt adds to their inter-token latency."""
+    num_groups: int = 1
+    """Micro-batches of the running sequences, each with steps of its own: as many as a pipeline has stages."""
+    depth: int = 1
+    """Steps in flight in each group: 1, or 2 if the next one is prepared while one runs."""
+
+    def __post_init__(self) -> None:
+        assert self.depth in (1, 2), self
