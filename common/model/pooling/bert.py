@@ -94,9 +94,7 @@ class Encoder:
         config = self.config
         lengths = [len(each.token_ids) for each in inputs]
         ids = torch.tensor([token for each in inputs for token in each.token_ids])
-        first = config.first_position
-        positions = torch.cat([torch.arange(first, first + length) for length in lengths])
-        x = self._words[ids] + self._positions[positions]
+        x = self._words[ids] + self._positions[_positions(ids, lengths, config.padding_id)]
         types = torch.zeros(len(ids), dtype=torch.long)
         if config.num_types > 1:
             begin = 0
@@ -138,3 +136,11 @@ class Encoder:
             mixed = fn.scaled_dot_product_attention(parts[0], parts[1], parts[2])
             out[rows] = mixed.transpose(1, 2).reshape(-1, hidden)
         return out
+
+
+def _positions(ids: Tensor, lengths: Sequence[int], padding_id: int | None) -> Tensor:
+    """The position of each token in its text."""
+    if padding_id is None:
+        return torch.cat([torch.arange(length) for length in lengths])
+    counted = [part.cumsum(0) for part in (ids != padding_id).split(list(lengths))]
+    return torch.where(ids == padding_id, 0, torch.cat(counted)) + padding_id

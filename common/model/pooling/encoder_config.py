@@ -32,8 +32,9 @@ class EncoderConfig:
     intermediate_size: int
     vocab_size: int
     num_positions: int
-    first_position: int
-    """Position of the first token."""
+    padding_id: int | None
+    """RoBERTa: the padding token, which has the position of its own id, also within a text; the others count from the next one.
+    None: positions are places."""
     num_types: int
     norm_eps: float
     activation: Literal["gelu", "gelu_tanh", "relu"]
@@ -87,7 +88,7 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"no tokenizer.json in {path}; routers need a fast tokenizer file there")
     positions = config.integer("max_position_embeddings")
-    first = config.integer("pad_token_id", 1) + 1 if family != "Bert" else 0
+    padding_id = _padding_id(config) if family != "Bert" else None
     return EncoderConfig(
         task=task,
         is_roberta=family != "Bert",
@@ -98,14 +99,26 @@ def read_encoder_config(path: Path) -> EncoderConfig:
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
         num_positions=positions,
-        first_position=first,
+        padding_id=padding_id,
         num_types=config.integer("type_vocab_size", 2),
         norm_eps=config.number("layer_norm_eps", 1e-12),
         activation=cast("Any", activation),
-        max_model_len=min(positions - first, max_seq_length(path, positions)),
+        max_model_len=min(_places(config, positions, padding_id), max_seq_length(path, positions)),
         pooling=read_pooling(path, "mean"),
         score_activation=_score_activation(config, noted_activation(path)) if task == "score" else "sigmoid",
     )
+
+
+def _padding_id(config: ConfigFile) -> int:
+    return 0 if config.raw.get("pad_token_id") == 0 else config.integer("pad_token_id", 1)
+
+
+def _places(config: ConfigFile, positions: int, padding_id: int | None) -> int:
+    """Tokens of the longest text that has a position for each. Raises: ConfigError if there is none."""
+    places = positions if padding_id is None else positions - padding_id - 1
+    if places < 1:
+        raise config.error(f"max_position_embeddings {positions} leaves no position behind pad_token_id {padding_id}")
+    return places
 
 
 def _score_activation(config: ConfigFile, newest: str | None) -> ScoreActivation:

@@ -18,12 +18,13 @@ from common.control.pooling import PoolInput
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config
 
-# No padding tokens (0, or 1 in RoBERTa), which transformers masks.
+# RoBERTa's padding token (1) may be in a text.
 INPUTS = [
     PoolInput(pack_ids([4, 5, 6, 2])),
     PoolInput(pack_ids([4])),
     PoolInput(pack_ids([4, 7, 2, 8, 9, 2]), second_at=3),
     PoolInput(pack_ids([4, 9, 8, 2])),
+    PoolInput(pack_ids([1, 4, 1, 1, 9, 2])),
     PoolInput(pack_ids([4, *[4 + i % 20 for i in range(62)], 2])),
 ]
 
@@ -53,7 +54,8 @@ def test_a_batch_of_several_lengths_has_the_hidden_states_of_each_alone(tmp_path
     for each, rows in zip(INPUTS, hidden.split(lengths), strict=True):
         kind = types(each) if family == "Bert" else torch.zeros_like(types(each))
         with torch.no_grad():
-            expected = oracle(torch.tensor([each.token_ids]), token_type_ids=kind).last_hidden_state[0]
+            mask = torch.ones_like(kind)
+            expected = oracle(torch.tensor([each.token_ids]), mask, token_type_ids=kind).last_hidden_state[0]
         torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-4)
 
 

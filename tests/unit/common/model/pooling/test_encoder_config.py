@@ -24,11 +24,13 @@ def change(file: Path, **values: Any) -> None:
 def test_context_and_pooling_are_those_of_the_files(tmp_path: Path) -> None:
     bert = make_encoder(tmp_path / "bert", pooling="cls")
     found = read_encoder_config(bert)
-    assert (found.max_model_len, found.first_position, found.pooling) == (64, 0, "cls")
+    assert (found.max_model_len, found.padding_id, found.pooling) == (64, None, "cls")
     (bert / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')
     assert read_encoder_config(bert).max_model_len == 32
     roberta = read_encoder_config(make_encoder(tmp_path / "roberta", "Roberta"))
-    assert (roberta.max_model_len, roberta.first_position, roberta.pooling) == (64, 2, "mean")
+    assert (roberta.max_model_len, roberta.padding_id, roberta.pooling) == (64, 1, "mean")
+    change(tmp_path / "roberta" / "config.json", pad_token_id=0)
+    assert read_encoder_config(tmp_path / "roberta").max_model_len == 65
 
 
 def test_the_context_is_the_tokenizers_where_sentence_transformers_notes_none(tmp_path: Path) -> None:
