@@ -104,7 +104,7 @@ def read_header(file: Path) -> Header:
         entries = cast("dict[str, Any]", json.loads(raw))
         entries.pop("__metadata__", None)
         spans = {name: _span(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{file} is not a safetensors file: its header is corrupt") from error
     end = max((hi for _, hi in spans.values()), default=0)
     if end > size:

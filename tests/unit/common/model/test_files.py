@@ -36,6 +36,7 @@ def identity(path: Path, load_format: str = "auto", dtype: str = "float32", seed
         struct.pack("<Q", 4) + b"{{{{",
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 10) + b'{"a": {} }',
+        struct.pack("<Q", 35) + b'{"a": {"data_offsets": [0, 1e999]}}',
     ],
 )
 def test_a_file_that_is_not_safetensors_is_named(folder: Path, content: bytes) -> None:
