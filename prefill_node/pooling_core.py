@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from common.base.clock import Clock
+from common.base.counted import counted
 from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, Unavailable
 from common.control.links import Identity
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PrefillRequest
@@ -94,7 +95,7 @@ class PoolingNode:
         limits = self._limits
         try:
             if len(self._attempts) >= limits.max_accepted:
-                raise Overloaded(f"this node already has {len(self._attempts)} requests, its maximum")
+                raise Overloaded(f"this node already has {counted(len(self._attempts), 'request')}, its maximum")
             if not request.inputs or request.key in self._attempts:
                 raise BadRequest("a request needs inputs, and a key of its own")
             for each in request.inputs:

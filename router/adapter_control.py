@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from common.base.counted import counted
 from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
 from common.control.messages import NodeRecord
 from router.admin_http import admin_address, admin_http
@@ -97,7 +98,7 @@ class AdapterControl:
             done = len(records) - len(failed)
             why = "; ".join(f"{node}: {error}" for node, error in failed)
             kind = BadRequest if all(isinstance(error, BadRequest) for _, error in failed) else Unavailable
-            raise kind(f"{done} of {len(records)} nodes did it; {why}")
+            raise kind(f"{done} of {counted(len(records), 'node')} did it; {why}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.base.counted import counted
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord
@@ -69,9 +70,10 @@ class Router:
         if (directory is not None and directory.degraded) or (subscriber is not None and subscriber.away):
             return "away: serving with the nodes known"
         if directory is not None and directory.unrenewed:
-            return f"{len(directory.unrenewed)} nodes answer whose records have ended: it takes no writes"
+            count = counted(len(directory.unrenewed), "node answers/nodes answer")
+            return f"{count} whose records have ended: it takes no writes"
         if subscriber is not None and subscriber.silent:
-            return f"{len(subscriber.silent)} nodes' blocks never reached the prefix index"
+            return f"blocks of {counted(len(subscriber.silent), 'node')} never reached the prefix index"
         return ""
 
     def close(self) -> None:

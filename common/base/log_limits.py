@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from common.base.counted import counted
+
 WINDOW_S = 10.0
 PER_PEER, PER_KIND = 5, 100
 """Lines of one kind (one place in the code) in a window: about one peer, where the record names it (`extra={"peer": ...}`),
@@ -64,8 +66,8 @@ class LimitedHandler(logging.Handler):
         self._lines.clear()
         self._began_s = self._clock()
         for (name, message), count in left_out.items():
-            text = "left out %d lines like this one: %s"
-            self._pass(logging.LogRecord(name, logging.WARNING, "", 0, text, (count, message), None))
+            text = "left out %s like this one: %s"
+            self._pass(logging.LogRecord(name, logging.WARNING, "", 0, text, (counted(count, "line"), message), None))
 
     def _pass(self, record: logging.LogRecord) -> None:
         for handler in self._handlers:

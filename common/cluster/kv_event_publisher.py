@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from common.base.clock import Clock, monotonic, until_next
+from common.base.counted import counted
 from common.base.hashing import HASH_BYTES, BlockHash
 from common.cluster.membership import HEAL, LEASE_IN_REDIS
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
@@ -187,7 +188,10 @@ class KvEventPublisher:
         )
         if answer <= 0:
             if answer == -2:
-                log.info("Redis lost what this node published; publishing all %d blocks again", len(self._owned))
+                log.info(
+                    "Redis lost what this node published; publishing all of it again: %s",
+                    counted(len(self._owned), "block"),
+                )
             if self.last_entry:
                 self.last_entry += _LEAP
             return False

@@ -343,7 +343,7 @@ class Directory:
             epoch, renewals, answer = await self._fetch()
         except UNREACHABLE as error:
             if not self.degraded:
-                log.warning("Redis is unavailable (%s); %d nodes stay known", short(error), len(self._records))
+                log.warning("Redis is unavailable (%s); nodes that stay known: %d", short(error), len(self._records))
             self.degraded = True
             await forget_connections(self._client)
         else:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from common.base.clock import Clock
+from common.base.counted import counted
 from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.attempt_stats import Mark
@@ -225,7 +226,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         node has accepted its maximum of attempts.
         """
         if len(self.attempts) >= self.max_accepted:
-            raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
+            raise Overloaded(f"this node already has {counted(len(self.attempts), 'request')}, its maximum")
         request = message.request
         self.scheduler.check_length(len(request.prompt_ids) + len(message.generated_ids))
         token_ids = list(message.token_ids)  # ten times the size of the message: its length is checked before

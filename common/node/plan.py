@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from common.base.counted import counted
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
 from common.config.fields import listed
@@ -166,8 +167,8 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
         return plan
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} needs more than the {num_blocks} KV blocks ({longest} tokens) that "
-            "this node has room for: give it more --kv-memory-gb, or ask for less"
+            f"max_model_len {config.max_model_len} needs more than the {counted(num_blocks, 'KV block')} ({longest} tokens) "
+            "that this node has room for: give it more --kv-memory-gb, or ask for less"
         )
     log.warning(
         "the model's context of %d tokens is reduced to %d, which KV memory can hold", plan.model.max_model_len, longest

@@ -14,6 +14,7 @@ import torch
 
 from common.attention.base import AttentionBackend
 from common.attention.choose import choose_attention, worth_capturing
+from common.base.counted import counted
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
 from common.config.fields import listed
@@ -86,7 +87,9 @@ class Worker:
         self.max_blocks = blocks if meter is None else self._blocks_on_gpu(meter, per_block)
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
-            raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
+            raise ConfigError(
+                f"{counted(self.max_blocks, 'KV block')} of {per_block} bytes: give the node more KV memory"
+            )
 
     @property
     def adapters(self) -> Adapters:

@@ -7,6 +7,7 @@ import datetime
 import logging
 from pathlib import Path
 
+from common.base.counted import counted
 from common.security.names import CA, CERTIFICATE
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ async def warn_before_end(folder: str) -> None:
                 folder,
                 "ended" if ended else "ends",
                 f"{ends:%Y-%m-%d %H:%M} UTC",
-                "; other services refuse it" if ended else f", in {(ends - now).days} days",
+                "; other services refuse it" if ended else f", in {counted((ends - now).days, 'day')}",
             )
             wait_s = _DAY_S if ended else min(_DAY_S, (ends - now).total_seconds() + 1.0)
         await asyncio.sleep(wait_s)

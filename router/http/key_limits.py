@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.base.clock import Clock, monotonic
+from common.base.counted import counted
 from common.base.errors import ConfigError, RateLimited
 from router.http.openai.shared_fields import MAX_PRIORITY
 from router.http.response_headers import RawHeaders
@@ -100,11 +101,13 @@ class KeyUse:
         """Count a request. Raises: RateLimited, which counts nothing."""
         limit, now = self.key_class.concurrency, self._clock()
         if limit and self._in_flight >= limit:
-            raise RateLimited(f"this key has {limit} requests running, which is its limit", retry_after_s=1.0)
+            raise RateLimited(
+                f"this key has {counted(limit, 'request')} running, which is its limit", retry_after_s=1.0
+            )
         for unit, bucket in self._buckets.items():
             if bucket.level(now) < 1:
                 raise RateLimited(
-                    f"this key has used its {bucket.per_minute} {unit} a minute",
+                    f"this key has used its {counted(bucket.per_minute, unit.removesuffix('s'))} a minute",
                     retry_after_s=math.ceil(bucket.wait_s(1)),
                 )
         self._in_flight += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
+from common.base.counted import counted
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.control.messages import NodeLoad, NodeRecord, Tier
@@ -237,10 +238,10 @@ class KvEventSubscriber:
             if now - stream.unseen_since_s > SILENCE_S and not stream.silent:
                 stream.silent = True
                 log.warning(
-                    "node incarnation %s holds %d cached blocks, but none of them ever reached the prefix index: "
+                    "node incarnation %s holds %s, but none of them ever reached the prefix index: "
                     "prompts are routed to it as if it held nothing. Do router and node name the same Redis and cluster?",
                     stream.incarnation,
-                    load.kv_blocks_cached,
+                    counted(load.kv_blocks_cached, "cached block"),
                 )
                 stream.last = None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from common.base.counted import counted
 from common.base.errors import ConfigError, Unavailable
 from common.control.messages import Adapter
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
@@ -111,7 +112,7 @@ def place(
     if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
         sources, reason = _sources(query, prefill, picked, targets.kv_kinds[row])
     else:
-        sources, reason = prefill, f"{uncached} tokens are too few to relay"
+        sources, reason = prefill, f"{counted(uncached, 'token is/tokens are')} too few to relay"
     if reason:
         return Decision(policy, "local", reason, target, None, local_s, step_s)
     preferred = without(sources, query.avoid)
@@ -121,13 +122,13 @@ def place(
     work_s = source.slowness * kv_aware.compute_s(pool.costs, computed, query)
     relay_s = kv_aware.queue_s(source, pool.costs) + work_s
     relay_s += kv_aware.transfer_s(at, query.num_tokens - hit_tokens, targets.costs)
-    reason = f"{uncached} tokens are not cached"
+    reason = f"{counted(uncached, 'token is/tokens are')} not cached"
     if by_estimate:
         here_s, there_s = local_s + local_delay_s, relay_s + kv_aware.delay_s(costs, computed, query)
         if here_s < there_s:
-            reason = f"relaying {uncached} tokens would cost {_more(there_s, here_s)}"
+            reason = f"relaying {counted(uncached, 'token')} would cost {_more(there_s, here_s)}"
             return Decision(policy, "local", reason, target, None, local_s, step_s)
-        reason = f"computing {uncached} tokens on the decode node would cost {_more(here_s, there_s)}"
+        reason = f"computing {counted(uncached, 'token')} on the decode node would cost {_more(here_s, there_s)}"
     if not preferred.incarnations:
         reason += "; the prefill nodes failed this request before, but there is no other"
     picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from common.base.clock import Clock, monotonic, until_next
+from common.base.counted import counted
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.links import Link
@@ -277,7 +278,8 @@ class Dispatcher:
         begun_of_others = min(queue.begun_of_others(tenant), most)  # many tenants do not fill the memory
         if len(victims) < min(count, too_many - begun_of_others):
             raise Overloaded(
-                f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
+                f"{counted(state.table.waiting, 'request is/requests are')} waiting already; try again shortly",
+                retry_after_s=1.0,
             )
         return victims
 

@@ -113,7 +113,7 @@ def test_trace_is_replayed_by_its_hashes(model_folder: Path, tmp_path: Path) -> 
         code, output = await load(stack.url, "--trace", str(trace), "--scale", "32", "--rate-scale", "2")
         assert code == 0, output
         assert "3 of 3 succeeded" in output
-        assert "1 requests of the trace" in output
+        assert "1 request of the trace" in output
         by_length = {len(request.token_ids): request for request in decode.requests()}
         assert {length: request.request.sampling.max_tokens for length, request in by_length.items()} == {
             32: 2,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.base.counted import counted
 from common.base.endpoints import endpoint
 from common.base.errors import ConfigError, RankLost
 from common.cluster.address import mesh_interface
@@ -45,7 +46,8 @@ def ranks_of_host(config: NodeConfig, world_size: int) -> range:
     """
     if world_size % config.nnodes or not 0 <= config.node_rank < config.nnodes:
         raise ConfigError(
-            f"{world_size} ranks cannot be spread evenly over {config.nnodes} hosts (this is host {config.node_rank})"
+            f"{counted(world_size, 'rank')} cannot be spread evenly over {counted(config.nnodes, 'host')} (this is host "
+            f"{config.node_rank})"
         )
     if config.nnodes > 1 and _is_loopback(config.host) and not _is_loopback(config.master_addr):
         raise ConfigError(f"ranks on other hosts cannot reach {config.host}: set --host to an address of this host")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from common.base.counted import counted
 from common.base.errors import BadRequest
 from kvrelay.run_async import run_async
 from kvrelay.sampling_params import SamplingParams, to_request
@@ -160,7 +161,7 @@ def _params_of_each(params: Params, count: int) -> Sequence[SamplingParams]:
     if isinstance(params, (Mapping, str)) or not isinstance(params, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         _check_params(params)
     if len(params) != count:
-        raise BadRequest(f"{len(params)} sampling_params for {count} prompts", param="sampling_params")
+        raise BadRequest(f"{len(params)} sampling_params for {counted(count, 'prompt')}", param="sampling_params")
     return params
 
 

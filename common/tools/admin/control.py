@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.base.counted import counted
 from common.base.errors import DeadlineExceeded
 from common.tools.admin.client import AdminClient, AdminRefused
 from common.tools.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
@@ -60,5 +61,5 @@ def _drained(status: dict[str, Any]) -> str:
     if status["idle"]:
         return f"{status['node_id']} is drained: nothing runs there"
     attempts = status["attempts"]
-    running = "its engine is in a long step" if attempts is None else f"{len(attempts)} attempts in flight"
+    running = "its engine is in a long step" if attempts is None else f"{counted(len(attempts), 'attempt')} in flight"
     return f"{status['node_id']} is draining: {running}"

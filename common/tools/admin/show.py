@@ -15,6 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from common.base.counted import counted
+
 _PIPE_WIDTH = 240
 """Width of output that is not a terminal, unless COLUMNS says another."""
 _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
@@ -163,7 +165,7 @@ def story(about: Mapping[str, Any]) -> RenderableType:
     ]
     parts: list[RenderableType] = [table(title, ("seconds", "event", "reason", "with"), rows)]
     if about["events_omitted"]:
-        parts.append(Text(f"{about['events_omitted']} events in the middle were not kept", "dim"))
+        parts.append(Text(f"{counted(about['events_omitted'], 'event')} in the middle not kept", "dim"))
     return Group(*parts)
 
 

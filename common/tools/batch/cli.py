@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.base.counted import counted
 from common.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 
@@ -142,8 +143,8 @@ def _report(output: Any, before: int) -> None:
     from common.tools.batch.output_file import BatchFailed
 
     total, failed = len(output.finished), output.failed
-    earlier = f", {before} results from earlier runs" if before else ""
-    summary = f"{total - failed} of {total} requests answered{earlier}: {output.path}"
+    earlier = f", {counted(before, 'result')} from earlier runs" if before else ""
+    summary = f"{total - failed} of {counted(total, 'request')} answered{earlier}: {output.path}"
     if failed:
         raise BatchFailed(f"{summary}; {failed} failed")
     print(f"kvrelay: {summary}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from common.base.counted import counted
 from common.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 
@@ -84,7 +85,7 @@ def _chat(
         session = ChatSession(client.stream, body, system=system, interactive=interactive)
         session.run(_read_terminal() if interactive else _read_pipe)
     if session.failed and not interactive:
-        raise ChatFailed(f"{session.failed} messages have no whole answer")
+        raise ChatFailed(f"{counted(session.failed, 'message has/messages have')} no whole answer")
 
 
 def _read_terminal() -> Callable[[str], str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from common.base.counted import counted
 from common.base.errors import ConfigError
 from common.cli import command_group, run_checked
 from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
@@ -100,7 +101,11 @@ def _revoke(folder: Path, name: str) -> None:
     """Raises: ConfigError."""
     authority = _open(folder)
     count = authority.revoke(name)
-    print(f"revoked {count} certificates of {name}" if count else f"all certificates of {name} were revoked before")
+    print(
+        f"revoked {counted(count, 'certificate')} of {name}"
+        if count
+        else f"all certificates of {name} were revoked before"
+    )
     _update(folder, authority, (REVOKED,), authority.copy_revoked)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from common.base.counted import counted
 from common.tools.admin.show import Fitted, percent, size, table
 from common.tools.load.report.page import objectives
 from common.tools.load.summary import PERCENTILES
@@ -89,9 +90,9 @@ def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
         else ["goodput", None],
     ]
     if summary["retried"]:
-        facts.append(["retried", f"{summary['retried']} requests"])
+        facts.append(["retried", counted(summary["retried"], "request")])
     if left_out:
-        facts.append(["left out", f"{left_out} requests of the trace are longer than the model's context"])
+        facts.append(["left out", f"{counted(left_out, 'request')} of the trace, longer than the model's context"])
     return [fact for fact in facts if fact[1] is not None]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from common.base.counted import counted
 from common.base.logs import LogFormat
 from common.base.output import Output
 from common.control.messages import Task
@@ -68,7 +69,7 @@ class Console:
         try:
             if self._lost:
                 lost, self._lost = self._lost, 0
-                self.say(f"{lost} lines could not be written")
+                self.say(f"{counted(lost, 'line')} could not be written")
                 if self._lost:
                     self._lost = lost
             self._out.write(text + "\n")

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from common.base.counted import counted
 from common.base.errors import PeerLost, ProtocolError
 from kvtransfer.copy.host import as_tensor
 from kvtransfer.mailbox import Command
@@ -197,7 +198,8 @@ class CollectiveConnector:
         self._peers = [peer for peer in self._peers if not peer.link_closed]
         size = self._pool.buffer_bytes
         if not has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
-            raise PeerLost(f"{len(self._peers)} connections fill the GPU memory that is set aside for staging")
+            count = counted(len(self._peers), "connection fills/connections fill")
+            raise PeerLost(f"{count} the GPU memory that is set aside for staging")
         try:
             store_host = urlsplit(offer.endpoint).hostname or ""
         except ValueError as error:

@@ -3,7 +3,7 @@
 import { h, keyed, s, text } from "./dom.js";
 import { frame, poll } from "./frame.js";
 import { openNode, showNodes } from "./node.js";
-import { count, percent, perSecond } from "./units.js";
+import { count, counted, percent, perSecond } from "./units.js";
 
 const MOST_ARROWS = 64;
 const MANY_NODES = 16;
@@ -68,8 +68,8 @@ function updateNode(element, node) {
   text(name, node.id);
   text(state, node.breaker === "closed" ? node.state : `${node.state}, breaker ${node.breaker}`);
   state.className = `state ${node.state === "usable" && node.breaker === "closed" ? "good" : node.draining ? "warn" : "bad"}`;
-  text(layout, `TP ${node.tp} · PP ${node.pp} · ${ranks} ${ranks === 1 ? "rank" : "ranks"}`);
-  const queued = node.queued_tokens ? ` · ${count(node.queued_tokens)} tokens` : "";
+  text(layout, `TP ${node.tp} · PP ${node.pp} · ${counted(ranks, "rank")}`);
+  const queued = node.queued_tokens ? ` · ${counted(node.queued_tokens, "token")}` : "";
   text(load, `${node.running} running · ${node.waiting} waiting${queued}`);
   meter.children[0].style.width = `${node.kv_total ? (100 * node.kv_used) / node.kv_total : 0}%`;
   meter.children[1].style.width = `${node.kv_total ? (100 * node.kv_cached) / node.kv_total : 0}%`;

@@ -2,7 +2,7 @@
 
 import { askForToken, get, post, token } from "./api.js";
 import { h, text } from "./dom.js";
-import { bytes, count, duration, percent } from "./units.js";
+import { bytes, count, counted, duration, percent } from "./units.js";
 
 const REFRESH_MS = 2000;
 
@@ -64,17 +64,17 @@ async function act(action) {
 function show(node) {
   text(title, node.node_id);
   const { load, own } = node;
-  const kv = (blocks) => `${count(blocks)} blocks (${percent(blocks, load.kv_blocks_total)})`;
+  const kv = (blocks) => `${counted(blocks, "block")} (${percent(blocks, load.kv_blocks_total)})`;
   const rows = [
     ["Role", `${node.role}, ${node.state}`],
     ["Model", node.model],
     ["Layout", `TP ${node.layout.tensor_parallel}, PP ${node.layout.pipeline_parallel}: ${node.layout.layers_per_stage.join(" + ")} layers`],
-    ["Requests", `${load.running} running, ${load.waiting} waiting, ${count(load.queued_tokens)} prompt tokens queued`],
+    ["Requests", `${load.running} running, ${load.waiting} waiting, ${counted(load.queued_tokens, "prompt token")} queued`],
     ["KV memory", `${kv(load.kv_blocks_used)} used, ${kv(load.kv_blocks_cached)} cached, of ${count(load.kv_blocks_total)}`],
-    ["Prefix cache", `${percent(load.prefix_hits, load.prefix_queries)} of ${count(load.prefix_queries)} tokens hit`],
+    ["Prefix cache", `${percent(load.prefix_hits, load.prefix_queries)} of ${counted(load.prefix_queries, "token")} hit`],
     ["Decode step", load.step_s ? duration(load.step_s) : "–"],
     ["Relayed", `${bytes(load.relayed_bytes)}${Object.keys(load.relayed_by).length ? ` over ${Object.keys(load.relayed_by).join(", ")}` : ""}`],
-    ["Failures", `${load.transfers_failed} transfers, ${load.preemptions} preemptions, breaker ${node.breaker.state}`],
+    ["Failures", `${counted(load.transfers_failed, "transfer")}, ${counted(load.preemptions, "preemption")}, breaker ${node.breaker.state}`],
     ["Lease", node.answered_s_ago === null ? "never answered" : `answered ${duration(node.answered_s_ago)} ago`],
     ["Address", node.control_address],
   ];

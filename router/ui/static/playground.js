@@ -5,7 +5,7 @@ import { get, post, postStream } from "./api.js";
 import { h, text } from "./dom.js";
 import { frame, setStatus } from "./frame.js";
 import { segmentsOf } from "./segments.js";
-import { duration } from "./units.js";
+import { counted, duration } from "./units.js";
 
 const STORY_MS = 300;
 const ALTERNATIVES = 5;
@@ -108,7 +108,7 @@ async function stream(answer, controller) {
       answer.add(choice.delta.content ?? choice.delta.reasoning_content ?? "", records);
       const took = (performance.now() - first) / 1000;
       const rate = answer.tokens.length > 1 ? `, then ${((answer.tokens.length - 1) / took).toFixed(0)} tokens/s` : "";
-      answer.describe(`${answer.tokens.length} tokens, first after ${duration((first - began) / 1000)}${rate}`, href);
+      answer.describe(`${counted(answer.tokens.length, "token")}, first after ${duration((first - began) / 1000)}${rate}`, href);
       if (follows) window.scrollTo(0, document.body.scrollHeight);
     }
   } finally {

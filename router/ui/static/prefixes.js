@@ -3,7 +3,7 @@
 import { ApiError, post } from "./api.js";
 import { h, keyed, text } from "./dom.js";
 import { frame, poll } from "./frame.js";
-import { count, percent } from "./units.js";
+import { count, counted, percent } from "./units.js";
 
 frame("prefixes");
 const main = document.getElementById("main");
@@ -27,10 +27,10 @@ async function ask(event) {
   try {
     const answer = await post("prefixes/find", { prompt: prompt.value, chat: chat.checked });
     const most = Math.max(1, answer.prompt_blocks);
-    found.replaceChildren(h("p", {}, `${count(answer.prompt_tokens)} tokens in ${count(answer.prompt_blocks)} blocks`),
+    found.replaceChildren(h("p", {}, `${counted(answer.prompt_tokens, "token")} in ${counted(answer.prompt_blocks, "block")}`),
       h("ul", { class: "hits" }, answer.nodes.map((node) => h("li", {},
         h("span", { class: "mono" }, node.node), h("span", { class: "meter" }, h("i", { class: `used ${node.role}`, style: { width: `${(100 * node.blocks) / most}%` } })),
-        h("span", { class: "num" }, `${count(node.blocks)} blocks`)))));
+        h("span", { class: "num" }, counted(node.blocks, "block"))))));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     found.replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
@@ -38,7 +38,7 @@ async function ask(event) {
 }
 
 function show({ nodes, groups, blocks }) {
-  text(note, blocks ? `${count(blocks)} blocks are known. Each row is a set of nodes that hold the same blocks.` : "No node has published a block yet.");
+  text(note, blocks ? `Known: ${counted(blocks, "block")}. Each row is a set of nodes that hold the same blocks.` : "No node has published a block yet.");
   const columns = [{ incarnation: "", node: "Blocks" }, ...nodes];
   keyed(head, columns, (node) => node.incarnation, (node) => h("th", { class: node.incarnation ? null : "num" }, node.node), () => {});
   keyed(map, groups, (group) => group.holders.join(" "), () => h("tr"), (row, group) => {

@@ -20,6 +20,9 @@ export function count(value) {
   return value < 999_950 ? `${(value / 1e3).toFixed(1)} k` : `${(value / 1e6).toFixed(1)} M`;
 }
 
+/** A count of things: 1 block, 12.3 k blocks. */
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** A duration in seconds: 0.4 ms, 23 ms, 1.25 s, 2 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";

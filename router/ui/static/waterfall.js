@@ -1,7 +1,7 @@
 // The waterfall of one request, drawn from its story.
 
 import { h, keyed, s, text } from "./dom.js";
-import { bytes, count, duration } from "./units.js";
+import { bytes, count, counted, duration } from "./units.js";
 
 const ROW = 22;
 const LEFT = 168;
@@ -63,7 +63,7 @@ function addAttempt(attempt, attempts, story, end, add) {
   let from = computing ?? sent;
   for (const [at, chunk] of chunks.entries()) {
     const before = at ? chunks[at - 1].number : 0;
-    add(`${name}prefill chunk ${at + 1}`, "prefill", from, chunk.t, `${count(Math.max(0, chunk.number - before))} tokens`);
+    add(`${name}prefill chunk ${at + 1}`, "prefill", from, chunk.t, counted(Math.max(0, chunk.number - before), "token"));
     from = chunk.t;
   }
   if (!chunks.length && first) add(`${name}prefill`, "prefill", from, first.t_s);

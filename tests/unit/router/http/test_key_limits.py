@@ -82,7 +82,7 @@ def test_a_key_whose_limits_change_keeps_what_it_uses(tmp_path: Path) -> None:
     use(requests_per_minute=1, concurrency=1).begin()
     with pytest.raises(RateLimited, match="running"):
         use(requests_per_minute=2, concurrency=1).begin()
-    with pytest.raises(RateLimited, match="1 requests a minute"):
+    with pytest.raises(RateLimited, match="1 request a minute"):
         use(requests_per_minute=1, concurrency=2).begin()
     clock.advance(60.0)
     use(requests_per_minute=1, concurrency=2).begin()
@@ -188,7 +188,7 @@ def test_tokens_are_charged_when_they_are_known() -> None:
 def test_requests_at_a_time() -> None:
     use = KeyUse("k", KeyClass(concurrency=1))
     use.begin()
-    with pytest.raises(RateLimited, match="1 requests running"):
+    with pytest.raises(RateLimited, match="1 request running"):
         use.begin()
     use.end(0)
     use.begin()

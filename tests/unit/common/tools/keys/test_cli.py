@@ -28,7 +28,7 @@ def test_init_issue_and_revoke(tmp_path: Path) -> None:
     keys("issue", str(folder), "decode-2", "--role", "node")
     for name in ("router", "prefill", "decode", "decode-2", "admin"):
         Credentials(str(folder / name))
-    assert "revoked 1 certificates of decode-2" in keys("revoke", str(folder), "decode-2")
+    assert "revoked 1 certificate of decode-2" in keys("revoke", str(folder), "decode-2")
     assert (folder / "router" / "crl.pem").read_bytes() == (folder / "ca" / "crl.pem").read_bytes()
 
 
