@@ -28,10 +28,8 @@ def advertised(endpoints: str, config: NodeConfig) -> str:
     becomes `config.advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface: then
     it becomes the address of the interface that routes to Redis.
 
-    Raises: ConfigError if `advertise_host` is every interface, or if Redis' host cannot be resolved.
+    Raises: ConfigError if Redis' host cannot be resolved.
     """
-    if config.advertise_host in _EVERY_INTERFACE:
-        raise ConfigError(f"advertise_host must be one host, not {config.advertise_host!r}, which is every interface")
     return " ".join(_advertised_endpoint(endpoint, config) for endpoint in endpoints.split())
 
 

@@ -26,6 +26,7 @@ class Form(NamedTuple):
 
 
 _HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
+_REACHED_AT = Form(rf"(?!(?:\*|[0.:]+)$){_HOST.pattern}", f"{_HOST.meaning}, and not that of every interface")
 NAME = Form(r"[^{}]+", "a name without braces")
 
 
@@ -74,8 +75,13 @@ def port_option(default: int, help: str, group: str) -> Any:
 
 
 def host_option(default: str | None, help: str, group: str) -> Any:
-    """Declare a host to listen on or to be reached at."""
+    """Declare a host to listen on."""
     return option(default, help, group, own=True, form=_HOST)
+
+
+def reached_at_option(default: str | None, help: str, group: str) -> Any:
+    """Declare a host at which others reach a service."""
+    return option(default, help, group, own=True, form=_REACHED_AT)
 
 
 def variant(owner: type, name: str, **changes: Any) -> Any:

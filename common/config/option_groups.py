@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
-from common.config.fields import host_option, option, port_option
+from common.config.fields import host_option, option, port_option, reached_at_option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -57,7 +57,7 @@ class NodeAddressOptions(ListenOptions):
         "Network",
         own=True,
     )
-    advertise_host: str | None = host_option(
+    advertise_host: str | None = reached_at_option(
         None,
         "Name or address by which others reach this node; by default --host, or if that is every interface, the "
         "address that routes to Redis.",
@@ -242,7 +242,7 @@ class RankOptions:
         1, "Number of hosts that this node's ranks are spread over.", "Ranks", low=1, high=64, own=True
     )
     node_rank: int = option(0, "Index of this host among them; 0 is the leader.", "Ranks", low=0, high=63, own=True)
-    master_addr: str = option("127.0.0.1", "Address of the leader's host, for ranks on other hosts.", "Ranks", own=True)
+    master_addr: str = reached_at_option("127.0.0.1", "Address of the leader's host for ranks on others.", "Ranks")
     master_port: int = port_option(
         0, "Port on the leader's host; 0 picks a free one, which works on a single host only.", "Ranks"
     )

@@ -50,12 +50,22 @@ def test_text_that_is_not_utf_8_is_refused_without_quoting_it(name: str) -> None
 
 
 @pytest.mark.parametrize("host", ["", " ", "[::1]", "127.0.0.1:80", "http://h", "u@h"])
-@pytest.mark.parametrize("name", ["host", "admin_host", "advertise_host"])
+@pytest.mark.parametrize("name", ["host", "admin_host", "advertise_host", "master_addr"])
 def test_hosts_are_names_or_addresses(name: str, host: str) -> None:
     """A variable that was not set, as in `--host "$HOST"`, failed late, after a node had read its weights."""
     with pytest.raises(ConfigError, match=f"^{name} must be a host name or an address"):
         resolve(DecodeConfig, flags={name: host}, environ={}, file=None)
     assert resolve(DecodeConfig, flags={name: "fd00::7"}, environ={}, file=None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "0", "::0", "0:0:0:0:0:0:0:0"])
+@pytest.mark.parametrize("name", ["advertise_host", "master_addr"])
+def test_nobody_is_reached_at_every_interface(name: str, host: str) -> None:
+    """It was refused when the node had read its model's config, or other ranks looked for the leader on their own host."""
+    with pytest.raises(ConfigError, match=f"^{name} must be .* not that of every interface, not '"):
+        resolve(DecodeConfig, flags={name: host}, environ={}, file=None)
+    for one in ("10.0.0.1", "fd00::", "::1", "0.example"):
+        assert resolve(DecodeConfig, flags={name: one}, environ={}, file=None)
 
 
 @pytest.mark.parametrize("cluster", ["", "}", "a{b"])
