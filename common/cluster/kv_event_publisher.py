@@ -17,9 +17,10 @@ from typing import Literal
 from common.base.clock import Clock, monotonic, until_next
 from common.base.counted import counted
 from common.base.hashing import HASH_BYTES, BlockHash
-from common.cluster.membership import HEAL, LEASE_IN_REDIS
+from common.cluster.membership import LEASE_IN_REDIS
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
+from common.cluster.redis_scripts import HEAL
 from common.control.messages import PeerRef
 from common.kv.journal import BlockJournal
 

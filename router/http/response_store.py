@@ -16,9 +16,9 @@ from pydantic_core import from_json
 
 from common.base.clock import monotonic
 from common.base.errors import NotFound, Unavailable
-from common.cluster.membership import HEAL
 from common.cluster.redis_client import UNREACHABLE, connect, short
 from common.cluster.redis_keys import Keys
+from common.cluster.redis_scripts import HEAL
 from router.http.json_body import Json, to_json
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,69 @@
+"""What membership does in Redis in one step each, as Lua scripts."""
+
+HEAL = """
+local function heal(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+"""
+"""Lua: removes a key that somebody wrote with another type, which would fail every command on it for good."""
+
+# KEYS: fence, node, load, nodes, epoch, adapters. ARGV: incarnation, its start time, lease in ms, record, node id, seconds
+# until an id is forgotten, a new epoch, loaded adapters, their expiry in ms, then alternately field and value of the load.
+# Returns 1, or a newer holder's record.
+RENEW = (
+    HEAL
+    + """
+heal(KEYS[1], 'hash') heal(KEYS[2], 'string') heal(KEYS[3], 'hash') heal(KEYS[4], 'zset') heal(KEYS[5], 'string')
+heal(KEYS[6], 'string')
+local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
+if holder[1] and holder[1] ~= ARGV[1] then
+  local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
+  -- A holder writes fence and record at once: a fence beside another record belongs to no node.
+  local record = redis.call('GET', KEYS[2])
+  local is_node = record and string.find(record, holder[1], 1, true)
+  -- Incarnations break the tie, so that exactly one of the two ends.
+  if is_node and (theirs > mine or (theirs == mine and holder[1] > ARGV[1])) then
+    return record
+  end
+end
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
+redis.call('SET', KEYS[2], ARGV[4])
+redis.call('HSET', KEYS[3], unpack(ARGV, 10))
+if ARGV[8] == '' then redis.call('DEL', KEYS[6])
+elseif ARGV[8] == 'keep' then redis.call('PEXPIRE', KEYS[6], ARGV[9])
+else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
+for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
+-- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+redis.call('ZADD', KEYS[4], string.format('%.6f', now), ARGV[5])
+for _, range in ipairs({{'-inf', now - ARGV[6]}, {now + ARGV[6], '+inf'}}) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], range[1], range[2])) do
+    redis.call('ZREM', KEYS[4], id)
+    -- Gone already, unless somebody wrote them without an expiry.
+    for i = 1, 3 do redis.call('DEL', string.sub(KEYS[i], 1, -1 - #ARGV[5]) .. id) end
+  end
+end
+redis.call('SET', KEYS[5], ARGV[7], 'NX')
+return 1
+"""
+)
+
+# KEYS: fence, node, load, nodes, blocks, events. ARGV: incarnation, node id.
+DEREGISTER = """
+redis.call('DEL', KEYS[5], KEYS[6])
+if redis.call('HGET', KEYS[1], 'incarnation') == ARGV[1] then
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  redis.call('ZREM', KEYS[4], ARGV[2])
+end
+return 1
+"""
+
+# KEYS: epoch, nodes. ARGV: what comes before a node id in its record's key. Returns the epoch, each id and the time of its
+# renewal, and the ids' records, all of one moment: what a restarted Redis has lost is missing in all of them.
+READ = """
+local renewals, keys = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), {}
+for i = 1, #renewals, 2 do keys[#keys + 1] = ARGV[1] .. renewals[i] end
+return {redis.call('GET', KEYS[1]), renewals, #keys > 0 and redis.call('MGET', unpack(keys)) or {}}
+"""
