@@ -42,6 +42,7 @@ class NodeStream:
     """One incarnation's stream."""
 
     incarnation: str
+    node_id: str
     last: int | None = None
     """Number of the newest entry applied; None: a snapshot is needed."""
     unseen_since_s: float | None = None
@@ -89,13 +90,13 @@ class KvEventSubscriber:
 
     def set_nodes(self, records: Iterable[NodeRecord]) -> None:
         """Read the streams of these incarnations and no others; blocks of all others are dropped at once."""
-        wanted = {record.peer.incarnation for record in records}
-        for incarnation in set(self._streams) - wanted:
+        wanted = {record.peer.incarnation: record.peer.node_id for record in records}
+        for incarnation in self._streams.keys() - wanted.keys():
             del self._streams[incarnation]
-        for incarnation in set(self._index.incarnations) - wanted:
+        for incarnation in set(self._index.incarnations) - wanted.keys():
             self._index.drop(incarnation)
-        listed = wanted - set(self._streams)
-        self._streams |= {incarnation: NodeStream(incarnation) for incarnation in listed}
+        listed = wanted.keys() - self._streams.keys()
+        self._streams |= {incarnation: NodeStream(incarnation, wanted[incarnation]) for incarnation in listed}
         if listed and self._reading is not None:
             self._reading.cancel()  # their snapshots are read first
 
@@ -176,7 +177,7 @@ class KvEventSubscriber:
             return
         self._index.replace(incarnation, b"")
         for piece in pieces:
-            self._store(incarnation, b"".join(piece), b"")
+            self._store(stream, b"".join(piece), b"")
             await asyncio.sleep(0)
             if not self._is_current(stream):
                 self._index.drop(incarnation)
@@ -205,17 +206,17 @@ class KvEventSubscriber:
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:
-                log.error("node %s published blocks of an unknown tier", stream.incarnation)
-            elif self._store(stream.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
+                log.error("node %s published blocks of an unknown tier", stream.node_id)
+            elif self._store(stream, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
                 await asyncio.sleep(0)
 
-    def _store(self, incarnation: str, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
+    def _store(self, stream: NodeStream, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
         """Returns the number of blocks."""
         try:
-            self._index.removed(incarnation, removed, tier)
-            self._index.stored(incarnation, stored, tier)
+            self._index.removed(stream.incarnation, removed, tier)
+            self._index.stored(stream.incarnation, stored, tier)
         except ValueError as error:
-            log.error("node %s published malformed block hashes: %s", incarnation, error)
+            log.error("node %s published malformed block hashes: %s", stream.node_id, error)
         count = (len(stored) + len(removed)) // 16
         self.blocks += count
         return count
@@ -232,15 +233,17 @@ class KvEventSubscriber:
         for stream in self._streams.values():
             load = loads.get(stream.incarnation)
             if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(stream.incarnation):
+                if stream.silent and load is not None and not self.away:
+                    log.info("node %s holds no blocks any more that the prefix index lacks", stream.node_id)
                 stream.unseen_since_s, stream.silent = None, False
                 continue
             stream.unseen_since_s = stream.unseen_since_s or now
             if now - stream.unseen_since_s > SILENCE_S and not stream.silent:
                 stream.silent = True
                 log.warning(
-                    "node incarnation %s holds %s, but none of them ever reached the prefix index: "
+                    "node %s holds %s, but none of them ever reached the prefix index: "
                     "prompts are routed to it as if it held nothing. Do router and node name the same Redis and cluster?",
-                    stream.incarnation,
+                    stream.node_id,
                     counted(load.kv_blocks_cached, "cached block"),
                 )
                 stream.last = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -58,9 +59,15 @@ def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.
         clock.advance(SILENCE_S * 0.6)
         subscriber._check_silence()
     assert subscriber.silent == ["a"]
-    assert "none of them ever reached the prefix index" in caplog.text
+    assert "node node-a holds 4 cached blocks, but none of them ever reached the prefix index" in caplog.text
     samples = {sample.name: sample.value for m in IndexCollector(index, subscriber).collect() for sample in m.samples}
     assert samples["kvrelay_index_nodes_silent"] == 1
+    index.stored("a", chain(0))
+    clock.advance(SILENCE_S * 0.6)
+    with caplog.at_level(logging.INFO):
+        subscriber._check_silence()
+    assert subscriber.silent == []
+    assert "node node-a holds no blocks any more that the prefix index lacks" in caplog.text
 
 
 def test_one_tenants_blocks_are_not_anothers_hits() -> None:
@@ -75,7 +82,7 @@ def test_a_malformed_stream_entry_is_that_nodes_trouble_alone(at: bytes) -> None
     async def main() -> None:
         index = PrefixIndex()
         subscriber = KvEventSubscriber("redis://127.0.0.1:1", "test", index)
-        stream = subscriber._streams["a"] = NodeStream("a", last=0)
+        stream = subscriber._streams["a"] = NodeStream("a", "node-a", last=0)
         entries = [(b"1-0", {b"at": at, b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
         await subscriber._apply(stream, entries)
         assert (stream.last, index.match(chain(0))) == (2, {"a": 8})
