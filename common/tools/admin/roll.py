@@ -131,9 +131,9 @@ class Roll:
         services = chosen(names, nodes, routers)
         without = gaps(services, nodes, len(routers))
         if without and not force:
+            choice = "" if names else "name others to restart these alone, "
             raise AdminRefused(
-                f"requests would fail: {'; '.join(without)}. Start another one first, name the services to restart, or accept "
-                "it with --force"
+                f"requests would fail: {'; '.join(without)}. Start another one first, {choice}or accept it with --force"
             )
         reached = self._cluster.client(routers[0].address)
         rows: list[dict[str, Any]] = []

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from common.tools.admin.roll import _addresses
+from common.tools.admin.client import AdminRefused
+from common.tools.admin.roll import Roll, RunningCluster, _addresses
+from common.tools.admin.roll_plan import RestartedService
 
 
 @pytest.fixture
@@ -41,3 +43,25 @@ def test_where_there_are_both_ipv4_counts(names: dict[str, list[str]]) -> None:
 
 def test_a_name_that_is_not_known_is_asked_as_it_is(names: dict[str, list[str]]) -> None:
     assert _addresses("http://nowhere:8001") == ["http://nowhere:8001"]
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["router"], "router-a is the only router. Start another one first, or accept it with --force"),
+        (
+            [],
+            "router-a is the only router. Start another one first, name others to restart these alone, or accept it with",
+        ),
+    ],
+)
+def test_who_names_services_is_not_told_to_name_some(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], advice: str
+) -> None:
+    monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
+    cluster = RunningCluster("http://127.0.0.1:8001")
+    router = RestartedService("router", "", "router-a", "router-a", "http://127.0.0.1:8001")
+    monkeypatch.setattr(cluster, "routers", lambda: [router])
+    monkeypatch.setattr(cluster, "nodes", lambda _: [])
+    with pytest.raises(AdminRefused, match=advice):
+        Roll(cluster, 1.0, 1.0, 0.0).run(names, force=False)
