@@ -18,6 +18,11 @@ _ID_BYTES = 12
 _pool: list[str] = []
 """Random parts of ids to come: the system is asked for many at once."""
 
+_DETAILS = "attempt policy reason prefill-mode decode-node prefill-node prefill-hit-tokens decode-hit-tokens relayed-bytes decision"
+"""What `headers` has beside ids."""
+OWN_HEADERS = tuple(f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "parts"))
+"""All headers of this project that an answer may have."""
+
 RawHeaders = list[tuple[bytes, bytes]]
 """Headers in ASGI's form."""
 

@@ -23,8 +23,10 @@ from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.connection_limit import ConnectionLimit
 from router.http.https import https_certificate
 from router.http.key_limits import ApiKeys
+from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
 from router.router import Router
 
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_S = 60.0
 """Time limit for a request body to arrive."""
 _MAX_CONNECTIONS = 16_384
-"""With more open connections (idle ones count) or requests, uvicorn answers 503."""
+"""With more open connections (idle ones count), requests get 503."""
 _FEW_CONNECTIONS = 1024
 """Fewer are worth a warning."""
 _OTHER_FILES = 4096
@@ -48,7 +50,7 @@ _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
 _SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
-_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "request-id", "x-kvrelay-ignored", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", *OWN_HEADERS)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -142,9 +144,10 @@ def http_server(
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
+    limited = ConnectionLimit(direct, _most_connections(), services.metrics.http_error)
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
-        _with_cors(direct, config),
+        _with_cors(limited, config),
         proxy_headers=False,
         http=HttpConnection,
         loop="none",
@@ -155,8 +158,9 @@ def http_server(
         server_header=False,
         backlog=1024,
         ssl_context_factory=None if certificate is None else certificate.make_context,
-        limit_concurrency=_most_connections(),
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),
     )
-    return HttpServer(settings)
+    server = HttpServer(settings)
+    limited.connections = server.server_state.connections
+    return server

@@ -133,6 +133,13 @@ def test_scripts_of_allowed_pages_reach_the_api_and_read_its_errors(model_folder
                 answer = await http.post(path, json={}, headers=headers)
                 assert answer.status_code == status
                 assert answer.headers["access-control-allow-origin"] == "https://app.example"
+            body = {"prompt": "hi", "max_tokens": 2, "unheard_of": 1}
+            headers = {"origin": "https://app.example", "authorization": "Bearer key"}
+            answer = await http.post("/v1/completions", json=body, headers=headers)
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            own = {name for name in answer.headers if name.startswith("x-kvrelay-")}
+            assert len(own) >= 10
+            assert own <= set(exposed)
             ask["origin"] = "https://else.example"
             assert (await http.options("/v1/chat/completions", headers=ask)).status_code == 400
 

@@ -57,6 +57,43 @@ print(_most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     assert most(1000) == [500, 1000]
 
 
+def test_beyond_the_limit_of_connections_a_client_is_told_why_in_its_own_api(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.http.server._most_connections", lambda: 2)
+
+    async def main() -> None:
+        config = RouterConfig(allowed_origins="*")
+        router = Router(config)
+        server = http_server(router, config, None)
+        with bind("127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            serving = asyncio.create_task(server.serve([listening]))
+            async with httpx.AsyncClient(base_url=url) as http:
+                idle = [await asyncio.open_connection("127.0.0.1", listening.getsockname()[1]) for _ in range(2)]
+                while len(server.server_state.connections) < 2:
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    refused = await http.post("/v1/chat/completions", json={}, headers={"origin": "http://page"})
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+                    assert "too many open connections" in refused.json()["error"]["message"]
+                    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+                    assert refused.headers["access-control-allow-origin"] == "*"
+                other = await http.post("/v1/messages", json={})
+                assert other.json()["error"]["type"] == "overloaded_error"
+                idle[0][1].close()
+                while len(server.server_state.connections) > 1:
+                    await asyncio.sleep(0.01)
+                assert (await http.get("/ping")).status_code != 503
+                idle[1][1].close()
+            server.stop()
+            await serving
+        router.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert caplog.text.count("refusing requests: more than 2 connections are open") == 1
+
+
 def test_the_kernel_drops_a_client_that_never_reads() -> None:
     with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         listening.setblocking(True)
