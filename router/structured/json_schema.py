@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
+from router.structured.number_bounds import hold_numbers
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -23,9 +24,19 @@ WHITESPACE = r" |\n[ \t]{0,20}"
 """A regular expression for the white space that may be between two tokens: a space, or a line break and an indentation."""
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_CHARS = 200
+_ESCAPES = '"\\bfnrt'
+"""Behind a backslash. With `\\u00f6`, which stands for control characters, names could be spelt so that llguidance takes listed
+properties for further ones, which may have any value."""
 
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")
+"""A control character in JSON that has no shorter escape, or DEL, which llguidance escapes, too."""
 _NEGATED = re.compile(r"\\.|\[\^[]-]?", re.DOTALL)
 """The begin of a negated class, `[^`, maybe with a bracket or hyphen as its first character; or anything escaped."""
+_REAL_DAYS = (
+    r"^([0-9]{4}-(0[13-9]|1[0-2])|[0-9]{4}-02-([01][0-9]|2[0-8])|"
+    r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+)
+"""How a date begins. llguidance takes 29 February for a day of every year."""
 _IGNORED = ("divisibleBy", "disallow", "extends", "x-guidance")
 _SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -39,9 +50,9 @@ def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE) -> 
 
     Raises: BadRequest for what is not supported.
     """
-    checked = _checked(schema)
+    checked, escapes = _checked(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(checked, overrides=_options(whitespace))
+        return LLMatcher.grammar_from_json_schema(checked, overrides=_options(whitespace, escapes))
     except ValueError as error:  # it reads less of JSON than Python does: at most 128 levels, no infinite numbers
         raise BadRequest(f"the schema cannot be read: {error}") from error
 
@@ -51,7 +62,8 @@ def embedded_schema(schema: Schema) -> str:
 
     Raises: BadRequest for what is not supported.
     """
-    return "%json " + json.dumps({**json.loads(_checked(schema)), "x-guidance": _options(WHITESPACE)})
+    checked, escapes = _checked(schema)
+    return "%json " + json.dumps({**json.loads(checked), "x-guidance": _options(WHITESPACE, escapes)})
 
 
 def without_further_properties(schema: Schema) -> Schema:
@@ -74,20 +86,21 @@ def _closed(value: Any) -> Any:
     return without_further_properties(cast("Schema", value)) if isinstance(value, dict) else value
 
 
-def _options(whitespace: str | None) -> JsonCompileOptions:
+def _options(whitespace: str | None, escapes: str) -> JsonCompileOptions:
     """All that a schema's own `x-guidance` could say otherwise."""
+    options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": escapes}
     if whitespace is None:
-        return {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
-    return {"lenient": False, "coerce_one_of": False, "whitespace_pattern": whitespace}
+        return {**options, "whitespace_flexible": False}
+    return {**options, "whitespace_pattern": whitespace}
 
 
-def _checked(schema: Schema) -> str:
-    """The schema as JSON. Raises: BadRequest."""
+def _checked(schema: Schema) -> tuple[str, str]:
+    """The schema as JSON, and the escapes that strings may have. Raises: BadRequest."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SOURCE_CHARS:
         raise BadRequest(f"the schema has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
     schema = json.loads(text)
-    unions = _Unions(schema)
+    unions, one_spelling = _Unions(schema), False
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -96,6 +109,10 @@ def _checked(schema: Schema) -> str:
         if isinstance(node, dict):
             found = cast("Schema", node)
             _check_keywords(found)
+            listed = found.get("properties") or found.get("patternProperties")
+            one_spelling |= bool(listed) and found.get("additionalProperties") is not False
+            if found.get("format") in ("date", "date-time"):
+                _add_pattern(found, _REAL_DAYS)
             if isinstance(found.get("pattern"), str):
                 found["pattern"] = _NEGATED.sub(_without_nul, found["pattern"])
             if isinstance(named := found.get("patternProperties"), dict):
@@ -104,7 +121,15 @@ def _checked(schema: Schema) -> str:
             if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
                 _admit_any_branch(found, schema)
             stack += [(each, depth + 1) for each in _subschemas(found)]
-    return json.dumps(schema, ensure_ascii=False)
+    escapes = _ESCAPES if one_spelling and not _CONTROL.search(text) else _ESCAPES + "u"
+    return json.dumps(schema, ensure_ascii=False), escapes
+
+
+def _add_pattern(schema: Schema, pattern: str) -> None:
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].append({"pattern": pattern})
 
 
 def _without_nul(found: re.Match[str]) -> str:
@@ -202,9 +227,7 @@ def _check_keywords(schema: Schema) -> None:
     for key in _IGNORED:
         if key in schema:
             raise BadRequest(f"the schema's keyword {key} is not supported")
-    for key in ("const", "enum"):
-        if key in schema:
-            _check_integers(key, schema[key])
+    hold_numbers(schema)
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise BadRequest("the schema's keyword required must be a list of names")
@@ -216,18 +239,3 @@ def _check_keywords(schema: Schema) -> None:
             "the schema's keyword minProperties is not supported beyond the number of required properties, except with "
             "additionalProperties=false"
         )
-
-
-def _check_integers(keyword: str, value: Any) -> None:
-    """Refuse those that no float64 is: llguidance would write the nearest one."""
-    stack: list[Any] = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            stack += cast("dict[str, Any]", node).values()
-        elif isinstance(node, list):
-            stack += cast("list[Any]", node)
-        elif isinstance(node, int) and node and abs(node) // (node & -node) > 1 << 53:
-            raise BadRequest(
-                f"the schema's keyword {keyword} is not supported with {str(node)[:40]}, which is beyond 2^53"
-            )

@@ -90,6 +90,9 @@ def test_a_schema_is_embedded_in_a_grammar(tokenizer: LLTokenizer) -> None:
         ({"type": "typo"}, "typo"),
         ({"const": 1234567890123456789}, "const .* 1234567890123456789"),
         ({"properties": {"a": {"enum": [1, {"b": [-(2**53) - 1]}]}}}, "enum .* -9007199254740993"),
+        ({"const": 2**63}, "const .* 9223372036854775808"),
+        ({"type": "integer", "enum": [1e20]}, "enum .* 1e\\+20"),
+        ({"type": "integer", "minimum": 2**63}, "minimum .* 9223372036854775808"),
     ],
 )
 def test_a_keyword_that_is_not_supported_is_named(tokenizer: LLTokenizer, schema: dict[str, Any], keyword: str) -> None:
@@ -122,8 +125,55 @@ def test_negated_classes_of_a_pattern_hold_for_quotes_and_backslashes(
 
 
 def test_large_integers_that_are_floats_are_written_in_full(tokenizer: LLTokenizer) -> None:
-    for number in (2**53, -(2**53), 2**53 + 2, 10**22, 0):
+    for number in (2**53, -(2**53), 2**53 + 2, 2**62 + 1024, 2**63 - 1024, 0):
         assert accepts(tokenizer, json_schema_grammar({"enum": [number, None, True]}), str(number))
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.0001"], ["0", "0.0"]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.1", "1.49"], ["1", "1.0", "1.5"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "0.0"]),
+        ({"exclusiveMaximum": 1, "minimum": 0.5}, ["0.5", "0.99"], ["1", "1.0"]),
+        ({"exclusiveMinimum": 1, "minimum": 1.25, "maximum": 1.5}, ["1.25", "1.5"], ["1", "1.1"]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
+        ({"type": "integer", "exclusiveMaximum": -(2**53) - 1}, [str(-(2**53) - 4)], [str(-(2**53) - 1), "5"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [str(2**63 - 1), "-5"], [str(2**63)]),
+        ({"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}, ["-1.5", str(2**60)], [str(10**39)]),
+    ],
+)
+def test_bounds_of_numbers_hold(
+    tokenizer: LLTokenizer, schema: dict[str, Any], accepted: list[str], refused: list[str]
+) -> None:
+    source = json_schema_grammar({"type": "number", **schema})
+    for text in accepted:
+        assert accepts(tokenizer, source, text), text
+    for text in refused:
+        assert not accepts(tokenizer, source, text), text
+
+
+def test_a_listed_property_has_one_spelling(tokenizer: LLTokenizer) -> None:
+    """Otherwise it is a further property under another spelling, with any value."""
+    schema = {"type": "object", "properties": {"größe": {"type": "integer"}, "b": {"const": "\\u0001"}}}
+    for source in (json_schema_grammar(schema), "start: " + embedded_schema(schema)):
+        assert accepts(tokenizer, source, '{"größe": 1, "c": "\\n\\t\\\\é"}')
+        assert not accepts(tokenizer, source, '{"größe": 1, "gr\\u00f6\\u00dfe": "x"}')
+        assert not accepts(tokenizer, source, '{"gr\\u00f6\\u00dfe": "x"}')
+    closed = json_schema_grammar({**schema, "properties": {"a": {"type": "string"}}, "additionalProperties": False})
+    assert accepts(tokenizer, closed, '{"a": "\\u001b"}')
+    control = json_schema_grammar({"type": "object", "properties": {"a": {"const": "\x1b\x7f"}}})
+    assert accepts(tokenizer, control, '{"a": "\\u001b\\u007f"}')
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "^[12]"}])
+def test_dates_exist(tokenizer: LLTokenizer, more: dict[str, Any]) -> None:
+    for kind, time_of_day in (("date", ""), ("date-time", "T12:00:00Z")):
+        source = json_schema_grammar({"type": "string", "format": kind, **more})
+        for day in ("2024-02-29", "2000-02-29", "1996-02-29", "2023-02-28", "1999-12-31", "2023-11-30"):
+            assert accepts(tokenizer, source, f'"{day}{time_of_day}"'), day
+        for day in ("2023-02-29", "1900-02-29", "2024-02-30", "2023-11-31", "2023-13-01"):
+            assert not accepts(tokenizer, source, f'"{day}{time_of_day}"'), day
 
 
 def test_properties_may_have_the_names_of_keywords(tokenizer: LLTokenizer) -> None:
