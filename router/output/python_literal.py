@@ -1,31 +1,29 @@
-"""Parses Python literals as JSON values, without evaluating anything. Pure."""
+"""Parses Python literals as JSON, without evaluating anything. Pure."""
 
 from __future__ import annotations
 
 import ast
 import json
-import math
 import re
-from typing import Any
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-    r"""|(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"""
+    r"""|(?P<number>[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"""
     r"""|(?P<word>[A-Za-z]\w*)|(?P<mark>[\[\]{}(),:])|(?P<end>\Z))""",
     re.DOTALL,
 )
 _NO_ESCAPE = re.compile(r"""(?<!\\)((?:\\\\)*)\\(?![\\'"abfnrtv0-7xuUN])""")
-_WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_WORDS = {"True": "true", "true": "true", "False": "false", "false": "false", "None": "null", "null": "null"}
 _MAX_DEPTH = 64
 
 
-def parse_literal(text: str) -> Any:
-    """The value of a string, number, truth value, None, list, tuple or dict with strings as keys.
+def literal_json(text: str) -> str:
+    """A string, number, truth value, None, list, tuple or dict with strings as keys, as JSON. Numbers keep their digits.
 
     Raises: ValueError for everything else.
     """
     literal = _Literal(text)
-    value = literal.value(0)
+    value = literal.json(0)
     if literal.kind != "end":
         raise ValueError("text behind the literal")
     return value
@@ -48,20 +46,16 @@ class _Literal:
         self._at, self.kind = found.end(), found.lastgroup
         self._token = found[found.lastgroup or 0]
 
-    def value(self, depth: int) -> Any:
-        """The value that begins with the current token; then the token behind it is current."""
+    def json(self, depth: int) -> str:
+        """The value that begins with the current token, as JSON; then the token behind it is current."""
         token, kind = self._token, self.kind
         if depth > _MAX_DEPTH:
             raise ValueError("nested too deep")
         self._next()
         if kind == "string":
-            value = _string(token)
-            while self.kind == "string":
-                value += _string(self._token)
-                self._next()
-            return value
+            return json.dumps(self._rest_of_string(token), ensure_ascii=False)
         if kind == "number":
-            return int(token) if token.lstrip("+-").isdecimal() else _finite(token)
+            return _number(token)
         if kind == "word" and token in _WORDS:
             return _WORDS[token]
         if token == "{":
@@ -70,39 +64,47 @@ class _Literal:
             return self._list("]" if token == "[" else ")", depth)
         raise ValueError("not a literal")
 
+    def _rest_of_string(self, token: str) -> str:
+        value = _string(token)
+        while self.kind == "string":
+            value += _string(self._token)
+            self._next()
+        return value
+
     def _take(self, mark: str) -> bool:
         if self.kind != "mark" or self._token != mark:
             return False
         self._next()
         return True
 
-    def _list(self, end: str, depth: int) -> Any:
-        values: list[Any] = []
+    def _list(self, end: str, depth: int) -> str:
+        values: list[str] = []
         comma = True
         while not self._take(end):
             if not comma:
                 raise ValueError("a comma is missing")
-            values.append(self.value(depth + 1))
+            values.append(self.json(depth + 1))
             comma = self._take(",")
-        return values[0] if end == ")" and len(values) == 1 and not comma else values
+        return values[0] if end == ")" and len(values) == 1 and not comma else f"[{', '.join(values)}]"
 
-    def _dict(self, depth: int) -> dict[str, Any]:
-        members: dict[str, Any] = {}
+    def _dict(self, depth: int) -> str:
+        members: dict[str, str] = {}
         comma = True
         while not self._take("}"):
-            key = self.value(depth + 1)
-            if not comma or not isinstance(key, str) or not self._take(":"):
+            key = self.json(depth + 1)
+            if not comma or not key.startswith('"') or not self._take(":"):
                 raise ValueError("not a dict with strings as keys")
-            members[key] = self.value(depth + 1)
+            members[key] = self.json(depth + 1)
             comma = self._take(",")
-        return members
+        return f"{{{', '.join(f'{key}: {value}' for key, value in members.items())}}}"
 
 
-def _finite(token: str) -> float:
-    number = float(token)
-    if not math.isfinite(number):
-        raise ValueError("a number is too large")
-    return number
+def _number(token: str) -> str:
+    """The number as JSON, which has no plus before it, no zeros before its digits, and digits on both sides of a point."""
+    sign = "-" if token.startswith("-") else ""
+    whole, exponent, power = token.lstrip("+-").lower().partition("e")
+    digits, point, decimals = whole.partition(".")
+    return f"{sign}{digits.lstrip('0') or '0'}{point}{decimals or (point and '0')}{exponent}{power}"
 
 
 def _string(token: str) -> str:

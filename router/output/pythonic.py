@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Container
 
-from router.output.python_literal import parse_literal
+from router.output.python_literal import literal_json
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import Format, OutputWriter
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAME_END = re.compile(r"[^-.\w]")
+_KEYWORD_END = re.compile(r"""[\s=:"'()\[\]{},<>]""")
+"""Names of keywords may have marks that are no letters, as those of Hindi have."""
 _SPECIAL = re.compile(r"""["'()\[\]{},]""")
 _STRING_END = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
@@ -94,16 +96,16 @@ def _read_call(reader: TextReader, writer: OutputWriter, names: Container[str]) 
 
 def _argument(reader: TextReader) -> Steps[str]:
     """Read `key=value`; the same as a member of a JSON object."""
-    key = yield from reader.take_until(_NAME_END)
+    key = yield from reader.take_until(_KEYWORD_END)
     yield from reader.skip_space()
     if not key:
         raise Malformed
     yield from reader.expect("=")
     try:
-        value = parse_literal((yield from _value_text(reader)))
+        value = literal_json((yield from _value_text(reader)))
     except ValueError:
         raise Malformed from None
-    return f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+    return f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
 
 def _value_text(reader: TextReader) -> Steps[str]:

@@ -22,7 +22,7 @@ _NAME = "\1"
 """Stands for a function's name."""
 _LINE_BREAKS = "/\\n{0,2}/"
 _ANYTHING = r"(.|\n)*"
-_KEYWORD = re.compile(r"[-.\w]+")
+_NO_KEYWORD = re.compile(r"""[\s=:"'()\[\]{},<>\\/]|^$""")
 _OF_ALL_ARGUMENTS = [
     "$ref",
     "$dynamicRef",
@@ -210,7 +210,7 @@ class _Lark:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.rules = ["KEYWORD: /[A-Za-z_]\\w*=/"]
+        self.rules = ["KEYWORD: /[^\\W\\d]\\w*=/"]
         self._schema_chars = 0
 
     def parts(self, parts: Sequence[str]) -> str:
@@ -264,11 +264,13 @@ class _Lark:
         may_be_empty, some = True, ""
         """Whether the properties so far may all be missing, and the rule for those that contain one."""
         for number, (name, value) in enumerate(cast("dict[str, Any]", schema.get("properties") or {}).items()):
-            if not _KEYWORD.fullmatch(name):
+            if value is False and name not in required:
+                continue
+            if value is False or _NO_KEYWORD.search(name):
                 raise BadRequest(f"this model's format has no way to write the parameter {name[:100]!r}", param="tools")
             inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
             rule = self._json(f"value_{index}_{number}", {**shared, **inner})
-            item = f'"{name}=" {rule}'
+            item = f"{json.dumps(f'{name}=', ensure_ascii=False)} {rule}"
             ways = [item] if may_be_empty else []
             if some:
                 ways.append(f'{some} ", " {item}')

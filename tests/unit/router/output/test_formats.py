@@ -83,6 +83,8 @@ def test_arguments_are_streamed_as_the_model_writes_them() -> None:
         ("[f(a=1), g(b='x\\n', c=[True, None, {'k': -1.5}])]", [("f", {"a": 1}), ("g", {"b": "x\n", "c": [True, None, {"k": -1.5}]})]),
         ("[f()]", [("f", {})]),
         (f"[f(a={'9' * 400})]", [("f", {"a": 10**400 - 1})]),
+        ("[f(a=+1e999, b=[-.5, 007., 1E5])]", [("f", {"a": float("inf"), "b": [-0.5, 7.0, 1e5]})]),
+        ("[f(größe=1, मात्रा={'ü': 2}, e\u0301=3)]", [("f", {"größe": 1, "मात्रा": {"ü": 2}, "e\u0301": 3})]),
         ('[f(a="it\'s, (fine)", b=(1, 2), c=false)]', [("f", {"a": "it's, (fine)", "b": [1, 2], "c": False})]),
     ],
 )  # fmt: skip
@@ -95,11 +97,16 @@ def test_python_calls_become_json(text: str, calls: list[Any]) -> None:
     "text",
     [
         *("[f(a=__import__('os'))]", "[h(a=1)]", "[f](http://a)", "[f(a=1+1)]", "[1, 2]", "[f("),
-        *("[f(a=1e999)]", f"[f(a={'9' * 5000})]"),
+        *("[f(a b=1)]", "[f(<a>=1)]", "[f(a=\u0661)]", "[f(a={1: 2})]"),
     ],
 )
 def test_python_that_is_no_list_of_literal_calls_is_content(text: str) -> None:
     assert _parse(text, "pythonic") == ParsedMessage(text)
+
+
+def test_numbers_of_python_calls_keep_their_digits() -> None:
+    text = f"[f(a=0.10000000000000000000001, b={'9' * 5000})]"
+    assert _parse(text, "pythonic").tool_calls[0].arguments == f'{{"a": 0.10000000000000000000001, "b": {"9" * 5000}}}'
 
 
 def test_a_python_call_with_a_bad_argument_keeps_the_good_ones_and_loses_no_text() -> None:

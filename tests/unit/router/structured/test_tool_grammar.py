@@ -242,8 +242,21 @@ def test_a_function_that_takes_anything_takes_any_keywords(forced: bool) -> None
         "pythonic", [Schema("f", {"type": "object"})], _vocabulary(tokenizer), parallel=True, forced=forced
     )
     matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
-    for text in ("[f()]", '[f(a={"b": [1]}, c_2="x")]'):
+    for text in ("[f()]", '[f(a={"b": [1]}, c_2="x")]', "[f(größe=1)]"):
         assert _accepts(tokenizer, matcher, text), text
+
+
+def test_a_parameter_that_no_value_fits_cannot_be_given() -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    parameters = {"type": "object", "properties": {"a": False, "b": True, "e\u0301": {}}, "additionalProperties": False}
+    source = tool_grammar("pythonic", [Schema("f", parameters)], _vocabulary(tokenizer), parallel=True)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    for text, accepted in (("[f(b=1)]", True), ("[f(a=1)]", False), ("[f(a=1, b=1)]", False), ("[f(e\u0301=1)]", True)):
+        assert _accepts(tokenizer, matcher, text) == accepted, text
+    with pytest.raises(BadRequest, match="'a'"):
+        tool_grammar(
+            "pythonic", [Schema("f", {**parameters, "required": ["a"]})], _vocabulary(tokenizer), parallel=True
+        )
 
 
 def test_a_function_whose_schema_refers_to_itself_takes_its_own_keywords_only() -> None:
