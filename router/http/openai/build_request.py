@@ -108,7 +108,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     tags = model.output_formats.reasoning
     if body.continue_final_message and tags is not None:
         text = tags.prompt_before(text, last.content or "")
-    functions = frozenset(tool.function.name for tool in body.offered_tools)
+    functions = frozenset(tool.function.name for tool in body.may_call)
     new_parser = model.output_formats.parser(
         text,
         functions,

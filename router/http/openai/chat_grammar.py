@@ -1,4 +1,4 @@
-"""The one grammar of a chat request: of the calls that it forces, of the answer's form, or of strict functions. Pure."""
+"""The one grammar of a chat request: of the calls that it forces or allows, of the answer's form, or of strict functions. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
     found = None if body.must_call else body.grammar_source
     if found is None:
         calls = call_grammar(body, model, prompt)
-        return None if calls is None else ("tool_choice" if body.must_call else "tools", calls)
+        chosen = body.must_call or len(body.may_call) < len(body.offered_tools)
+        return None if calls is None else ("tool_choice" if chosen else "tools", calls)
     param, source = found
     calls = call_grammar(body, model, prompt, otherwise=source)
     if calls is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, field_validator, model_validator
 
 from router.http.openai.chat_messages import Message
 from router.http.openai.checks import MAX_INT, bounded, shorten
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
-from router.http.openai.tools import MAX_TOOLS, NamedToolChoice, Tool
+from router.http.openai.tools import MAX_TOOLS, AllowedToolChoice, NamedToolChoice, Tool
 
 MAX_MESSAGES = 4096
 
@@ -32,7 +32,11 @@ class ChatRequest(CompletionRequestBase):
     include_reasoning: bool | None = True
     """False: the answer has no `reasoning_content`, although the model reasons."""
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedToolChoice | AllowedToolChoice, Discriminator("type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = True
 
     @field_validator("messages", mode="before")
@@ -58,25 +62,39 @@ class ChatRequest(CompletionRequestBase):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("tools: two functions have the same name")
-        if isinstance(self.tool_choice, NamedToolChoice):
-            if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice: tools has no function {shorten(self.tool_choice.function.name)}")
-        elif self.tool_choice == "required" and not names:
+        for chosen in self._chosen or ():
+            if chosen not in names:
+                raise ValueError(f"tool_choice: tools has no function {shorten(chosen)}")
+        if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: 'required' needs tools")
         return self
 
     @property
+    def _chosen(self) -> list[str] | None:
+        """The functions that `tool_choice` names; None: it names none."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return [each.function.name for each in self.tool_choice.allowed_tools.tools]
+        return None
+
+    @property
     def offered_tools(self) -> list[Tool]:
-        """The functions that the model may call."""
+        """The functions that the prompt shows."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def may_call(self) -> list[Tool]:
+        """The functions that the model may call."""
+        chosen = self._chosen
+        return [tool for tool in self.offered_tools if chosen is None or tool.function.name in chosen]
 
     @property
     def must_call(self) -> list[Tool]:
         """The functions one of which the model must call; empty: it may also answer in words."""
-        if isinstance(self.tool_choice, NamedToolChoice):
-            name = self.tool_choice.function.name
-            return [tool for tool in self.offered_tools if tool.function.name == name]
-        return self.offered_tools if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+        return self.may_call if mode == "required" or isinstance(mode, NamedToolChoice) else []
 
     @property
     def num_logprobs(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The grammar of a request that forces a call, or offers strict functions. Pure."""
+"""The grammar of a request that forces a call, allows some functions only, or offers strict ones. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwis
     functions = [Schema(tool.function.name, tool.function.parameters) for tool in body.must_call]
     forced = bool(functions)
     if not forced:
-        tools = [tool.function for tool in body.offered_tools]
-        if not tools or not (otherwise or any(tool.strict for tool in tools)):
+        tools = [tool.function for tool in body.may_call]
+        some_only = len(tools) < len(body.offered_tools)
+        if not tools or not (otherwise or some_only or any(tool.strict for tool in tools)):
             return None
         functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY) for tool in tools]
     tags, before, after = formats.reasoning, Before.NOTHING, list[int]()

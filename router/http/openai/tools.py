@@ -53,3 +53,19 @@ class NamedToolChoice(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedFunctions(BodyModel):
+    """`tools`: the only functions that the model may call; `mode`: whether it must call one of them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(BodyModel):
+    """Offers all functions, so that the prompt stays the same, and lets the model call some of them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions

@@ -47,6 +47,14 @@ class FunctionChoice(_Body):
     name: str
 
 
+class AllowedTools(_Body):
+    """Offers all functions, and lets the model call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
 class PlainText(_Body):
     """Any text."""
 
@@ -104,7 +112,9 @@ class ResponsesRequest(BodyModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Discriminator("type")] | None
+    ) = None
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -175,9 +185,11 @@ class ResponsesRequest(BodyModel):
         return body
 
     def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, FunctionChoice):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            tools = [_function_choice(each) for each in choice.tools]
+            return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
+        return _function_choice(choice) if isinstance(choice, FunctionChoice) else choice
 
     def shown(self) -> Json:
         """What a response repeats of its request."""
@@ -202,7 +214,12 @@ class ResponsesRequest(BodyModel):
         }
 
 
-def _plain(choice: str | FunctionChoice) -> str | Json:
+def _function_choice(choice: FunctionChoice) -> Json:
+    """As the chat call has it."""
+    return {"type": choice.type, "function": {"name": choice.name}}
+
+
+def _plain(choice: str | FunctionChoice | AllowedTools) -> str | Json:
     return choice if isinstance(choice, str) else choice.model_dump()
 
 

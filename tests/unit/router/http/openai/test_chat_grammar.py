@@ -54,3 +54,23 @@ def test_a_forced_call_begins_with_the_models_own_token(tmp_path: Path, special:
     forced = matcher.compute_ff_tokens()
     assert matcher.consume_tokens(forced), matcher.get_error()
     assert tokenizer.decode(forced).startswith('\n{"name": "now"')
+
+
+def test_only_functions_that_are_allowed_are_called(tmp_path: Path) -> None:
+    folder = make_tool_model(tmp_path / "model")
+    tokenizer = Tokenizer(folder)
+    formats = choose_formats(tokenizer.template_source, lambda token: tokenizer.token_id(token) is not None)
+    model = SimpleNamespace(output_formats=formats, tokenizer=tokenizer)
+    tools = [{"type": "function", "function": {"name": name}} for name in ("now", "later")]
+    allowed = {"mode": "auto", "tools": tools[:1]}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    assert chat_grammar(ChatRequest.model_validate(fields), cast("Any", model), "<|assistant|></think>") is None
+    body = ChatRequest.model_validate({**fields, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
+    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>")
+    assert found is not None
+    assert found[0] == "tool_choice"
+    matcher = compile_grammar(load_tokenizer(folder, VOCAB_SIZE, [1]), found[1].source)
+    for name, accepted in (("now", True), ("later", False)):
+        text = f'Well.<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>'
+        ids = tokenizer.encode_chat(text)
+        assert (matcher.deep_copy().try_consume_tokens(ids) == len(ids)) is accepted

@@ -24,15 +24,24 @@ def _nested(depth: int) -> dict[str, Any]:
     return {"a": _nested(depth - 1)} if depth else {}
 
 
-def test_the_tool_choice_tells_what_may_and_what_must_be_called() -> None:
-    def names(**fields: Any) -> tuple[list[str], list[str]]:
-        body = _request(tools=[_tool("f"), _tool("g")], **fields)
-        return [each.function.name for each in body.offered_tools], [each.function.name for each in body.must_call]
+def _allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_tool(name) for name in names]}}
 
-    assert names() == names(tool_choice="auto") == (["f", "g"], [])
-    assert names(tool_choice="none") == ([], [])
-    assert names(tool_choice="required") == (["f", "g"], ["f", "g"])
-    assert names(tool_choice=_tool("g")) == (["f", "g"], ["g"])
+
+def test_the_tool_choice_tells_what_may_and_what_must_be_called() -> None:
+    def names(**fields: Any) -> tuple[list[str], ...]:
+        body = _request(tools=[_tool("f"), _tool("g")], **fields)
+        return tuple(
+            [each.function.name for each in tools] for tools in (body.offered_tools, body.may_call, body.must_call)
+        )
+
+    assert names() == names(tool_choice="auto") == (["f", "g"], ["f", "g"], [])
+    assert names(tool_choice="none") == ([], [], [])
+    assert names(tool_choice="required") == (["f", "g"], ["f", "g"], ["f", "g"])
+    assert names(tool_choice=_tool("g")) == (["f", "g"], ["g"], ["g"])
+    assert names(tool_choice=_allowed("auto", "g")) == (["f", "g"], ["g"], [])
+    assert names(tool_choice=_allowed("required", "g")) == (["f", "g"], ["g"], ["g"])
+    assert names(tool_choice=_allowed("required", "g", "f")) == (["f", "g"], ["f", "g"], ["f", "g"])
 
 
 def test_templates_see_a_tool_in_the_usual_order_and_without_strict() -> None:
@@ -54,6 +63,10 @@ def test_templates_see_a_tool_in_the_usual_order_and_without_strict() -> None:
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": _tool("g"), "tools": [_tool("f")]}, "no function 'g'"),
         ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": _allowed("auto", "f", "g"), "tools": [_tool("f")]}, "no function 'g'"),
+        ({"tool_choice": _allowed("auto"), "tools": [_tool("f")]}, "at least 1 item"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [_tool("f")]}, "allowed_tools: Field required"),
         ({"functions": [{"name": "f"}]}, "not supported"),
         ({"function_call": {"name": "f"}}, "not supported"),
     ],

@@ -27,6 +27,19 @@ def test_a_tool_choice_forces_the_same_functions(choice: Any) -> None:
     assert [(tool.function.name, tool.function.strict) for tool in chat.must_call] == [("f", True)]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_functions_only_may_be_allowed(mode: str) -> None:
+    tools = [*TOOLS, {"type": "function", "name": "g"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "g"}]}
+    chat = _chat(tools=tools, tool_choice=choice)
+    assert [[tool.function.name for tool in some] for some in (chat.offered_tools, chat.may_call)] == [
+        ["f", "g"],
+        ["g"],
+    ]
+    assert bool(chat.must_call) is (mode == "required")
+    assert validated({"input": "x", "tool_choice": choice}, ResponsesRequest).shown()["tool_choice"] == choice
+
+
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
 def test_a_forced_call_needs_tools(choice: Any, tools: Any) -> None:
