@@ -7,7 +7,7 @@ They are ignored with a warning header, because clients of other servers send fi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -49,15 +49,16 @@ def known_fields(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:
-    """The names in a body that no known API has, or that have no effect here: also in the objects of `KNOWN_WITHIN`, if the kind
-    has that, as `object.name`.
+    """The names in a body that no known API has, or that have no effect here: also in the objects of `KNOWN_WITHIN`, as
+    `object.name`, and what `left_out` finds, if the kind has those.
     """
     known = known_fields(kind)
     names = [] if body.keys() <= known else [name for name in body if name not in known]
     within: dict[str, frozenset[str]] = getattr(kind, "KNOWN_WITHIN", {})
     for field, inner in within.items():
         names += [f"{field}.{name}" for name in as_object(body.get(field)) or () if name not in inner]
-    return names
+    left_out: Callable[[dict[str, Any]], list[str]] | None = getattr(kind, "left_out", None)
+    return names if left_out is None else names + left_out(body)
 
 
 def refuse_unknown(names: list[str], kind: type[BaseModel]) -> None:

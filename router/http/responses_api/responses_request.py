@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, field_validator
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT, as_object, shorten
+from router.http.openai.checks import MAX_INT, as_object, items, shorten
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
 
@@ -31,7 +31,7 @@ class _Body(BodyModel):
 
 
 class FunctionTool(_Body):
-    """A function that the model may call; hosted tools are not supported."""
+    """A function that the model may call; other tools are left out beside functions, and refused alone."""
 
     type: Literal["function"]
     name: str
@@ -132,6 +132,19 @@ class ResponsesRequest(BodyModel):
     conversation: None = None
     prompt: None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    @staticmethod
+    def left_out(body: Json) -> list[str]:
+        """The kinds of tools in a body that are left out, as `tools.KIND`: those that are not functions, beside functions."""
+        kinds = [str((as_object(tool) or {}).get("type")) for tool in items(body.get("tools")) or ()]
+        others = dict.fromkeys(f"tools.{kind}" for kind in kinds if kind != "function")
+        return list(others) if "function" in kinds else []
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _leave_out(cls, value: Any) -> Any:
+        functions = [tool for tool in items(value) or () if (as_object(tool) or {}).get("type") == "function"]
+        return functions or value
 
     @field_validator("background")
     @classmethod

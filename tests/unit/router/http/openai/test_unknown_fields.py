@@ -31,6 +31,15 @@ def test_names_within_objects_are_unknown_too() -> None:
         assert unknown_fields({"text": odd}, ResponsesRequest) == []
 
 
+def test_tools_that_are_left_out_are_named_once() -> None:
+    kinds = ["namespace", "function", "web_search", "web_search"]
+    tools = [{"type": kind, "name": "x"} for kind in kinds]
+    assert unknown_fields({"tools": tools}, ResponsesRequest) == ["tools.namespace", "tools.web_search"]
+    for others in (tools[:1], [], None, "x", [1, {}]):
+        assert unknown_fields({"tools": others}, ResponsesRequest) == []
+    assert unknown_fields({"tools": [1, {}, {"type": "function"}]}, ResponsesRequest) == ["tools.None"]
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("temprature", "; did you mean 'temperature'?"), ("max_token", "; did you mean 'max_tokens'?"), ("@#", "")],

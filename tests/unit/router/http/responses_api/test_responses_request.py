@@ -27,6 +27,17 @@ def test_a_tool_choice_forces_the_same_functions(choice: Any) -> None:
     assert [(tool.function.name, tool.function.strict) for tool in chat.must_call] == [("f", True)]
 
 
+def test_other_tools_are_left_out_beside_functions_and_refused_alone() -> None:
+    search = {"type": "web_search", "external_web_access": False}
+    body = validated({"input": "x", "tools": [search, *TOOLS, {"type": "namespace", "tools": TOOLS}]}, ResponsesRequest)
+    assert [tool["name"] for tool in body.shown()["tools"]] == ["f"]
+    assert [tool["function"]["name"] for tool in body.chat_request([])["tools"]] == ["f"]
+    with pytest.raises(BadRequest, match=r"tools.0.type: Input should be 'function' \(got 'web_search'\)"):
+        _chat(tools=[search])
+    with pytest.raises(BadRequest, match="tool_choice"):
+        _chat(tools=[search, *TOOLS], tool_choice={"type": "web_search"})
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_functions_only_may_be_allowed(mode: str) -> None:
     tools = [*TOOLS, {"type": "function", "name": "g"}]
