@@ -51,6 +51,7 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
 
 
 def _add_model_routes(app: FastAPI, services: Services) -> None:
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models", openapi_extra=described(ModelList))
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         """The served models, under each of their names."""

@@ -109,6 +109,7 @@ def test_the_kernel_drops_a_client_that_never_reads() -> None:
         ("//health/", 404, None),
         ("/v1/responses/a%3Fb/", 307, "/v1/responses/a%3Fb"),
         ("/nothing/", 404, None),
+        ("/v1/models/", 200, None),
     ],
 )
 def test_redirects_do_not_name_a_scheme_which_a_proxy_may_have_changed(

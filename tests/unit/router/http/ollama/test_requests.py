@@ -72,6 +72,23 @@ def test_options_may_write_every_number_as_a_float() -> None:
     assert (body.top_k, body.max_tokens) == (40, 8)
 
 
+@pytest.mark.parametrize(
+    ("options", "top_p", "min_p", "top_k"),
+    [
+        ({"top_p": 0}, None, None, 1),
+        ({"top_p": -0.5, "top_k": 40}, None, None, 1),
+        ({"top_p": 0.5, "top_k": 40}, 0.5, None, 40),
+        ({"top_p": 1.5, "min_p": 2}, 1, 1, None),
+        ({"min_p": -1}, None, 0, None),
+    ],
+)
+def test_thresholds_that_ollama_takes_are_taken(
+    options: dict[str, float], top_p: float | None, min_p: float | None, top_k: int | None
+) -> None:
+    body = _chat({"messages": [{"role": "user", "content": "a"}], "options": options})
+    assert (body.top_p, body.min_p, body.top_k) == (top_p, min_p, top_k)
+
+
 @pytest.mark.parametrize("limit", [0, -1, -2])
 def test_a_limit_of_no_tokens_is_none(limit: int) -> None:
     asked = {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": limit}}
