@@ -64,11 +64,14 @@ class TextLogprobs:
     def begin_text(self, prompt_ids: Sequence[int] = (), offset: int = 0) -> None:
         """Go on with the text behind these tokens, which begins at `offset` of the choice's text."""
         self._text = Detokenizer(self._pieces, skip_special_tokens=self._skip_special_tokens, prompt_ids=prompt_ids)
-        self._offset = offset
+        self._offset, self._echo = offset, ""
 
     def render_prompt(self, token_ids: Sequence[int], logprobs: Sequence[PromptLogprobs], text: str) -> Iterator[Json]:
-        """The `logprobs` objects of an echoed prompt, in portions; the answer's offsets continue after its `text`."""
+        """The `logprobs` objects of an echoed prompt, in portions; the answer's offsets continue after its `text`. Which special
+        tokens are in that does not depend on `skip_special_tokens`: it may be the client's own text.
+        """
         found = [None, *logprobs]
+        self._text, self._echo = Detokenizer(self._pieces), text
         for start in range(0, len(token_ids), PROMPT_PORTION):
             yield self.render(token_ids[start : start + PROMPT_PORTION], found[start : start + PROMPT_PORTION])
         self.begin_text(token_ids, len(text))
@@ -82,8 +85,7 @@ class TextLogprobs:
         for token_id, found in zip(token_ids, logprobs, strict=False):
             text = self._name(token_id)
             tokens.append(text)
-            offsets.append(self._offset)
-            self._offset += len(self._text.push(token_id))
+            offsets.append(self._take_offset(token_id))
             if found is None:
                 values.append(None)
                 tops.append(None)
@@ -94,3 +96,13 @@ class TextLogprobs:
             top.setdefault(text, max(found.logprob, LOWEST))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _take_offset(self, token_id: int) -> int:
+        """The offset of the next token."""
+        piece, shown = self._pieces.piece(token_id).decode(errors="replace"), self._text.push(token_id)
+        if token_id in self._pieces.special_ids and self._echo.startswith(piece, self._offset):
+            shown = piece
+        before = max(0, len(shown) - len(piece)) if shown.endswith(piece) else 0
+        """Characters in place of bytes of earlier tokens that are no character."""
+        self._offset += len(shown)
+        return self._offset - len(shown) + before
