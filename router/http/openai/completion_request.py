@@ -26,7 +26,7 @@ class CompletionRequest(CompletionRequestBase):
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         prompts = texts_or_token_ids(value, MAX_PROMPTS, "prompts in one request")
-        if not prompts or not all(prompts):
+        if not prompts or [] in prompts:  # an empty text can have tokens: the tokenizer's, or those around a suffix
             raise ValueError("must not be empty")
         return prompts
 

@@ -18,6 +18,7 @@ from router.text.tokenizer import Tokenizer as ServedTokenizer
 
 WORDS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "def", "return", "x"]
 MODEL = load("demo", None, LoadOptions())
+BOS = MODEL.tokenizer.token_id("<|bos|>")
 
 
 def _of_words(words: list[str]) -> Tokenizer:
@@ -27,15 +28,19 @@ def _of_words(words: list[str]) -> Tokenizer:
     return raw
 
 
-def _prompt_ids(folder: Path, raw: Tokenizer, suffix: str) -> list[int]:
+def _prompt_ids(folder: Path, raw: Tokenizer, suffix: str, prompt: str = "def x") -> list[int]:
     raw.save(str(folder / "tokenizer.json"))
     served = replace(MODEL, tokenizer=ServedTokenizer(folder))
-    body = completion_request({"prompt": "def x", "suffix": suffix}, CompletionRequest)
+    body = completion_request({"prompt": prompt, "suffix": suffix}, CompletionRequest)
     return completion_generation(body, served, body.prompt[0], Caller("", "")).engine.prompt_ids.tolist()
 
 
 def test_a_suffix_is_put_behind_the_prompt_with_the_models_tokens(tmp_path: Path) -> None:
     assert _prompt_ids(tmp_path, _of_words(WORDS), "return x") == [0, 3, 5, 1, 4, 5, 2]
+
+
+def test_the_gap_may_be_at_the_beginning(tmp_path: Path) -> None:
+    assert _prompt_ids(tmp_path, _of_words(WORDS), "return x", "") == [0, 1, 4, 5, 2]
 
 
 def test_a_suffix_begins_without_a_space_of_the_tokenizers(tmp_path: Path) -> None:
@@ -49,3 +54,14 @@ def test_a_suffix_begins_without_a_space_of_the_tokenizers(tmp_path: Path) -> No
 def test_a_model_without_such_tokens_refuses_a_suffix(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="suffix"):
         _prompt_ids(tmp_path, _of_words(WORDS[3:]), "return x")
+
+
+def test_a_prompt_without_text_has_the_tokens_that_the_tokenizer_adds() -> None:
+    body = completion_request({"prompt": ["", "x"]}, CompletionRequest)
+    assert completion_generation(body, MODEL, body.prompt[0], Caller()).engine.prompt_ids.tolist() == [BOS]
+    bare = completion_request({"prompt": "", "add_special_tokens": False}, CompletionRequest)
+    with pytest.raises(BadRequest, match="empty"):
+        completion_generation(bare, MODEL, bare.prompt[0], Caller())
+    for nothing in ([], [[]], [[1], []]):
+        with pytest.raises(BadRequest, match="must not be empty"):
+            completion_request({"prompt": nothing}, CompletionRequest)
