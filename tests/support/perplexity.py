@@ -39,7 +39,7 @@ def held_out_documents(num_documents: int) -> list[list[int]]:
 @functools.cache
 @torch.inference_mode()
 def perplexity(
-    path: Path, *, dtype: str = "bfloat16", quantization: Quantization = "auto", num_documents: int = 300
+    path: Path, *, dtype: str = "bfloat16", quantization: Quantization = "auto", num_documents: int = 100
 ) -> float:
     """exp of the mean negative log-likelihood of the tokens that the model learnt to predict: all but users' words."""
     config = load_model_config(path)
