@@ -13,12 +13,13 @@ from typing import Any
 
 import httpx
 
-_PROMPTS = ["The capital of France is", "def add(a, b):", "Once upon a time there was " * 12, "One, two, three, " * 60]
+from soak.requests import Choice, Request, requests
+
 _TIMEOUT_S = 60.0
 _RETRY_S = 1.0
 """Pause before the retry, twice what OpenAI's client takes."""
-Answer = tuple[str, str, tuple[int, ...]]
-"""Text, finish reason and token ids."""
+Answer = dict[int, Choice]
+"""By index."""
 
 
 class Failed(Exception):
@@ -35,19 +36,12 @@ class Clients:
     problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter[str])
     slowest_s: float = 0.0
-    _expected: dict[str, Answer] = field(default_factory=dict)
-    _bodies: list[dict[str, Any]] = field(default_factory=list)
+    _expected: list[tuple[Request, Answer]] = field(default_factory=list)
 
     async def begin(self) -> None:
         """Learn the right answers, while nothing is killed."""
-        for prompt in _PROMPTS:
-            for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}):
-                for tokens in (8, 120):
-                    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **sampling}
-                    self._bodies.append(body)
         async with httpx.AsyncClient(timeout=_TIMEOUT_S) as http:
-            for body in self._bodies:
-                self._expected[json.dumps(body)] = await self._ask(http, self.urls[0], body)
+            self._expected = [(request, await self._ask(http, self.urls[0], request)) for request in requests()]
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -56,30 +50,31 @@ class Clients:
 
     async def _client(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         while True:
-            body, (first, *others) = rng.choice(self._bodies), rng.sample(self.urls, len(self.urls))
+            (request, expected), (first, *others) = rng.choice(self._expected), rng.sample(self.urls, len(self.urls))
             # Half of the answers find their prompt in no cache.
             salt = {"cache_salt": f"{rng.random()}"} if rng.random() < 0.5 else {}
+            asked = Request(request.path, request.body | salt)
             began_s = time.monotonic()
             try:
-                found = await self._ask(http, first, body | salt)
+                found = await self._ask(http, first, asked)
             except Failed as error:
                 self.counts[f"retried: {error}"] += 1
                 await asyncio.sleep(_RETRY_S)
                 try:
-                    found = await self._ask(http, (others or [first])[0], body | salt)
+                    found = await self._ask(http, (others or [first])[0], asked)
                 except Failed as again:
                     self.problems.append(f"{time.strftime('%X')}: failed twice: {error}, then {again}")
                     continue
             self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
             self.counts["answers"] += 1
-            if found != self._expected[json.dumps(body)]:
-                self.problems.append(f"{time.strftime('%X')}: altered: {body} gave {found}"[:600])
+            if found != expected:
+                self.problems.append(f"{time.strftime('%X')}: altered: {asked} gave {found}"[:1000])
 
-    async def _ask(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-        text, reason, tokens = "", "", list[int]()
-        asked = {**body, "stream": True, "return_token_ids": True}
+    async def _ask(self, http: httpx.AsyncClient, url: str, request: Request) -> Answer:
+        choices: Answer = {}
+        body: dict[str, Any] = {**request.body, "stream": True, "return_token_ids": True}
         try:
-            async with http.stream("POST", f"{url}/v1/completions", json=asked) as answer:
+            async with http.stream("POST", url + request.path, json=body) as answer:
                 if answer.status_code != 200:
                     raise Failed(f"status {answer.status_code}")
                 async for line in answer.aiter_lines():
@@ -89,11 +84,9 @@ class Clients:
                     if "error" in event:
                         raise Failed(f"error in the stream: {event['error'].get('code')}")
                     for choice in event["choices"]:
-                        text += choice["text"]
-                        tokens += choice.get("token_ids") or []
-                        reason = choice["finish_reason"] or reason
+                        choices.setdefault(choice["index"], Choice()).add(choice)
         except httpx.HTTPError as error:
             raise Failed(f"connection: {type(error).__name__}") from None
-        if not reason:
+        if len(choices) < request.body.get("n", 1) or not all(each.finish_reason for each in choices.values()):
             raise Failed("connection: the stream ended early")
-        return text, reason, tuple(tokens)
+        return choices
