@@ -1,7 +1,8 @@
-"""The documents: every file, command and option that they name exists, and links lead somewhere."""
+"""The documents: every file, command and option that they name exists, links lead somewhere, and lists are complete."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.variables import CACHE, CPU_KERNELS
 from common.cli import app
 from common.config.fields import field_infos
-from common.config.service_configs import SERVICES
+from common.config.service_configs import SERVICES, RouterConfig
 from common.config.sources import ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, ENV_PREFIX
 from router.http.openapi import ERRORS
+from router.router import Router
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _PATH = re.compile(
@@ -117,3 +119,18 @@ def test_every_status_and_code_that_clients_may_get_is_documented() -> None:
     assert not codes - set(re.findall(r"`(\w+)`", section))
     rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", section, re.M)
     assert [int(status) for row in rows for status in row.split(", ")] == sorted(ERRORS)
+
+
+def test_all_metrics_are_documented_with_their_types() -> None:
+    async def exported() -> dict[str, str]:
+        router = Router(RouterConfig())
+        subscriber = router.subscribe("redis://127.0.0.1:1/0", "test")
+        families = list(router.metrics.registry.collect())
+        router.close()
+        await subscriber._client.aclose()
+        return {f"{each.name}{'_total' * (each.type == 'counter')}": each.type for each in families}
+
+    section = (ROOT / "docs/monitoring.md").read_text("utf-8").partition("## All metrics")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|", section, re.M)
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == asyncio.run(exported())
