@@ -16,9 +16,11 @@ from router.structured.json_schema import Schema, json_schema_grammar
 MAX_CHOICES = 1024
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 65_536, 512
 """llguidance converts GBNF in Python, in time that grows with the square of the number of rules."""
-_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
-"""As llguidance's own expression, whose time grows with the square of the number of line breaks in a row."""
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+"""As llguidance's own expression, which takes a rule `start` of GBNF for Lark, and whose time grows with the square of the number of line breaks in a row."""
 _CONTROL = re.compile("[\x7f-\x9f]")
+_NUMBERED = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
+"""A character of GBNF by its number; or an escaped backslash."""
 
 
 def regex_grammar(regex: str) -> str:
@@ -54,11 +56,20 @@ def text_grammar(grammar: str) -> str:
     if len(grammar) > MAX_GBNF_CHARS or grammar.count("::=") > MAX_GBNF_RULES:
         raise BadRequest(f"GBNF may have at most {MAX_GBNF_CHARS} characters and {MAX_GBNF_RULES} rules")
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_NUMBERED.sub(_character, grammar))
     except IndexError as error:
         raise BadRequest("the grammar cannot be read: it ends within an escape sequence") from error
     except Exception as error:  # llguidance raises it where rules are missing or there are two of a name
         raise BadRequest(f"the grammar cannot be read: {str(error)[:MAX_ERROR_CHARS]}") from error
+
+
+def _character(found: re.Match[str]) -> str:
+    """The character itself: llguidance drops the zeros at the beginning of its number."""
+    number = int(found[1] or found[2] or "d800", 16)
+    if number < 0x80:
+        return f"\\x{number:02x}"
+    is_printed = 0xA0 <= number < 0xD800 or 0xE000 <= number <= 0x10FFFF
+    return chr(number) if is_printed else found[0]
 
 
 def schema_grammar(schema: Schema | str, whitespace: str | None) -> str:

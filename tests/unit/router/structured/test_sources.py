@@ -23,6 +23,7 @@ from router.structured.sources import (
     text_grammar,
 )
 from router.text.tokenizer import Tokenizer
+from router.text.typed_tokens import SEPARATOR
 
 DEMO = resolve_model("demo")
 CONFIG = load_model_config(DEMO)
@@ -35,7 +36,7 @@ def accepts(source: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-_CHARACTERS = st.text(st.characters(codec="utf-8"), max_size=8)
+_CHARACTERS = st.text(st.characters(codec="utf-8", exclude_characters=SEPARATOR), max_size=8)
 _CHOICES = st.one_of(
     _CHARACTERS, st.sampled_from(["<|bos|>", "<|eos|>", "a<|bos|>b"]), _CHARACTERS.map("<|{}|>".format)
 )
@@ -78,6 +79,23 @@ def test_grammars_are_lark_or_gbnf() -> None:
     assert accepts(text_grammar('root ::= "a" b\nb ::= [0-9]+'), "a12")
 
 
+@pytest.mark.parametrize(
+    ("rule", "accepted", "refused"),
+    [
+        (r"[\u00C0-\u00FF]+", "éàü", "e"),
+        (r"[\u0400-\u04FF]+", "Привет", "a"),
+        (r'"\u00e9ba" "\U0001F600"', "éba😀", "\u0e9ba😀"),
+        (r'"\u0041\u000a"', "A\n", "A"),
+        (r'"\\u00e9"', r"\u00e9", "é"),
+        (r"[^\u0000-\u001F\u0022]", "a", '"'),
+    ],
+)
+def test_gbnf_may_name_characters_by_number(rule: str, accepted: str, refused: str) -> None:
+    source = text_grammar(f"root ::= {rule}")
+    assert accepts(source, accepted)
+    assert not accepts(source, refused)
+
+
 def test_many_line_breaks_take_no_time() -> None:
     began_s = time.process_time()
     with pytest.raises(BadRequest, match="Expected name"):
@@ -98,6 +116,7 @@ def test_many_line_breaks_take_no_time() -> None:
         (lambda: text_grammar("a ::= b\nb ::= a"), "No 'root' rule"),
         (lambda: text_grammar('é ::= "a"'), "No 'root' rule"),
         (lambda: text_grammar('root ::= "a"\na-b ::= "b"\na_b ::= "c"'), "Rule 'A_B' already exists"),
+        (lambda: text_grammar('root ::= start\nstart ::= "a"'), "Rule 'start' already exists"),
         (lambda: text_grammar('root ::= "\\'), "ends within an escape sequence"),
         (lambda: text_grammar("root ::= [\\"), "ends within an escape sequence"),
         (lambda: text_grammar("#" * (MAX_GBNF_CHARS + 1)), "GBNF may have at most 65536 characters"),
