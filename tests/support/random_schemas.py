@@ -33,7 +33,9 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
             least = draw.randrange(-500, 500)
             return {"type": "integer", "minimum": least, "maximum": least + draw.randrange(300)}
         case "number":
-            return {"type": "number", "minimum": -1.5, "exclusiveMaximum": draw.choice([0, 2.25, 1000])}
+            low, high = draw.choice(["minimum", "exclusiveMinimum"]), draw.choice(["maximum", "exclusiveMaximum"])
+            begin = draw.randrange(-3, 4) / 2
+            return {"type": "number", low: begin, high: begin + draw.choice([0.5, 1.25, 1000])}
         case "string":
             least = draw.randrange(3)
             return {"type": "string", "minLength": least, "maxLength": least + draw.randrange(5)}
