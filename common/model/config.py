@@ -21,7 +21,7 @@ from common.model.description import (
     WeightNames,
 )
 from common.model.families.base import Family
-from common.model.families.registry import FAMILIES
+from common.model.families.registry import FAMILIES, with_head
 from common.model.formats.quantization import Quantization, parse_quantization
 from common.model.hub import is_gguf, model_folder
 
@@ -145,8 +145,7 @@ def _with_head(raw: dict[str, Any]) -> dict[str, Any]:
     """The config of the class with an LM head, for that of one without."""
     names = raw.get("architectures")
     named = cast("list[Any]", names) if isinstance(names, list) else []
-    known = [f"{str(name).removesuffix('Model')}ForCausalLM" for name in named if str(name).endswith("Model")]
-    return {**raw, "architectures": known} if known else raw
+    return {**raw, "architectures": [with_head(str(name)) or name for name in named]} if named else raw
 
 
 def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None) -> ModelConfig:

@@ -36,3 +36,11 @@ _ALL = (
     GEMMA3_TEXT_PART,
 )
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}
+_HEADS = ("ForCausalLM", "LMHeadModel")
+
+
+def with_head(name: str) -> str | None:
+    """The class with an LM head that a native family has beside the class `name`, such as `Qwen3Model`; None if there is none."""
+    if not name.endswith("Model"):
+        return None
+    return next((found for head in _HEADS if (found := name.removesuffix("Model") + head) in FAMILIES), None)

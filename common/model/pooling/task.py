@@ -7,7 +7,7 @@ from pathlib import Path
 from common.base.errors import ConfigError
 from common.config.option_groups import TaskName
 from common.control.messages import Task
-from common.model.families.registry import FAMILIES
+from common.model.families.registry import with_head
 from common.model.hub import is_gguf
 from common.model.pooling.encoder_config import ARCHITECTURES, architecture
 from common.model.pooling.sentence_transformers import is_sentence_transformer
@@ -34,7 +34,7 @@ def find_task(path: Path, wanted: TaskName = "auto") -> Task:
 
 def is_headless(name: str) -> bool:
     """Whether this is the class without LM head of a native family, such as `Qwen3Model`."""
-    return name.endswith("Model") and f"{name.removesuffix('Model')}ForCausalLM" in FAMILIES
+    return with_head(name) is not None
 
 
 def _scoring() -> list[str]:

@@ -31,6 +31,8 @@ def folder_of(folder: Path, name: str, *, modules: bool = False) -> Path:
         ("Qwen3ForCausalLM", True, "generate", "generate"),
         ("Qwen3ForCausalLM", False, "embed", "embed"),
         ("Qwen3Model", False, "auto", "embed"),
+        ("GPT2Model", False, "auto", "embed"),
+        ("GPT2LMHeadModel", False, "auto", "generate"),
         ("FalconModel", False, "auto", "generate"),
     ],
 )
