@@ -93,14 +93,16 @@ def _parse_fp8(config: dict[str, Any]) -> Fp8Quantization:
 
 
 def _parse_awq(config: dict[str, Any]) -> AwqQuantization:
-    bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
+    bits, version = config.get("bits", config.get("w_bit")), _layout(config, "version", "gemm")
+    if config.get("backend") == "llm-awq":
+        version = "llm-awq"
     if bits != 4 or version != "gemm":
         raise ValueError(f"the weights are stored as AWQ {version} in {bits!r} bits; supported: gemm in 4 bits")
     return AwqQuantization(_group(config.get("group_size", config.get("q_group_size"))))
 
 
 def _parse_gptq(config: dict[str, Any]) -> GptqQuantization:
-    bits, layout = config.get("bits"), config.get("checkpoint_format", "gptq")
+    bits, layout = config.get("bits"), _layout(config, "checkpoint_format", "gptq")
     if not isinstance(bits, int) or bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
         raise ValueError(
             f"the weights are stored as {layout} in {bits!r} bits; supported: gptq or gptq_v2 in 4 or 8 bits"
@@ -145,6 +147,11 @@ def _parse_config_group(group: Any, default_layout: Any) -> Quantization:
         f"the weights are quantized as {kind} by {strategy} ({layout}); supported: float8 by tensor, channel or block, "
         "symmetric int8 with int8 activations by tensor or channel, int4 and int8 by channel or group (pack-quantized)"
     )
+
+
+def _layout(config: dict[str, Any], older: str, default: str) -> str:
+    """How words are laid out: under the key `older`, else under `format`, as transformers reads them."""
+    return str(config.get(older) or config.get("format") or default).lower()
 
 
 def _group(value: Any) -> int | None:

@@ -10,6 +10,7 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
+from common.model.formats.quantization import AwqQuantization, GptqQuantization, parse_quantization
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ from common.model.config import load_model_config
         ({"quant_method": "awq"}, "AWQ gemm in None bits; supported: gemm in 4 bits"),
         ({"quant_method": "awq", "bits": 8}, "AWQ gemm in 8 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ gemv in 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "AWQ gemv in 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "AWQ llm-awq in 4 bits"),
         ({"quant_method": "awq", "bits": 4, "group_size": 7}, "group_size is 7, not -1 or a multiple of 8"),
         (
             {"quant_method": "gptq", "bits": 3, "group_size": 128},
@@ -37,6 +40,7 @@ from common.model.config import load_model_config
             "quantized as int'4' by channel",
         ),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "stored as marlin in 4 bits"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "stored as marlin in 4 bits"),
         ({"quant_method": "gptq", "bits": 4}, "group_size is None"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "settings of their own for some layers"),
         ({}, "quantized by None"),
@@ -59,3 +63,24 @@ def test_other_quantizations_are_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=says) as caught:
         load_model_config(tmp_path)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("named", "zero_offset"),
+    [
+        ({}, 1),
+        ({"format": "gptq_v2"}, 0),
+        ({"checkpoint_format": None, "format": "gptq_v2"}, 0),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, 1),
+        ({"checkpoint_format": "gptq_v2"}, 0),
+    ],
+)
+def test_the_layout_of_gptq_is_under_its_newer_or_its_older_key(named: dict[str, Any], zero_offset: int) -> None:
+    found = parse_quantization({"quant_method": "gptq", "bits": 4, "group_size": 128, **named})
+    assert found == GptqQuantization(128, 4, zero_offset)
+
+
+@pytest.mark.parametrize("named", [{}, {"version": "GEMM"}, {"format": "gemm", "backend": "auto"}])
+def test_awq_without_a_layout_is_gemm(named: dict[str, Any]) -> None:
+    found = parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 128, **named})
+    assert found == AwqQuantization(128)
