@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 INSTALL_TIMEOUT_S = 600.0
 _PREBUILT = Path(__file__).parent / "prebuilt"
+_LOCK = "lock"
+"""A file of the cache's folder, locked by the process that compiles; it stays, because others may wait for it."""
 _WORK_PREFIX = "compiling-"
 _KEPT_LIBRARIES = 8
 _PREFIX = "kvrelay-"
@@ -74,13 +76,33 @@ def build_library(timeout_s: float) -> Path | Missing:
             return found
         folder = native_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(folder / "lock", deadline_s) as is_held:
+        with locked(folder / _LOCK, deadline_s) as is_held:
             if not is_held:
                 return _not_compiled(f"another process was still compiling after {timeout_s:.0f} s")
             found = _find(compilers)  # another process may have compiled it meanwhile
             return found if isinstance(found, Path) else _compile_any(compilers, folder, deadline_s)
     except (OSError, ConfigError) as error:
         return _not_compiled(str(error))
+
+
+def clear_libraries() -> bool | None:
+    """Remove all compiled libraries. Returns whether there were any; None, and nothing is removed, while a process compiles.
+
+    Raises: OSError, ConfigError.
+    """
+    folder = native_folder()
+    if not folder.exists():
+        return False
+    with locked(folder / _LOCK, 0.0) as is_held:
+        if not is_held:
+            return None
+        entries = [entry for entry in folder.iterdir() if entry.name != _LOCK]
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        return bool(entries)
 
 
 def _not_compiled(reason: str) -> Missing:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
 import time
 from pathlib import Path
 
 from common.base.cache_folder import cache_folder
 from common.base.errors import ConfigError
 from common.cli import command_group, run_checked
-from common.kernels.native.build import native_folder
+from common.kernels.native.build import clear_libraries, native_folder
 from common.model.cached_models import CachedModel, cached_models, weights_folder
 
 _HELP = """List or remove what kvrelay keeps on this machine to start faster: compiled native kernels, and packed weights,
@@ -29,7 +30,7 @@ def list_cache() -> None:
 
 @app.command("clear")
 def clear() -> None:
-    """Remove everything but the packed weights that a running node uses."""
+    """Remove everything but the packed weights that a running node uses, and native kernels that are being compiled."""
     run_checked(_clear)
 
 
@@ -49,8 +50,10 @@ def _clear() -> None:
     try:
         for model in cached_models(weights_folder()):
             print(f"{'removed' if model.remove() else 'kept'} packed weights {_describe(model)}")
-        if native_folder().exists():
-            shutil.rmtree(native_folder())
+        removed = clear_libraries()
+        if removed is None:
+            print("kept native kernels (being compiled)")
+        elif removed:
             print("removed native kernels")
     except OSError as error:
         raise ConfigError(f"cannot clear the cache: {error}") from error
@@ -62,7 +65,18 @@ def _describe(model: CachedModel) -> str:
 
 
 def _size_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
+    """Of all files; what vanishes meanwhile has none."""
+    size_bytes = 0
+    for parent, _, names in os.walk(folder, onerror=_raise_unless_gone):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes += os.lstat(os.path.join(parent, name)).st_size
+    return size_bytes
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _megabytes(size_bytes: int) -> str:

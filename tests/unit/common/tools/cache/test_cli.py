@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 
+from common.base.file_lock import locked
 from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
 from common.tools.cache.cli import clear, list_cache
@@ -37,12 +42,45 @@ def test_clear_keeps_only_what_is_in_use(cache: Path, capsys: pytest.CaptureFixt
     with closing(PackedWeights(cache / "weights", "new", 1.0)):
         clear()
         assert [folder.name.partition("-")[0] for folder in (cache / "weights").iterdir()] == ["new"]
-    assert not (cache / "native").exists()
+    assert list((cache / "native").iterdir()) == [cache / "native" / "lock"]
     clear()
     assert list((cache / "weights").iterdir()) == []
     out = capsys.readouterr().out
     assert "kept packed weights new-" in out
     assert "removed packed weights old-" in out
+    assert out.count("removed native kernels") == 1
+
+
+def test_clear_leaves_a_compiler_its_files(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without them it failed, and its node computed with PyTorch, several times slower, until the next start."""
+    work = cache / "native" / "compiling-x"
+    work.mkdir()
+    with locked(cache / "native" / "lock", 0.0) as is_held:
+        assert is_held
+        clear()
+    assert work.exists()
+    assert "kept native kernels (being compiled)" in capsys.readouterr().out
+    clear()
+    assert not work.exists()
+    with locked(cache / "native" / "lock", 0.0) as is_held:  # who waited for it meanwhile holds the lock of this folder
+        assert is_held
+
+
+def test_list_does_not_mind_files_that_a_compiler_removes_meanwhile(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "native" / "compiling-x").mkdir()
+    (cache / "native" / "compiling-x" / "a.o").touch()
+    walk = os.walk
+
+    def walked(folder: Path, **options: Any) -> Iterator[Any]:
+        for found in [*walk(folder, **options)]:
+            shutil.rmtree(folder / "compiling-x", ignore_errors=True)
+            yield found
+
+    monkeypatch.setattr(os, "walk", walked)
+    list_cache()
+    assert "1.5 MB  native kernels" in capsys.readouterr().out
 
 
 def test_a_cache_that_is_no_folder_is_one_sentence(
