@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -52,6 +53,8 @@ def read_lines(path: Path) -> Generator[BatchLine]:
             if not file.seekable():
                 raise BadBatch(f"{path} is a pipe, and the input is read twice: save it to a file first")
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # as Windows' editors write it
                 if line.strip():
                     yield _parse(line, f"{path}, line {number}")
     except OSError as error:

@@ -139,9 +139,10 @@ def _is_success(response: dict[str, Any]) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Make the name of a new file last, where that is possible."""
+    with contextlib.suppress(OSError):  # a folder that cannot be read, or a file system that does not do this
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

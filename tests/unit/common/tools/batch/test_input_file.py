@@ -26,6 +26,15 @@ def test_lines_are_read_in_order_and_blank_ones_are_skipped(tmp_path: Path) -> N
     assert check_lines(file) == {"a", "b"}
 
 
+def test_a_file_of_windows_editors_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(f"\ufeff{line('a')}\r\n\r\n{line('b')}\r\n".encode())
+    assert check_lines(file) == {"a", "b"}
+    file.write_bytes(f"{line('a')}\n\ufeff{line('b')}\n".encode())
+    with pytest.raises(BadBatch, match="line 2"):
+        check_lines(file)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
         os.mkfifo(path)
     with pytest.raises(BadBatch, match="not a file"):
         OutputFile(path)
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of some networks; nor can a folder be opened that its user may not read."""
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        output.add("a", ApiAnswer(200, "r", {}))
+    assert output.finished == {"a"}
