@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -123,6 +124,15 @@ class Authority:
         except OSError as error:
             raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
         return wanted - self.ends > datetime.timedelta(hours=1)
+
+    def issued(self, folder: Path) -> bool:
+        """Whether it has issued the certificate in a service's folder, revoked or not. Raises: ConfigError if that is unreadable."""
+        certificate = _read(folder / CERTIFICATE, x509.load_pem_x509_certificate)
+        try:
+            certificate.verify_directly_issued_by(self._certificate)
+        except (InvalidSignature, ValueError, TypeError):
+            return False
+        return True
 
     def revoke(self, name: str) -> int:
         """Revoke all certificates of a service; the new `crl.pem` has to reach every service's folder.

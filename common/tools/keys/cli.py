@@ -63,11 +63,16 @@ def revoke(folder: _Folder, name: _Name) -> None:
 
 def _init(folder: Path, days: int) -> None:
     """Raises: ConfigError."""
-    missing = [name for name in _SERVICES if not (folder / name / CERTIFICATE).exists()]
-    if not missing:
+    present = [name for name in _SERVICES if (folder / name / CERTIFICATE).exists()]
+    if len(present) == len(_SERVICES):
         raise ConfigError(f"{folder} holds these certificates already: `kvrelay keys issue` replaces one")
-    authority = _open(folder, create=True)
-    for name in missing:
+    authority = _open(folder, create=not present)
+    strange = [str(folder / name) for name in present if not authority.issued(folder / name)]
+    if strange:
+        raise ConfigError(
+            f"{authority.folder} has not issued the certificates in {' and '.join(strange)}: move them away"
+        )
+    for name in [name for name in _SERVICES if name not in present]:
         _issue_one(authority, folder / name, _SERVICES[name], days)
     print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
 

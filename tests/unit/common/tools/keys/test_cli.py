@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -102,3 +103,21 @@ def test_certificates_end_with_their_authority_which_can_be_renewed(tmp_path: Pa
     for file in ("ca.pem", "crl.pem"):
         assert str(tmp_path / "router" / file) in said.replace("\n", "")
         assert (tmp_path / "router" / file).read_bytes() == (tmp_path / "ca" / file).read_bytes()
+
+
+def test_init_adds_nothing_to_certificates_of_another_authority(tmp_path: Path) -> None:
+    """Without the old authority it made a new one, and half of the services refused the other half."""
+    keys("init", str(tmp_path))
+    shutil.rmtree(tmp_path / "prefill")
+    (tmp_path / "ca").rename(tmp_path / "kept")
+    assert "holds no certificate authority" in keys("init", str(tmp_path), code=78)
+    keys("init", str(tmp_path / "other"))
+    (tmp_path / "other" / "ca").rename(tmp_path / "ca")
+    said = " ".join(keys("init", str(tmp_path), code=78).split())
+    assert f"the certificates in {tmp_path / 'router'} and {tmp_path / 'decode'} and {tmp_path / 'admin'}: move" in said
+    assert not (tmp_path / "prefill").exists()
+    shutil.rmtree(tmp_path / "ca")
+    (tmp_path / "kept").rename(tmp_path / "ca")
+    keys("renew", str(tmp_path))
+    keys("init", str(tmp_path))
+    Credentials(str(tmp_path / "prefill"))
