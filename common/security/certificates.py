@@ -12,8 +12,10 @@ The authority's folder has `ca.pem`, `ca-key.pem` and `crl.pem`, and under `issu
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +35,7 @@ _CA_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of hosts differ."""
 _CRL_DAYS = _CA_DAYS
+_PEM_PART = re.compile(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\n?", re.S)
 
 
 class Authority:
@@ -118,7 +121,8 @@ class Authority:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.pem", encoded)
-            self.copy_all(folder)
+            for file in (CA, REVOKED):
+                _write(folder / file, (self.folder / file).read_bytes())
             _write(folder / KEY, _pem(key))
             _write(folder / CERTIFICATE, encoded)
         except OSError as error:
@@ -157,13 +161,31 @@ class Authority:
         return len(new)
 
     def copy_revoked(self, folder: Path) -> None:
-        """Copy the list of revoked certificates into a service's folder. Raises: OSError."""
-        _write(folder / REVOKED, (self.folder / REVOKED).read_bytes())
+        """Renew the list of revoked certificates in a service's folder; that of another authority stays. Raises: OSError."""
+        self._renew_part(folder / REVOKED, self._signed_list)
 
     def copy_all(self, folder: Path) -> None:
-        """Copy the authority's certificate, too. Raises: OSError."""
-        _write(folder / CA, (self.folder / CA).read_bytes())
+        """Renew the authority's certificate there, too. Raises: OSError."""
+        self._renew_part(folder / CA, self._has_key)
         self.copy_revoked(folder)
+
+    def _renew_part(self, file: Path, is_own: Callable[[bytes], bool]) -> None:
+        parts = [(self.folder / file.name).read_bytes()]
+        for part in _PEM_PART.findall(file.read_bytes()) if file.exists() else ():
+            with contextlib.suppress(ValueError):  # broken ones are left out
+                if not is_own(part):
+                    parts.append(part)
+        _write(file, b"".join(parts))
+
+    def _has_key(self, certificate: bytes) -> bool:
+        return x509.load_pem_x509_certificate(certificate).public_key() == self._key.public_key()
+
+    def _signed_list(self, revoked: bytes) -> bool:
+        found = x509.load_pem_x509_crl(revoked)
+        try:
+            return found.is_signature_valid(self._key.public_key())
+        except TypeError:  # it is signed by a key of another kind
+            return False
 
     def _revoked(self) -> tuple[x509.CertificateRevocationList, x509.CertificateRevocationListBuilder]:
         """The list of revoked certificates, and a new one that begins with these. Raises: ConfigError."""

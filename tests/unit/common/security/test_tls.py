@@ -103,6 +103,29 @@ def test_services_of_two_authorities_trust_each_other_with_both_in_their_files(t
     assert not asyncio.run(greet(node, router.for_client()))
 
 
+def test_what_one_of_two_authorities_renews_leaves_the_other_in_a_service_s_files(tmp_path: Path) -> None:
+    """A revocation while one replaces the other took its list away, without which all of its certificates were refused."""
+    old, new = Authority.create(tmp_path / "old"), Authority.create(tmp_path / "new")
+    old.issue("router", "router", tmp_path / "router", 1)
+    new.issue("node", "node", tmp_path / "node", 1)
+    for role, file in itertools.product(("router", "node"), ("ca.pem", "crl.pem")):
+        both = [(tmp_path / name / file).read_bytes() for name in ("old", "new")]
+        (tmp_path / role / file).write_bytes(b"broken\n".join(both))
+    router, node = Credentials(str(tmp_path / "router")), Credentials(str(tmp_path / "node"))
+    new.issue("other", "node", tmp_path / "other", 1)
+    new.revoke("other")
+    old.renew()
+    for role in ("router", "node"):
+        old.copy_all(tmp_path / role)
+        new.copy_revoked(tmp_path / role)
+        assert (tmp_path / role / "ca.pem").read_text().count("BEGIN") == 2
+        assert (tmp_path / role / "crl.pem").read_text().count("BEGIN") == 2
+    assert asyncio.run(greet(node, router.for_client()))
+    old.revoke("router")
+    old.copy_revoked(tmp_path / "node")
+    assert not asyncio.run(greet(node, router.for_client()))
+
+
 def test_what_a_renewed_authority_has_issued_is_valid_with_its_old_and_its_new_certificate(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca")
     authority.issue("router", "router", tmp_path / "router", 1)
