@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from common.base.clock import Clock, monotonic
@@ -109,10 +109,14 @@ class Snapshots:
             "draining": load.draining,
         }
 
-    def _relays(self, nodes: Iterable[Node], now_s: float) -> list[dict[str, Any]]:
-        """Bytes relayed so far, and per second, by pair of nodes."""
+    def _relays(self, nodes: Collection[Node], now_s: float) -> list[dict[str, Any]]:
+        """Bytes relayed so far, and per second, by pair of nodes that are there."""
+        known = {node.incarnation for node in nodes}
         found = {
-            (source, node.incarnation): size_bytes for node in nodes for source, size_bytes in node.relayed_from.items()
+            (source, node.incarnation): size_bytes
+            for node in nodes
+            for source, size_bytes in node.relayed_from.items()
+            if source in known
         }
         earlier = self._earlier
         while len(earlier) > 1 and now_s - earlier[1].time_s >= _RATE_S:

@@ -100,3 +100,16 @@ def test_an_answer_is_stopped_and_the_next_one_knows_the_conversation(system: Sy
     assert roles == [("user", QUESTION), ("assistant", stopped), ("user", "Go on.")]
     wait_ended(page)
     system.wait_whole()
+
+
+def test_models_that_come_after_the_page_can_be_chosen(system: System, open_page: OpenPage) -> None:
+    """A page that was opened before the first node had registered never had any."""
+    script = """
+let asked = 0;
+const ask = window.fetch;
+const none = () => Promise.resolve(new Response(JSON.stringify({ models: [], may_kill: false })));
+window.fetch = (...all) => (String(all[0]).endsWith("/playground") && !asked++ ? none() : ask(...all));
+"""
+    page = open_page(f"{system.url}/ui/playground.html", script=script)
+    page.wait_for_selector("select option", state="attached")
+    assert page.get_by_role("status").first.text_content() == "live"

@@ -37,6 +37,11 @@ async function start() {
     const about = await get("playground");
     mayKill = about.may_kill;
     model.replaceChildren(...about.models.map((name) => h("option", {}, name)));
+    if (!about.models.length) {
+      setStatus("no model yet");
+      setTimeout(start, 2000);
+      return;
+    }
     setStatus("live", "good");
     input.focus();
   } catch (error) {
@@ -106,6 +111,7 @@ async function stream(answer, controller) {
         attribute(answer, path);
       }
       answer.add(choice.delta.content ?? choice.delta.reasoning_content ?? "", records);
+      if (!first) continue;
       const took = (performance.now() - first) / 1000;
       const rate = answer.tokens.length > 1 ? `, then ${((answer.tokens.length - 1) / took).toFixed(0)} tokens/s` : "";
       answer.describe(`${counted(answer.tokens.length, "token")}, first after ${duration((first - began) / 1000)}${rate}`, href);

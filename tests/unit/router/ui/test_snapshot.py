@@ -71,3 +71,16 @@ def test_totals_are_the_metrics_of_all_models() -> None:
         assert len(totals["ttft"]["counts"]) == len(totals["ttft"]["bounds"]) + 1
 
     _play(scene)
+
+
+def test_relays_from_a_node_that_is_gone_are_not_shown() -> None:
+    """Pages have no name for it: a row began with an empty cell."""
+
+    def scene(snapshots: Snapshots, nodes: SimulatedNodes, clock: MockClock) -> None:
+        for node in snapshots._router.dispatcher.nodes.known():
+            node.relayed_from["gone"] = 1000
+        shown = json.loads(snapshots.latest().body)
+        incarnations = {node["incarnation"] for node in shown["nodes"]}
+        assert {relay["src"] for relay in shown["relays"]} <= incarnations
+
+    _play(scene)
