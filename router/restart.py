@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from common.base.clock import monotonic
@@ -21,7 +22,8 @@ class Restart:
         self._dispatcher = dispatcher
         self._busy = busy
         self._asked = asyncio.Event()
-        self._grace_s = self._timeout_s = 0.0
+        self._refuse_s = self._until_s = math.inf
+        """When new requests are refused, and when the process ends at the latest."""
 
     @property
     def active(self) -> bool:
@@ -29,11 +31,13 @@ class Restart:
         return self._asked.is_set()
 
     def begin(self, grace_s: float, timeout_s: float) -> None:
-        """Fail health checks now and refuse requests after `grace_s`; end `timeout_s` later even if some still run."""
-        if not self.active:
-            self._grace_s, self._timeout_s = grace_s, timeout_s
-            self._dispatcher.draining = True
-            self._asked.set()
+        """Fail health checks now and refuse requests after `grace_s`; end `timeout_s` later even if some still run. Asked again,
+        the shorter times count."""
+        refuse_s = monotonic() + grace_s
+        self._refuse_s = min(self._refuse_s, refuse_s)
+        self._until_s = min(self._until_s, refuse_s + timeout_s)
+        self._dispatcher.draining = True
+        self._asked.set()
 
     async def run(self) -> None:
         """Wait for `begin`, then for the last request.
@@ -41,11 +45,11 @@ class Restart:
         Raises: RestartRequested.
         """
         await self._asked.wait()
-        await asyncio.sleep(self._grace_s)
+        while (left_s := self._refuse_s - monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _POLL_S))
         self._dispatcher.refuse_new(
             Unavailable("this router is about to restart; try again, at another router at once")
         )
-        until_s = monotonic() + self._timeout_s
-        while (self._dispatcher.running or self._busy()) and monotonic() < until_s:
+        while (self._dispatcher.running or self._busy()) and monotonic() < self._until_s:
             await asyncio.sleep(_POLL_S)
         raise RestartRequested("an operator asked for a restart")

@@ -176,6 +176,20 @@ def test_a_node_that_shall_restart_ends_when_it_is_idle_unless_it_is_undrained(
     play(redis_server, cluster, scene)
 
 
+def test_a_restart_that_is_asked_for_again_takes_the_shorter_time(redis_server: RedisServer, cluster: str) -> None:
+    """Who had given it 600 s and did not want to wait any more could not say so."""
+
+    async def scene(bench: Bench) -> None:
+        bench.core.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]
+        for timeout_s in (600, 0, 600):
+            assert (await bench.admin.post("/restart", json={"timeout_s": timeout_s})).json()["restarting"]
+        async with asyncio.timeout(10):
+            await asyncio.wait([bench.node])
+        assert isinstance(bench.node.exception(), RestartRequested)
+
+    play(redis_server, cluster, scene)
+
+
 def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,3 +58,26 @@ def test_a_restart_does_not_wait_longer_than_asked(monkeypatch: pytest.MonkeyPat
             await restart.run()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_a_restart_that_is_asked_for_again_takes_the_shorter_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.restart, "_POLL_S", 0.001)
+
+    async def scene() -> None:
+        dispatcher: Any = StubDispatcher()
+        dispatcher.running = 1
+        restart = Restart(dispatcher, lambda: 1)
+        task = asyncio.create_task(restart.run())
+        restart.begin(600.0, 600.0)
+        await asyncio.sleep(0.01)
+        assert dispatcher.refused_with is None
+        restart.begin(0.0, 600.0)
+        while dispatcher.refused_with is None:
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        restart.begin(600.0, 600.0)
+        restart.begin(0.0, 0.0)
+        with pytest.raises(RestartRequested):
+            await task
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
