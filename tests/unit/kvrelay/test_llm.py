@@ -156,7 +156,7 @@ def test_more_samples_than_the_engine_accepts_at_once_wait(llm: LLM) -> None:
 def test_one_wrong_prompt_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._engine, "run", lambda jobs: pytest.fail("something ran"))
     with pytest.raises(BadRequest, match="prompt 1: "):
-        llm.generate(["fine", ""])
+        llm.generate(["fine", {"prompt_token_ids": []}])
 
 
 def test_an_interrupt_ends_all_requests_and_later_calls_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
