@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
-from router.text.added_tokens import complete, read_if_there, special_tokens
+from common.model.added_tokens import complete, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import PairIds, PairLayout

@@ -19,6 +19,7 @@ from tokenizers.decoders import ByteLevel
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.base.free_memory import release_free_memory
+from common.model.added_tokens import complete_from
 
 MAX_SOURCE_CHARS = 1 << 18
 MAX_ERROR_CHARS = 400
@@ -43,20 +44,22 @@ _SPECIAL = b"\xff"
 def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
     """The tokens of a model folder as llguidance needs them to compute masks.
 
-    Raises: ConfigError if there is no usable tokenizer.json.
+    Raises: ConfigError if there is no usable tokenizer.json, or other files add tokens that it cannot have.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"no tokenizer.json in {folder}: grammars need it")
     with _usable(file):
         tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
+    complete_from(folder, tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
 
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
+    with _usable(file):
         return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids)
 
 
@@ -82,7 +85,11 @@ def _llguidance_tokenizer(
 ) -> LLTokenizer:
     """slices: regular expressions of tokens whose masks are prepared; None: llguidance's own choice."""
     ends = [token_id for token_id in sorted(set(eos_ids)) if 0 <= token_id < vocab_size]
-    text = _TextTokenizer(encode, byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size), ends)
+    tokens = byte_level_tokens(tokenizer, vocab_size) or parsed_tokens(file, vocab_size)
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if is_special(token) and token_id < vocab_size:  # perhaps by another file
+            tokens[token_id] = _SPECIAL + token.content.encode()
+    text = _TextTokenizer(encode, tokens, ends)
     made = LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None, slices=slices)
     text.tokens = []  # `made` has its own copy, and keeps `text`
     release_free_memory()  # of a large vocabulary's file, 30 MB

@@ -6,17 +6,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLTokenizer
 
 from common.base.errors import ConfigError
 from common.engine.grammar.compile import load_tokenizer
+from common.model.added_tokens import FILES, read_if_there
 from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder
 
-_Key = tuple[str, int, tuple[int, ...]]
-"""Digest of tokenizer.json, size of the vocabulary, tokens that end an answer."""
+_Key = tuple[str, list[dict[str, Any]], int, tuple[int, ...]]
+"""Digest of tokenizer.json, what other files say of tokens, size of the vocabulary, tokens that end an answer."""
 
 _shared: dict[Path, tuple[_Key, LLTokenizer]] = {}
 """By folder. Changes in the process that forks only."""
@@ -27,7 +29,7 @@ def share_tokenizer(path: Path) -> None:
     without a usable one is left to its nodes, which say what is wrong with it."""
     with contextlib.suppress(ConfigError):
         facts, folder = read_facts(path), model_folder(path)
-        key = tokenizer_digest(folder), facts.vocab_size, facts.eos_token_ids
+        key = _key(folder, facts.vocab_size, facts.eos_token_ids)
         if folder not in _shared or _shared[folder][0] != key:
             _shared[folder] = key, load_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)
 
@@ -38,6 +40,10 @@ def get_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTo
     eos_ids = tuple(eos_ids)
     if folder in _shared:
         key, tokenizer = _shared[folder]
-        if key == (tokenizer_digest(folder), vocab_size, eos_ids):
+        if key == _key(folder, vocab_size, eos_ids):
             return tokenizer
     return load_tokenizer(folder, vocab_size, eos_ids)
+
+
+def _key(folder: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> _Key:
+    return tokenizer_digest(folder), [read_if_there(folder / name) for name in FILES], vocab_size, eos_ids

@@ -67,6 +67,15 @@ def test_another_one_is_not_taken_for_it(folder: Path) -> None:
     assert get(folder) is get(folder) is not shared
 
 
+def test_one_with_other_added_tokens_is_not_taken_for_it(folder: Path) -> None:
+    share_tokenizer(folder)
+    shared = get(folder)
+    (folder / "tokenizer_config.json").write_text('{"additional_special_tokens": ["[TOOL]"]}')
+    assert get(folder) is not shared
+    share_tokenizer(folder)
+    assert get(folder) is get(folder) is not shared
+
+
 @pytest.mark.parametrize("content", [None, "{"])
 def test_a_model_without_a_usable_one_is_left_to_its_nodes(folder: Path, content: str | None) -> None:
     (folder / "tokenizer.json").unlink()

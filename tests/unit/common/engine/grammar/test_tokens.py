@@ -145,3 +145,17 @@ def test_the_text_of_an_added_token_is_written_with_ordinary_tokens(tmp_path: Pa
         assert matcher.consume_tokens(found), matcher.get_error()
     assert max(forced) < 2048
     assert Tokenizer.from_file(str(file)).decode(forced) == text
+
+
+@pytest.mark.parametrize("raw", [None, make_fallback_tokenizer(["<s>", "</s>"])], ids=["bytes", "fallback"])
+def test_tokens_that_another_file_calls_special_are_no_text(tmp_path: Path, raw: Tokenizer | None) -> None:
+    """At a node, too: the model could write them within a string, and the router leaves them out of the text."""
+    parts = json.loads((DEMO / "tokenizer.json").read_text("utf-8") if raw is None else raw.to_str())
+    token_id = len(parts["model"]["vocab"])
+    parts["model"]["vocab"]["[TOOL]"] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts), "utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"additional_special_tokens": ["[TOOL]"]}')
+    size = token_id + 8
+    for tokenizer in load_tokenizer(tmp_path, size, [1]), RouterTokenizer(tmp_path).for_grammars(size, [1]):
+        for grammar, allowed in (("start: /(.|\\n)*/", False), (f"start: <[{token_id}]>", True)):
+            assert compile_grammar(tokenizer, grammar).deep_copy().consume_token(token_id) is allowed

@@ -1,5 +1,5 @@
-"""Special tokens by name, and tokens that a model's files add to tokenizer.json, as transformers reads them. Router process, at
-start-up."""
+"""Special tokens by name, and tokens that a model's files add to tokenizer.json, as transformers reads them. No torch: at the
+start of a router, and where a node first needs a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from common.model.config_file import read_json_object
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LISTED = "added_tokens_decoder"
+FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Those that name special and added tokens."""
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
@@ -53,6 +55,12 @@ def _added(text: str, value: object, **more: bool) -> AddedToken:
     """`value`: perhaps an object with the token's flags."""
     entry = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     return AddedToken(text, **{**{flag: entry[flag] for flag in _FLAGS if flag in entry}, **more})
+
+
+def complete_from(folder: Path, tokenizer: Tokenizer) -> None:
+    """`complete` with what the files of `folder` say. Raises: ConfigError."""
+    config = read_if_there(folder / FILES[0])
+    complete(tokenizer, folder, config, special_tokens(folder, config))
 
 
 def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
