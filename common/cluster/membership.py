@@ -243,6 +243,7 @@ class Directory:
 
     @property
     def refused(self) -> dict[str, str]:
+        """Node id -> why its record is not used."""
         return self._checked.refused
 
     @property
