@@ -5,6 +5,7 @@ Works only while that process has one thread and no event loop, and without GPUs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -42,8 +43,8 @@ class ForkedRank:
         os.close(orders)
 
     def begin(self, fields: dict[str, Any], rank: int, leader: str) -> None:
-        """Have the child run as this rank."""
-        with os.fdopen(self._orders, "w") as orders:
+        """Have the child run as this rank; one that has died meanwhile shows in `poll`."""
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._orders, "w") as orders:
             orders.write(json.dumps([fields, rank, leader]) + "\n")
 
     def poll(self) -> int | None:

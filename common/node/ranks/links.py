@@ -104,8 +104,9 @@ class RankLinks:
             argv = module_command("common.node.ranks.main", role_module, "--rank", str(rank), "--leader", leader)
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
-            child.stdin.write(payload)
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has died: `check_children` says so
+                child.stdin.write(payload)
+                child.stdin.close()
             self._children[rank] = child
 
     def collect(

@@ -86,3 +86,21 @@ def test_two_threads_may_see_a_rank_end() -> None:
     """While a start is stopped: the one that waits for the ranks' reports, and the one that ends them."""
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[] 0\n", done.stderr
+
+
+KILLED = """
+import os, signal
+from common.node.ranks.forked import ForkedRank
+
+fork = ForkedRank(lambda *_: None)
+os.kill(fork.pid, signal.SIGKILL)
+os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOWAIT)
+fork.begin({}, 1, "tcp://leader")
+print(fork.poll())
+"""
+
+
+def test_a_rank_that_was_killed_before_it_was_told_anything_has_an_exit_code() -> None:
+    """Where memory runs out, for example. Its node ended with a traceback about a broken pipe."""
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("-9\n", "")
