@@ -39,7 +39,7 @@ def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
     """All requests of a file, by arrival. Raises: ConfigError naming the invalid line."""
     lines: list[TraceLine] = []
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     for number, line in enumerate(text.splitlines(), 1):

@@ -222,6 +222,8 @@ _GOOD = {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids":
 def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     [line] = read_trace(_write(tmp_path / "good", [_GOOD]), 512)
     assert line == TraceLine(1.0, 600, 3, [1, 2])
+    (tmp_path / "of_windows").write_text(f"\ufeff{json.dumps(_GOOD)}\r\n\r\n", "utf-8")
+    assert read_trace(tmp_path / "of_windows", 512) == [line]
     endless: list[dict[str, object]] = [{"timestamp": math.nan}, {"timestamp": math.inf}, {"output_length": math.inf}]
     wrong = [
         {"hash_ids": [1]},
