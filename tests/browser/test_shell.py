@@ -56,3 +56,18 @@ def test_injected_script_does_not_run(url: str, open_page: OpenPage) -> None:
     )
     assert ran == "script-src-elem"
     assert page.evaluate("window.injected") is None
+
+
+def test_an_answer_that_is_cut_off_is_a_failure_until_the_next_one(url: str, open_page: OpenPage) -> None:
+    """The router was killed while it sent: the page logged an error and went on to say that all is live."""
+    script = """
+const ask = window.fetch;
+window.cut = true;
+window.fetch = (...all) => (window.cut ? Promise.resolve(new Response('{"nodes":')) : ask(...all));
+"""
+    page = open_page(f"{url}/ui/", script=script)
+    page.wait_for_function(
+        "() => document.querySelector('.status').textContent === \"the router's answer was cut off\""
+    )
+    page.evaluate("window.cut = false")
+    page.wait_for_function("() => document.querySelector('.status').textContent === 'live'")

@@ -32,20 +32,28 @@ async function call(path, options) {
   throw new ApiError(answer.status, body?.error?.message ?? `the router answered ${answer.status}`);
 }
 
+async function json(answer) {
+  try {
+    return await answer.json();
+  } catch {
+    throw new ApiError(0, "the router's answer was cut off");
+  }
+}
+
 /** The JSON at `path` below `/ui/api/`. */
 export async function get(path) {
-  return (await call(path, { headers: headers({}) })).json();
+  return json(await call(path, { headers: headers({}) }));
 }
 
 /** Like `get`, with the previous answer's `etag`: `{etag, value}`, where `value` is null if nothing has changed. */
 export async function getChanged(path, etag) {
   const answer = await call(path, { headers: headers(etag ? { "if-none-match": etag } : {}) });
   if (answer.status === 304) return { etag, value: null };
-  return { etag: answer.headers.get("etag"), value: await answer.json() };
+  return { etag: answer.headers.get("etag"), value: await json(answer) };
 }
 
 /** Post `body`; asks for the admin token if the router wants one. */
-export const post = async (path, body = {}) => (await send(path, body)).json();
+export const post = async (path, body = {}) => json(await send(path, body));
 
 /** Post `body` for a stream of events, until `signal`: `{id, events}`, the router's id of the request and an iterator. */
 export async function postStream(path, body, signal) {
