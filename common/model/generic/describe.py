@@ -18,7 +18,7 @@ from common.model.generic.config import GenericConfig
 from common.model.generic.library import load
 from common.model.generic.names import find_parts
 from common.model.generic.probe import AttentionCall, probe
-from common.model.generic.rope import has_rope_by_length
+from common.model.generic.rope import has_rope_by_length, longest_context
 from common.model.generic.styles import STYLES
 from common.model.hub import is_gguf
 
@@ -45,7 +45,7 @@ def describe(path: Path) -> GenericConfig:
     find_parts(model, tuple(call.module for call in calls))
     generation_file = path / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
-    longest = int(_of_text(config, "max_position_embeddings", cls.__name__))
+    longest = longest_context(config, int(_of_text(config, "max_position_embeddings", cls.__name__)))
     return GenericConfig(
         architecture=cls.__name__,
         hidden_size=model.get_input_embeddings().embedding_dim,

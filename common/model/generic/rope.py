@@ -47,5 +47,15 @@ def has_rope_by_length(config: Any) -> bool:
     return any(_is_by_length(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict))
 
 
+def longest_context(config: Any, max_position: int) -> int:
+    """`max_position_embeddings` of a config, which linear scaling of positions multiplies and YaRN extends, as in native families.
+    Layers that differ in their rotary embedding are not extended."""
+    rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
+    if kind == "linear":
+        return int(factor * max_position)
+    return max(max_position, int(factor * rope["original_max_position_embeddings"])) if kind == "yarn" else max_position
+
+
 def _is_by_length(kind: object) -> bool:
     return isinstance(kind, str) and any(each in kind for each in _BY_LENGTH)

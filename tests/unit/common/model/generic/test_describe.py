@@ -11,6 +11,7 @@ from support.generic_models import config_of
 from transformers import AutoConfig
 
 from common.base.errors import ConfigError
+from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
 from common.model.generic.describe import describe
 
@@ -55,6 +56,30 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantized checkpoints need a native family"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 96),
+        ({"rope_type": "linear", "factor": 2.5}, 240),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 1.25, "original_max_position_embeddings": 64}, 96),
+        ({"rope_type": "yarn", "factor": 4.0}, 384),
+        ({"rope_type": "dynamic", "factor": 4.0}, 96),
+        (
+            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 32},
+            96,
+        ),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else str(value),
+)
+def test_contexts_reach_as_far_as_in_the_native_family(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
+    text = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 96}
+    more: dict[str, Any] = {**text, "vocab_size": 200, "rope_parameters": {"rope_theta": 10000.0, **rope}}
+    folder = folder_of(tmp_path, "llama", "LlamaForCausalLM", **more)
+    assert describe(folder).max_context == load_model_config(folder).max_context == longest
 
 
 def test_layers_are_described_as_the_class_calls_attention(tmp_path: Path) -> None:
