@@ -137,6 +137,10 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
         "repeated layers (layer_replication)": settings.get("layer_replication"),
         "activation by tokens (aLoRA)": settings.get("alora_invocation_tokens"),
         "quantization-aware LoRA": settings.get("use_qalora"),
+        "block-diagonal LoRA": settings.get("use_bdlora"),
+        "KaSA": settings.get("kasa_config"),
+        "Monte Carlo LoRA": settings.get("monteclora_config"),
+        "routing between adapters (Arrow)": settings.get("arrow_config"),
         f"changed base weights (init_lora_weights {init!r})": changes_base,
     }
     for what, is_needed in reasons.items():

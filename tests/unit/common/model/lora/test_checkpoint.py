@@ -33,6 +33,10 @@ def config(model: Path) -> ModelConfig:
     [
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "biases"),
+        ({"use_bdlora": {"nblocks": 2}}, "block-diagonal LoRA"),
+        ({"kasa_config": {"beta": 1e-4}}, "KaSA"),
+        ({"monteclora_config": {"num_samples": 8}}, "Monte Carlo LoRA"),
+        ({"arrow_config": {"top_k": 2}}, r"routing between adapters \(Arrow\)"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "changed base weights"),
         ({"init_lora_weights": "loftq"}, "changed base weights"),
