@@ -66,6 +66,9 @@ class CheckpointWeights:
         )
         self._formats.append(FloatFormat(self._tensors))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         return self._format_of(name).read(StoredTensor(name, shape, part), dtype)
 

@@ -63,7 +63,9 @@ class Encoder:
             return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), _FLOAT32, kernels)
 
         def norm(name: str) -> _Norm:
-            return _Norm(read(f"{name}.weight", hidden), read(f"{name}.bias", hidden))
+            """Files made from TensorFlow's have older names, as transformers knows."""
+            weight, bias = ("gamma", "beta") if f"{name}.gamma" in weights else ("weight", "bias")
+            return _Norm(read(f"{name}.{weight}", hidden), read(f"{name}.{bias}", hidden))
 
         def layer(index: int) -> _Layer:
             at = f"{prefix}encoder.layer.{index}"

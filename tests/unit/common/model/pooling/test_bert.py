@@ -75,6 +75,21 @@ def test_scores_are_the_logits_of_transformers_behind_the_activation(tmp_path: P
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=1e-4)
 
 
+def test_norms_under_the_names_of_tensorflow_are_read_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model")
+    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for new, old in older.items():
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    oracle = transformers.AutoModel.from_pretrained(folder).eval()
+    hidden, _ = load(folder).hidden(INPUTS[:1])
+    with torch.no_grad():
+        expected = oracle(torch.tensor([INPUTS[0].token_ids])).last_hidden_state[0]
+    torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=1e-4)
+
+
 def test_weights_of_whole_numbers_are_refused_by_name(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model")
     file = folder / "model.safetensors"
