@@ -47,6 +47,8 @@ class Authority:
         try:
             self._certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
             key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
+        except PermissionError as error:
+            raise ConfigError(f"cannot read the certificate authority: {error.filename}: {error.strerror}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder} holds no certificate authority: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):

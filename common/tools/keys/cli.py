@@ -63,7 +63,10 @@ def revoke(folder: _Folder, name: _Name) -> None:
 
 def _init(folder: Path, days: int) -> None:
     """Raises: ConfigError."""
-    present = [name for name in _SERVICES if (folder / name / CERTIFICATE).exists()]
+    try:
+        present = [name for name in _SERVICES if (folder / name / CERTIFICATE).exists()]
+    except OSError as error:  # a folder of another user
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
     if len(present) == len(_SERVICES):
         raise ConfigError(f"{folder} holds these certificates already: `kvrelay keys issue` replaces one")
     authority = _open(folder, create=not present)
@@ -117,11 +120,13 @@ def _revoke(folder: Path, name: str) -> None:
 def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Callable[[Path], None]) -> None:
     """Copy what the authority has changed into every service's folder that can be written. Raises: ConfigError for others."""
     failed: list[str] = []
-    for service in sorted(file.parent for file in folder.glob(f"*/{REVOKED}")):
+    for service in sorted(folder.iterdir()):
         if service == authority.folder:
             continue
         names = " and ".join(str(service / name) for name in files)
         try:
+            if not (service / REVOKED).exists():
+                continue
             copy(service)
         except OSError as error:
             failed.append(f"{names} ({error.strerror})")

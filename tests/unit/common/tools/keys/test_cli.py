@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from cryptography import x509
@@ -74,6 +76,25 @@ def test_a_revocation_that_did_not_reach_every_folder_is_said_and_can_be_run_aga
     obstacle.rmdir()
     assert "all certificates of decode were revoked before" in keys("revoke", str(tmp_path), "decode")
     assert (tmp_path / "prefill" / "crl.pem").read_bytes() == wanted
+
+
+def test_a_folder_of_another_user_is_named_not_passed_over(tmp_path: Path) -> None:
+    """A revocation that did not reach it ended with success; `init` ended with a traceback."""
+    keys("init", str(tmp_path))
+    exists = Path.exists
+
+    def exists_unless_closed(path: Path, **options: Any) -> bool:
+        if path.parent == tmp_path / "prefill":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path, **options)
+
+    with patch.object(Path, "exists", exists_unless_closed):
+        said = keys("revoke", str(tmp_path), "decode", code=78)
+        assert f"cannot write {tmp_path / 'prefill' / 'crl.pem'} (Permission denied)" in said
+        assert f"cannot read {tmp_path / 'prefill' / 'cert.pem'}: Perm" in keys("init", str(tmp_path), code=78)
+    wanted = (tmp_path / "ca" / "crl.pem").read_bytes()
+    assert (tmp_path / "router" / "crl.pem").read_bytes() == wanted
+    assert (tmp_path / "prefill" / "crl.pem").read_bytes() != wanted
 
 
 def test_a_damaged_file_of_the_authority_is_named(tmp_path: Path) -> None:
