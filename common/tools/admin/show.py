@@ -199,7 +199,7 @@ def blocks(answer: Mapping[str, Any]) -> RenderableType:
     whole = answer["prompt_blocks"]
     nodes = sorted(answer["nodes"], key=lambda node: (-node["blocks"], node["node"]))
     rows = [[node["node"], node["role"], f"{node['blocks']} of {whole}", _bar(node["blocks"], whole)] for node in nodes]
-    title = f"{_counted(answer['prompt_tokens'], 'token')}, {_counted(whole, 'block')}, of which a node holds the first"
+    title = f"{counted(answer['prompt_tokens'], 'token')}, {counted(whole, 'block')}, of which a node holds the first"
     return table(title, ("node", "role", "blocks", ""), rows) if rows else cell("no node is usable")
 
 
@@ -219,19 +219,15 @@ def overview(
     return Group(cell(line), nodes(known), requests(running) if running else cell("no request runs"))
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
 def findings(answer: Mapping[str, Any]) -> RenderableType:
     """`kvrelay admin check`: each finding and, below it, its remedy."""
-    checked = f"asked were {_counted(answer['routers'], 'router')} and {_counted(answer['nodes'], 'node')}"
+    checked = f"asked were {counted(answer['routers'], 'router')} and {counted(answer['nodes'], 'node')}"
     if not answer["findings"]:
         return cell(f"nothing found; {checked}")
     lines: list[RenderableType] = []
     for finding in answer["findings"]:
         lines += [cell(f"{finding['where']}: {finding['what']}"), Padding(cell(finding["remedy"]), (0, 0, 0, 4))]
-    return Group(*lines, cell(f"{_counted(len(answer['findings']), 'finding')}; {checked}"))
+    return Group(*lines, cell(f"{counted(len(answer['findings']), 'finding')}; {checked}"))
 
 
 def group(*parts: RenderableType) -> RenderableType:
