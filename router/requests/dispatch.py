@@ -337,7 +337,8 @@ class Dispatcher:
             case PoolResult(key):
                 self._feed(key.request_id, f.Pooled(incarnation, message))
             case AttemptFailed(key, code, text):
-                log.warning("%s failed at %s: %s: %s", key, incarnation, code, text)
+                node = self.nodes.get(incarnation)
+                log.warning("%s failed at %s: %s: %s", key, node.node_id if node else incarnation, code, text)
                 self._feed(key.request_id, f.LegFailed(incarnation, message))
             case _:
                 log.warning("dropped a %s message, which nodes do not send to routers", type(message).__name__)

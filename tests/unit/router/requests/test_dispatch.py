@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from common.base.clock import Clock, MockClock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.ids import pack_ids
-from common.control.messages import EngineRequest, SamplingParams
+from common.control.messages import AttemptFailed, AttemptKey, EngineRequest, SamplingParams
 from router.http.openai.samples import samples
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
@@ -376,3 +377,19 @@ def test_a_loss_of_nodes_is_no_failure_of_theirs_when_the_router_stalled(
         assert dispatcher.breakers.view("d0-1").failures == (0 if stalled else 1)
 
     play(scene)
+
+
+def test_the_log_names_the_node_of_a_failed_attempt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had the random number of the node's process."""
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        nodes = {"3a46": SimpleNamespace(node_id="prefill-0")}
+        monkeypatch.setattr(dispatcher.nodes, "get", nodes.get)
+        for incarnation in ("3a46", "gone"):
+            dispatcher._on_message(incarnation, AttemptFailed(AttemptKey("cmpl-1", 1), "peer_lost", "cut"))
+
+    play(scene)
+    assert "cmpl-1#1 failed at prefill-0: peer_lost: cut" in caplog.text
+    assert "cmpl-1#1 failed at gone: peer_lost: cut" in caplog.text
