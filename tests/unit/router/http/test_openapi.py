@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from common.config.service_configs import RouterConfig
 from router.fast.endpoints import DirectEndpoints
+from router.http.connection_limit import ConnectionLimit
 from router.http.server import http_server
 from router.router import Router
 
@@ -20,7 +21,8 @@ async def _document(api_key: str) -> dict[str, Any]:
     config = RouterConfig(api_key=api_key)
     router = Router(config)
     try:
-        direct = cast("DirectEndpoints", http_server(router, config, None).config.app)
+        limited = cast("ConnectionLimit", http_server(router, config, None).config.app)
+        direct = cast("DirectEndpoints", limited._app)
         return cast("FastAPI", direct._app).openapi()
     finally:
         router.close()
