@@ -1,7 +1,7 @@
 """Decides which sequences run in the next step, and on which blocks. Pure: no I/O, no clock, no torch.
 
-Continuous batching under a token budget: decoding sequences first, then, by priority, chunks of prompts that have begun and
-behind them new sequences, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
+Continuous batching under a token budget: decoding sequences first, then prompts by priority, within one those that have begun
+before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
 admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
 youngest of the lowest priority: it gives its blocks back and is recomputed later.
 
@@ -162,18 +162,14 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
         if decodes:  # they may use up the budget, but a prompt must still advance
             budget = max(1, min(budget, self.config.prefill_chunk))
-        begun = [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]
-        for seq in (*begun, None):  # before each of them who is more urgent, behind them all others
-            for new in self._admit_waiting(group, seq) if budget > 0 else ():
-                admitted.append(new)
-                count = min(new.num_unscheduled, budget)
-                (decodes if new.is_decoding else prompts).append((new, count))
-                budget -= count
-                if budget <= 0:
-                    break
-            if seq is not None and budget > 0:
-                prompts.append((seq, min(seq.num_unscheduled, budget)))
-                budget -= prompts[-1][1]
+        for seq, is_new in self._next_prompts(group):
+            if is_new:
+                admitted.append(seq)
+            count = min(seq.num_unscheduled, budget)
+            (decodes if seq.is_decoding else prompts).append((seq, count))
+            budget -= count
+            if budget <= 0:
+                break
         if not (decodes or prompts):
             return None
         return self._start(decodes, prompts, admitted, group)
@@ -328,8 +324,19 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _admit_waiting(self, group: int, before: Sequence | None) -> Iterator[Sequence]:
-        """Admit those who wait, one after the other; `before` a sequence: only those of a higher priority."""
+    def _next_prompts(self, group: int) -> Iterator[tuple[Sequence, bool]]:
+        """Running sequences of `group` whose prompts have begun, and those who wait, by priority; of equal ones the begun go first.
+        Whether each is new: one who waits is admitted when its turn comes.
+        """
+        for begun in [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]:
+            for seq in self._admit_waiting(group, before=begun):
+                yield seq, True
+            yield begun, False
+        for seq in self._admit_waiting(group):
+            yield seq, True
+
+    def _admit_waiting(self, group: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
+        """Admit those who wait, one after the other; with `before`, only those of a higher priority than that one."""
         part: float | None = None
         while self.waiting and (before is None or self.waiting[0].request.priority < before.request.priority):
             seq = self.waiting[0]
