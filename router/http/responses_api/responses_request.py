@@ -136,15 +136,15 @@ class ResponsesRequest(BodyModel):
     @staticmethod
     def left_out(body: Json) -> list[str]:
         """The kinds of tools in a body that are left out, as `tools.KIND`: those that are not functions, beside functions."""
-        kinds = [str((as_object(tool) or {}).get("type")) for tool in items(body.get("tools")) or ()]
-        others = dict.fromkeys(f"tools.{kind}" for kind in kinds if kind != "function")
-        return list(others) if "function" in kinds else []
+        kinds = dict.fromkeys(_kind(tool) for tool in items(body.get("tools")) or ())
+        return [f"tools.{kind}" for kind in kinds if kind not in ("function", None)] if "function" in kinds else []
 
     @field_validator("tools", mode="before")
     @classmethod
     def _leave_out(cls, value: Any) -> Any:
-        functions = [tool for tool in items(value) or () if (as_object(tool) or {}).get("type") == "function"]
-        return functions or value
+        tools = items(value) or []
+        is_beside = "function" in map(_kind, tools)
+        return [tool for tool in tools if _kind(tool) in ("function", None)] if is_beside else value
 
     @field_validator("background")
     @classmethod
@@ -225,6 +225,12 @@ class ResponsesRequest(BodyModel):
             "truncation": "disabled",
             "user": self.user,
         }
+
+
+def _kind(tool: Any) -> str | None:
+    """The type of a tool in a body; None if it has none, so that it is refused."""
+    kind = (as_object(tool) or {}).get("type")
+    return kind if isinstance(kind, str) else None
 
 
 def _function_choice(choice: FunctionChoice) -> Json:

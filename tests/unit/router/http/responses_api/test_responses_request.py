@@ -38,6 +38,12 @@ def test_other_tools_are_left_out_beside_functions_and_refused_alone() -> None:
         _chat(tools=[search, *TOOLS], tool_choice={"type": "web_search"})
 
 
+@pytest.mark.parametrize("tool", ["f", None, {"name": "g"}, {"type": None, "name": "g"}, {"type": ["function"]}])
+def test_a_tool_without_a_type_is_refused_beside_functions(tool: Any) -> None:
+    with pytest.raises(BadRequest, match=r"tools\.1"):
+        _chat(tools=[*TOOLS, tool, {"type": "web_search"}])
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_functions_only_may_be_allowed(mode: str) -> None:
     tools = [*TOOLS, {"type": "function", "name": "g"}]
