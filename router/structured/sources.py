@@ -17,9 +17,10 @@ MAX_CHOICES = 1024
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 65_536, 512
 """llguidance converts GBNF in Python, in time that grows with the square of the number of rules."""
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
-"""As llguidance's own expression, which takes a rule `start` of GBNF for Lark, and whose time grows with the square of the number of line breaks in a row."""
+"""As llguidance's own expression, but that takes a rule `start` of GBNF for Lark, and its time grows with the square of the number
+of line breaks in a row."""
 _CONTROL = re.compile("[\x7f-\x9f]")
-_NUMBERED = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
+_NUMBERED = re.compile(r"\\\\|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}")
 """A character of GBNF by its number; or an escaped backslash."""
 
 
@@ -39,8 +40,13 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """A string of Lark; control characters must be escaped there."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+    """A string of Lark."""
+    return _without_controls(json.dumps(text, ensure_ascii=False))
+
+
+def _without_controls(lark: str) -> str:
+    """Control characters must be escaped in Lark."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", lark)
 
 
 def text_grammar(grammar: str) -> str:
@@ -56,7 +62,7 @@ def text_grammar(grammar: str) -> str:
     if len(grammar) > MAX_GBNF_CHARS or grammar.count("::=") > MAX_GBNF_RULES:
         raise BadRequest(f"GBNF may have at most {MAX_GBNF_CHARS} characters and {MAX_GBNF_RULES} rules")
     try:
-        return gbnf_to_lark(_NUMBERED.sub(_character, grammar))
+        return _without_controls(gbnf_to_lark(_NUMBERED.sub(_character, grammar)))
     except IndexError as error:
         raise BadRequest("the grammar cannot be read: it ends within an escape sequence") from error
     except Exception as error:  # llguidance raises it where rules are missing or there are two of a name
@@ -65,11 +71,12 @@ def text_grammar(grammar: str) -> str:
 
 def _character(found: re.Match[str]) -> str:
     """The character itself: llguidance drops the zeros at the beginning of its number."""
-    number = int(found[1] or found[2] or "d800", 16)
+    if found[0] == r"\\":
+        return found[0]
+    number = int(found[0][2:], 16)
     if number < 0x80:
         return f"\\x{number:02x}"
-    is_printed = 0xA0 <= number < 0xD800 or 0xE000 <= number <= 0x10FFFF
-    return chr(number) if is_printed else found[0]
+    return found[0] if 0xD800 <= number < 0xE000 or number > 0x10FFFF else chr(number)
 
 
 def schema_grammar(schema: Schema | str, whitespace: str | None) -> str:

@@ -88,6 +88,9 @@ def test_grammars_are_lark_or_gbnf() -> None:
         (r'"\u0041\u000a"', "A\n", "A"),
         (r'"\\u00e9"', r"\u00e9", "é"),
         (r"[^\u0000-\u001F\u0022]", "a", '"'),
+        (r"[\u0080-\u00FF]+", "é\x80", "\x7f"),
+        (r"[^\u0000-\u001F\u007F-\u009F]", "é", "\x9f"),
+        (r'"\u0085" "\U0000009f" "\\\u0080"', "\x85\x9f\\\x80", "85"),
     ],
 )
 def test_gbnf_may_name_characters_by_number(rule: str, accepted: str, refused: str) -> None:
