@@ -35,7 +35,7 @@ _CA_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of hosts differ."""
 _CRL_DAYS = _CA_DAYS
-_PEM_PART = re.compile(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\n?", re.S)
+_PEM_PART = re.compile(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\s*", re.S)
 
 
 class Authority:

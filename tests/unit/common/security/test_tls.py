@@ -126,6 +126,17 @@ def test_what_one_of_two_authorities_renews_leaves_the_other_in_a_service_s_file
     assert not asyncio.run(greet(node, router.for_client()))
 
 
+def test_line_ends_of_windows_in_a_service_s_files_stay_with_their_certificates(tmp_path: Path) -> None:
+    """Those of two other authorities were joined on one line, and none could be read."""
+    authorities = [Authority.create(tmp_path / name) for name in "abc"]
+    authorities[0].issue("router", "router", tmp_path / "router", 1)
+    for file in ("ca.pem", "crl.pem"):
+        parts = [(each.folder / file).read_bytes() for each in authorities]
+        (tmp_path / "router" / file).write_bytes(b"".join(parts).replace(b"\n", b"\r\n"))
+    authorities[0].copy_all(tmp_path / "router")
+    Credentials(str(tmp_path / "router"))
+
+
 def test_what_a_renewed_authority_has_issued_is_valid_with_its_old_and_its_new_certificate(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca")
     authority.issue("router", "router", tmp_path / "router", 1)
