@@ -23,7 +23,7 @@ class Restart:
         self._busy = busy
         self._asked = asyncio.Event()
         self._refuse_s = self._until_s = math.inf
-        """When new requests are refused, and when the process ends at the latest."""
+        """When new requests are refused, and when the process ends even if some still run."""
 
     @property
     def active(self) -> bool:

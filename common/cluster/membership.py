@@ -329,7 +329,7 @@ class Directory:
                 ", ".join(unrenewed),
             )
         if self.unrenewed and not unrenewed:
-            log.info("Redis has the records of all nodes that answer again")
+            log.info("Redis has the records of all answering nodes again")
         self.unrenewed = unrenewed
         if view != self._records:
             self._records = view

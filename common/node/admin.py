@@ -81,8 +81,8 @@ class NodeAdmin:
         self._record = record
         self._describe = describe
         self._restarting: asyncio.Task[None] | None = None
-        self._restart_s = 0.0
-        """When that ends the node at the latest."""
+        self._restart_by_s = 0.0
+        """When that ends the node, also with attempts."""
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -107,14 +107,14 @@ class NodeAdmin:
         until_s = monotonic() + seconds(call, "timeout_s", DRAIN_S)
         self._node.drain.begin()
         if self._restarting is None or self._restarting.done():
-            self._restart_s = until_s
+            self._restart_by_s = until_s
             self._restarting = asyncio.create_task(self._restart_when_idle())
-        self._restart_s = min(self._restart_s, until_s)
+        self._restart_by_s = min(self._restart_by_s, until_s)
         return await self._status(call)
 
     async def _restart_when_idle(self) -> None:
         while self._node.drain.active:
-            if monotonic() > self._restart_s or self._is_idle(await self._attempts()):
+            if monotonic() > self._restart_by_s or self._is_idle(await self._attempts()):
                 self._node.restart()
                 return
             await asyncio.sleep(_IDLE_POLL_S)

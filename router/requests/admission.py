@@ -87,9 +87,9 @@ def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
 
 
 def wait_s(ahead: TokensAhead, prefill: Fleet, decode: Fleet) -> float:
-    """How long the nodes are busy with queued requests: the prefill nodes with their prompts and, at the same time, the decode
-    nodes with their answers, once the time of a step was measured. Without prefill nodes, the decode nodes with both, one after
-    the other, at their own speed once it was measured.
+    """How long the nodes are busy with queued requests. Prefill nodes compute the prompts while decode nodes write the answers;
+    without prefill nodes, decode nodes do one after the other. Answers count once the time of a decode step was measured. Until
+    decode nodes have computed prompts, those are estimated at the prefill nodes' pace.
     """
     computing = prefill if len(prefill) or not decode.costs.prefills else decode
     prompts_s = ahead.of_prompts * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))

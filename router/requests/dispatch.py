@@ -275,7 +275,7 @@ class Dispatcher:
         self._start(len(self._fresh))
         queue, too_many = state.admission_queue, state.table.waiting + count - most
         victims = queue.victims(tenant, min(count, too_many), priority)
-        begun_of_others = min(queue.begun_of_others(tenant), most)  # many tenants do not fill the memory
+        begun_of_others = min(queue.begun_of_others(tenant), most)  # at most 2 * most wait, however many tenants
         if len(victims) < min(count, too_many - begun_of_others):
             raise Overloaded(
                 f"{counted(state.table.waiting, 'request is/requests are')} waiting already; try again shortly",

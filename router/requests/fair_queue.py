@@ -90,7 +90,9 @@ class FairQueue:
         return [each.request_id for each in self._by_id.values() if each.deadline_s <= now_s and each.may_be_refused]
 
     def tokens_ahead(self, priority: int, tenant: Tenant) -> TokensAhead:
-        """Those of more urgent requests, and what the others of this priority get until the turn of a new request of `tenant`."""
+        """Those of more urgent requests, and those of equal ones that have their turn before a new request of `tenant`. Prompts and
+        answers have the same proportion among them as among all of these requests.
+        """
         if not self._by_id:
             return TokensAhead()
         urgent = prompts = answers = 0

@@ -20,9 +20,10 @@ def victims(
     """The requests to refuse, one after another, so that `tenant` gets up to `count` places of this priority in a full queue. Each
     is the latest, least urgent one of the user with the most requests, of the tenant with the most if it has at least two
     more than `tenant`; else of `tenant` itself, if that user has at least two more; else a less urgent one of the same
-    user. Those that may not be refused only count.
+    user.
 
-    `queued`: in order of arrival. `followers`: those that wait for a sibling before they are queued. They only count.
+    `queued`: in order of arrival. `followers`: those that wait for a sibling before they are queued. These, and those that may
+    not be refused, count but are never named.
     """
     users = Counter(each.tenant for each in chain(queued, followers))
     names = Counter[str]()

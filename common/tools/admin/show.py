@@ -165,7 +165,7 @@ def story(about: Mapping[str, Any]) -> RenderableType:
     ]
     parts: list[RenderableType] = [table(title, ("seconds", "event", "reason", "with"), rows)]
     if about["events_omitted"]:
-        parts.append(Text(f"{counted(about['events_omitted'], 'event')} in the middle not kept", "dim"))
+        parts.append(Text(f"left out in the middle: {counted(about['events_omitted'], 'event')}", "dim"))
     return Group(*parts)
 
 

@@ -96,5 +96,5 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} holds no results of `kvrelay load`") from None
     missing = [name for name in needed if name not in result]
     if missing:
-        raise ConfigError(f"{path} holds no results of `kvrelay load`: without {', '.join(missing)}")
+        raise ConfigError(f"{path} holds no results of `kvrelay load`: it lacks {', '.join(missing)}")
     return result

@@ -387,14 +387,14 @@ def test_redis_that_refuses_writes_removes_no_node_that_answers(cluster: str, ca
                     assert view.ids == view.directory.unrenewed == ["d0", "d1"]
                     answering.discard("d1")
                     await view.until(lambda: view.ids == ["d0"])
-                    assert "answer again" not in caplog.text
+                    assert "answering nodes again" not in caplog.text
                     client.config_set("maxmemory", 0)
                 await view.until(lambda: (view.ids, view.directory.unrenewed) == (["d0", "d1"], []))
 
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
     assert caplog.text.count("although these nodes still answer") == 1
-    assert caplog.text.count("Redis has the records of all nodes that answer again") == 1
+    assert caplog.text.count("Redis has the records of all answering nodes again") == 1
 
 
 def test_malformed_record_is_skipped_and_logged_once(
