@@ -104,9 +104,8 @@ class RankLinks:
             argv = module_command("common.node.ranks.main", role_module, "--rank", str(rank), "--leader", leader)
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has died: `check_children` says so
-                child.stdin.write(payload)
-                child.stdin.close()
+            with contextlib.suppress(BrokenPipeError), child.stdin as stdin:  # it has died: `check_children` says so
+                stdin.write(payload)
             self._children[rank] = child
 
     def collect(
