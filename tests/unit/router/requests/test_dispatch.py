@@ -348,17 +348,18 @@ def test_tenants_with_samples_that_have_begun_do_not_fill_a_router_without_bound
 ) -> None:
     async def scene(dispatcher: Dispatcher) -> None:
         make_all_wait(monkeypatch, dispatcher)
+
+        def submit(tenant: str) -> list[Generation]:
+            wanted = samples(replace(REQUEST, tenant=Tenant(tenant)), 6, ranked=False)
+            return dispatcher.submit("m", tenant, wanted, cast("Any", None), lambda: None)
+
         begun: list[Generation] = []
-        for number in range(3):
-            request = replace(REQUEST, tenant=Tenant(f"t{number}"))
-            wanted = samples(request, 6, ranked=False)
-            if number == 2:
-                with pytest.raises(Overloaded, match="12 requests are waiting"):
-                    dispatcher.submit("m", f"r{number}", wanted, cast("Any", None), lambda: None)
-                break
-            begun += dispatcher.submit("m", f"r{number}", wanted, cast("Any", None), lambda: None)
+        for tenant in ("a", "b"):
+            begun += submit(tenant)
             await asyncio.sleep(0)
             begun[-1].attempts._siblings.admitted = True
+        with pytest.raises(Overloaded, match="12 requests are waiting"):
+            submit("c")
         for generation in begun:
             generation.cancel()
 
