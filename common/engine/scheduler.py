@@ -162,14 +162,22 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
         if decodes:  # they may use up the budget, but a prompt must still advance
             budget = max(1, min(budget, self.config.prefill_chunk))
-        for seq, is_new in self._next_prompts(group):
+        begun = [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]
+        # Behind others they get a block each: their KV transfers would time out without any progress.
+        relaying = [seq for seq in begun if seq.relays][: budget // (2 * BLOCK_SIZE)]
+        budget -= BLOCK_SIZE * len(relaying)
+        for seq, is_new in self._next_prompts(begun, group):
             if is_new:
                 admitted.append(seq)
+            elif seq in relaying:
+                relaying.remove(seq)
+                budget += BLOCK_SIZE
             count = min(seq.num_unscheduled, budget)
             (decodes if seq.is_decoding else prompts).append((seq, count))
             budget -= count
             if budget <= 0:
                 break
+        prompts += [(seq, min(seq.num_unscheduled, BLOCK_SIZE)) for seq in relaying]
         if not (decodes or prompts):
             return None
         return self._start(decodes, prompts, admitted, group)
@@ -324,16 +332,12 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _next_prompts(self, group: int) -> Iterator[tuple[Sequence, bool]]:
-        """Running sequences of `group` whose prompts have begun, and those who wait, by priority; of equal ones the begun go first.
-        Whether each is new: one who waits is admitted when its turn comes.
-        """
-        for begun in [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]:
-            for seq in self._admit_waiting(group, before=begun):
-                yield seq, True
-            yield begun, False
-        for seq in self._admit_waiting(group):
-            yield seq, True
+    def _next_prompts(self, begun: Seq[Sequence], group: int) -> Iterator[tuple[Sequence, bool]]:
+        """The `begun` and those who wait, by priority; of equal ones the begun go first. Whether each is new: it was admitted."""
+        for each in begun:
+            yield from ((seq, True) for seq in self._admit_waiting(group, before=each))
+            yield each, False
+        yield from ((seq, True) for seq in self._admit_waiting(group))
 
     def _admit_waiting(self, group: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
         """Admit those who wait, one after the other; with `before`, only those of a higher priority than that one."""

@@ -18,12 +18,26 @@ from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 
 
-def sequence(name: str, priority: int, *, arrival_s: float = 0.0, preemptions: int = 0) -> Sequence:
-    prompt = [ord(name), *range(1, 30)]
+def sequence(
+    name: str,
+    priority: int,
+    *,
+    arrival_s: float = 0.0,
+    preemptions: int = 0,
+    num_tokens: int = 30,
+    relays: bool = False,
+) -> Sequence:
+    prompt = [ord(name), *range(1, num_tokens)]
     sampling = SamplingParams(seed=1, max_tokens=100, temperature=0.0)
     request = EngineRequest(pack_ids(prompt), sampling, priority=priority)
     return Sequence(
-        AttemptKey(name, 1), request, list(prompt), root_hash("m"), arrival_s=arrival_s, preemptions=preemptions
+        AttemptKey(name, 1),
+        request,
+        list(prompt),
+        root_hash("m"),
+        relays=relays,
+        arrival_s=arrival_s,
+        preemptions=preemptions,
     )
 
 
@@ -68,6 +82,19 @@ def test_an_urgent_prompt_is_computed_before_the_rest_of_one_that_has_begun(*, u
     assert late.num_tokens == (31 if urgent else 30)
     step(scheduler)
     assert (long.num_tokens > 30, late.num_tokens > 30) == (True, True)
+
+
+def test_a_prompt_whose_kv_is_sent_goes_on_behind_urgent_ones() -> None:
+    """Without progress for a minute its transfer was given up, as that of a node that does not work any more."""
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 64, 64), BlockPool(100))
+    batch = sequence("b", 5, num_tokens=300, relays=True)
+    scheduler.add(batch)
+    step(scheduler)
+    for name in "uv":
+        scheduler.add(sequence(name, 0, num_tokens=200))
+    for computed in range(80, 80 + 16 * 8, 16):
+        assert batch in step(scheduler)
+        assert batch.num_computed == computed
 
 
 def test_an_urgent_prompt_without_memory_stops_nobody() -> None:
