@@ -67,7 +67,7 @@ def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.
     with caplog.at_level(logging.INFO):
         subscriber._check_silence()
     assert subscriber.silent == []
-    assert "node node-a holds no blocks any more that the prefix index lacks" in caplog.text
+    assert "node node-a is silent no longer" in caplog.text
 
 
 def test_one_tenants_blocks_are_not_anothers_hits() -> None:
