@@ -234,7 +234,10 @@ class KvEventSubscriber:
             load = loads.get(stream.incarnation)
             if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(stream.incarnation):
                 if stream.silent and load is not None and not self.away:
-                    log.info("node %s is silent no longer: the prefix index has its blocks, or it caches none", stream.node_id)
+                    log.info(
+                        "node %s is silent no longer: the prefix index has its blocks, or it caches none",
+                        stream.node_id,
+                    )
                 stream.unseen_since_s, stream.silent = None, False
                 continue
             stream.unseen_since_s = stream.unseen_since_s or now
