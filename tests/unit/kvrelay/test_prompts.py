@@ -29,12 +29,12 @@ def test_every_form_of_a_prompt_is_taken(model: ServedModel) -> None:
     assert ids(model, text_ids) == ids(model, [text_ids]) == ids(model, {"prompt_token_ids": text_ids}) == [text_ids]
     assert ids(model, [text_ids, "Hello", {"prompt": "Hello"}]) == [text_ids] * 3
     assert ids(model, []) == []
+    assert ids(model, "") == [text_ids[:1]], "what the tokenizer adds"
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        "",
         [],
         {"promt": "a"},
         {"prompt": "a", "x": 1},
