@@ -16,7 +16,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LISTED = "added_tokens_decoder"
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Those that name special and added tokens."""
+"""The files beside tokenizer.json that name special and added tokens."""
 
 
 def read_if_there(path: Path) -> dict[str, Any]:

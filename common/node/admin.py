@@ -82,7 +82,7 @@ class NodeAdmin:
         self._describe = describe
         self._restarting: asyncio.Task[None] | None = None
         self._restart_by_s = 0.0
-        """When that ends the node, also with attempts."""
+        """Time at which a restart ends the node even if it still has attempts."""
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""

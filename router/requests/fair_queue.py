@@ -90,8 +90,9 @@ class FairQueue:
         return [each.request_id for each in self._by_id.values() if each.deadline_s <= now_s and each.may_be_refused]
 
     def tokens_ahead(self, priority: int, tenant: Tenant) -> TokensAhead:
-        """Those of more urgent requests, and those of equal ones that have their turn before a new request of `tenant`. Prompts and
-        answers have the same proportion among them as among all of these requests.
+        """Estimate how many tokens leave the queue before a new request of `tenant` with this priority: all tokens of more urgent
+        requests, and the tokens of equally urgent requests whose turn comes first. Prompt and answer tokens are assumed to leave
+        in the ratio in which these requests have them.
         """
         if not self._by_id:
             return TokensAhead()

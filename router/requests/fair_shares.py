@@ -1,4 +1,4 @@
-"""Whose turn it is, among tenants or among the users of one: each has a clock that the tokens of its requests advance. Pure.
+"""Fair shares of tenants, or of the users of one tenant. Each has a clock, which advances by the tokens of its requests. Pure.
 
 The one with the earliest clock is next (start-time fair queueing); the clock of one that returns starts at the current virtual
 time. Virtual time also advances by the share of each of those who wait: otherwise it would stand still while newcomers never
@@ -23,7 +23,7 @@ class FairShares:
         """Virtual time."""
 
     def next(self, waiting: Collection[str]) -> str:
-        """Whose turn it is."""
+        """The name whose turn is next: the one with the earliest clock."""
         for name in waiting:
             self._clocks.setdefault(name, self._now)
         return min(waiting, key=self._clocks.__getitem__)

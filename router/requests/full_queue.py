@@ -1,4 +1,4 @@
-"""Who gives way when a queue is full. Pure."""
+"""Chooses the queued requests that are refused when the queue is full. Pure."""
 
 from __future__ import annotations
 

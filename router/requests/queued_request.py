@@ -1,4 +1,4 @@
-"""A request that waits in a router, and whose share it counts against. Pure data."""
+"""A request that waits in a router, and the tenant whose fair share it counts against. Pure data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Tenant(NamedTuple):
-    """Whose share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
+    """The tenant, and its user, whose fair share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
 
     name: str = ""
     """A hash of the API key, or the client's address where there are no keys."""

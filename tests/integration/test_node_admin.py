@@ -177,7 +177,7 @@ def test_a_node_that_shall_restart_ends_when_it_is_idle_unless_it_is_undrained(
 
 
 def test_a_restart_that_is_asked_for_again_takes_the_shorter_time(redis_server: RedisServer, cluster: str) -> None:
-    """Who had given it 600 s and did not want to wait any more could not say so."""
+    """Otherwise an operator who allowed a restart 600 s could not shorten that later."""
 
     async def scene(bench: Bench) -> None:
         bench.core.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]

@@ -63,7 +63,7 @@ class Choice:
     finish_reason: str = ""
     token_ids: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
-    """Of its log-probabilities. Their values are left out: batches of other sizes round them differently."""
+    """The tokens that its log-probabilities name. The values are not compared: in batches of other sizes they are rounded differently."""
     calls: dict[int, str] = field(default_factory=dict)
     """Names and arguments of tool calls, by index."""
 

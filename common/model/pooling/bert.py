@@ -63,7 +63,7 @@ class Encoder:
             return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), _FLOAT32, kernels)
 
         def norm(name: str) -> _Norm:
-            """Files made from TensorFlow's have older names, as transformers knows."""
+            """Checkpoints converted from TensorFlow call the weight `gamma` and the bias `beta`; transformers reads them, too."""
             weight, bias = ("gamma", "beta") if f"{name}.gamma" in weights else ("weight", "bias")
             return _Norm(read(f"{name}.{weight}", hidden), read(f"{name}.{bias}", hidden))
 

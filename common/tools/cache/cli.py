@@ -65,7 +65,7 @@ def _describe(model: CachedModel) -> str:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Of all files; what vanishes meanwhile has none."""
+    """Total size of the files in `folder`. Files that are deleted meanwhile are not counted."""
     size_bytes = 0
     for parent, _, names in os.walk(folder, onerror=_raise_unless_gone):
         for name in names:

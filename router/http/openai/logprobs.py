@@ -102,7 +102,7 @@ class TextLogprobs:
         piece, shown = self._pieces.piece(token_id).decode(errors="replace"), self._text.push(token_id)
         if token_id in self._pieces.special_ids and self._echo.startswith(piece, self._offset):
             shown = piece
+        # Replacement characters for bytes of earlier tokens, shown before this token's own text.
         before = max(0, len(shown) - len(piece)) if shown.endswith(piece) else 0
-        """Characters in place of bytes of earlier tokens that are no character."""
         self._offset += len(shown)
         return self._offset - len(shown) + before

@@ -127,7 +127,7 @@ def test_what_one_of_two_authorities_renews_leaves_the_other_in_a_service_s_file
 
 
 def test_line_ends_of_windows_in_a_service_s_files_stay_with_their_certificates(tmp_path: Path) -> None:
-    """Those of two other authorities were joined on one line, and none could be read."""
+    """The certificates of two other authorities ended up on one line, and neither could be parsed."""
     authorities = [Authority.create(tmp_path / name) for name in "abc"]
     authorities[0].issue("router", "router", tmp_path / "router", 1)
     for file in ("ca.pem", "crl.pem"):

@@ -149,7 +149,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_file_system_that_cannot_sync_folders_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of some networks; nor can a folder be opened that its user may not read."""
+    """Some network file systems cannot fsync a folder, and a folder that the user may not read cannot even be opened."""
 
     def fsync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
