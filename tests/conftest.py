@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import warm_start
 from support.paths import TESTS
 from support.rank_processes import helper_pid
 from zmq.utils.garbage import GarbageCollectorThread
@@ -48,7 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The budget starts with the run."""
+    """The budget starts with the run; commands of `kvrelay` are forked."""
+    warm_start.allow()
     budget_s: float | None = config.getoption("--budget-s")
     config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
 
@@ -150,9 +152,10 @@ def _belongings() -> dict[str, str]:
     """What this process holds that a test could forget to give back."""
     me = psutil.Process()
     found: dict[str, str] = {}
-    for child in me.children():
-        if child.pid == helper_pid():
-            continue
+    children = [child for child in me.children() if child.pid not in (helper_pid(), warm_start.server_pid())]
+    if warm_start.server_pid() is not None:
+        children += psutil.Process(warm_start.server_pid()).children()
+    for child in children:
         try:
             if child.status() != psutil.STATUS_ZOMBIE:
                 found[f"p{child.pid}"] = f"process {child.pid} {' '.join(child.cmdline())[:120]}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support import warm_start
 from support.network_hosts import Host, Network
 
 from common.cluster.redis_server import find_redis_binary, free_port
@@ -33,15 +33,12 @@ class Service:
     command: list[str]
     host: Host | None
     log_file: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: warm_start.Process | None = None
 
     def start(self, env: dict[str, str]) -> None:
         assert not self.alive
         with self.log_file.open("ab") as log:
-            if self.host is not None:
-                self.process = self.host.start(self.command, log, env)
-            else:
-                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+            self.process = warm_start.start(self.command, log, env, self.host)
 
     @property
     def alive(self) -> bool:

@@ -47,19 +47,19 @@ class Host:
     """One namespace with the interface eth0 and the address `address`."""
 
     def __init__(self, network: Network, name: str, index: int) -> None:
-        self._namespace = f"{network.tag}{name}"
+        self.namespace = f"{network.tag}{name}"
         self.name = name
         self.address = f"{_PREFIX}.{network.third}.{index}"
-        _ip("netns", "add", self._namespace)
-        _ip("link", "add", "name", "eth0", "netns", self._namespace, *_CABLE_TO, name, "netns", network.switch)
+        _ip("netns", "add", self.namespace)
+        _ip("link", "add", "name", "eth0", "netns", self.namespace, *_CABLE_TO, name, "netns", network.switch)
         _ip("-n", network.switch, "link", "set", name, "master", "br0", "up")
-        _ip("-n", self._namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        _ip("-n", self._namespace, "link", "set", "eth0", "up")
-        _ip("-n", self._namespace, "link", "set", "lo", "up")
+        _ip("-n", self.namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
 
     def inside(self, command: list[str]) -> list[str]:
         """The command that runs `command` on this host."""
-        return ["ip", "netns", "exec", self._namespace, *command]
+        return ["ip", "netns", "exec", self.namespace, *command]
 
     def start(self, command: list[str], log: IO[bytes], env: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start a process on this host; its pid is that of the command."""
@@ -72,7 +72,7 @@ class Host:
         """From now on, packets from here to `other` are lost silently. The other direction still works."""
         _ip(
             "-n",
-            self._namespace,
+            self.namespace,
             "neigh",
             "replace",
             other.address,
@@ -87,11 +87,11 @@ class Host:
     def restore_packets_to(self, other: Host) -> None:
         """Undo `drop_packets_to`."""
         with contextlib.suppress(subprocess.CalledProcessError):  # nothing was dropped
-            _ip("-n", self._namespace, "neigh", "del", other.address, "dev", "eth0")
+            _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
 
     def slow_down(self, mbit_s: float | None) -> None:
         """Limit the send rate of this host; None removes the limit."""
-        command = ["tc", "-n", self._namespace, "qdisc"]
+        command = ["tc", "-n", self.namespace, "qdisc"]
         if mbit_s is None:
             subprocess.run([*command, "del", "dev", "eth0", "root"], check=False, capture_output=True)
             return
@@ -100,19 +100,19 @@ class Host:
 
     def sent_bytes(self) -> int:
         """Bytes sent by the interface since it was created."""
-        [link] = json.loads(_ip("-n", self._namespace, "-s", "-j", "link", "show", "dev", "eth0"))
+        [link] = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", "eth0"))
         return link["stats64"]["tx"]["bytes"]
 
     def remove(self) -> None:
         """Kill all processes on this host and remove it."""
-        for pid in _ip("netns", "pids", self._namespace).split():
+        for pid in _ip("netns", "pids", self.namespace).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         wait_until(lambda: not self._running(), 10, f"nothing runs on host {self.name}")
-        _ip("netns", "del", self._namespace)
+        _ip("netns", "del", self.namespace)
 
     def _running(self) -> list[str]:
-        pids = _ip("netns", "pids", self._namespace).split()
+        pids = _ip("netns", "pids", self.namespace).split()
         return [pid for pid in pids if "(zombie)" not in Path(f"/proc/{pid}/status").read_text(errors="replace")]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import psutil
+from support import warm_start
 from typer.testing import CliRunner
 
 from common.cluster.redis_server import free_port
@@ -49,7 +50,7 @@ class System:
     url: str
     pid_file: Path
     log_file: Path
-    supervisor: subprocess.Popen[bytes]
+    supervisor: warm_start.Process
 
     def processes(self) -> list[dict[str, Any]]:
         try:
@@ -137,7 +138,7 @@ def running_system(folder: Path, *args: str, env: dict[str, str] | None = None, 
     command = [sys.executable, "-m", "common.cli", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), **(env or {})}
     with log_file.open("wb") as log:
-        supervisor = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+        supervisor = warm_start.start(command, log, environ)
     system = System(f"http://127.0.0.1:{port}", pid_file, log_file, supervisor)
     pids: list[int] = []
     try:
