@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from support import warm_start
 from support.oracle import make_tiny
 from support.system import System, running_system, wait_until
 
@@ -23,12 +23,12 @@ NEW_TOKENS = 200
 
 
 @contextlib.contextmanager
-def second_router(folder: Path, redis_url: str, cluster: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def second_router(folder: Path, redis_url: str, cluster: str) -> Iterator[tuple[str, warm_start.Process]]:
     port = free_port()
     command = [sys.executable, "-m", "common.cli", "router", "--port", str(port), "--redis-url", redis_url]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with (folder / "router.log").open("wb") as log:
-        router = subprocess.Popen([*command, "--cluster", cluster], stdout=log, stderr=subprocess.STDOUT, env=environ)
+        router = warm_start.start([*command, "--cluster", cluster], log, environ)
     try:
         yield f"http://127.0.0.1:{port}", router
     finally:
@@ -68,7 +68,7 @@ async def stream_until_cut(client: httpx.AsyncClient, index: int, begun: asyncio
                 begun.set()
 
 
-async def scene(system: System, other_url: str, other: subprocess.Popen[bytes]) -> None:
+async def scene(system: System, other_url: str, other: warm_start.Process) -> None:
     async with (
         httpx.AsyncClient(base_url=system.url, timeout=60) as here,
         httpx.AsyncClient(base_url=other_url, timeout=60) as there,

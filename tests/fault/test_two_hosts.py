@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support import warm_start
 from support.network_hosts import Host, Network, why_not
 from support.oracle import TINY, first_difference, greedy, make_tiny
 from support.system import START_TIMEOUT_S, System, wait_until
@@ -74,15 +74,15 @@ def running(folder: Path, model: Path, network: Network) -> Iterator[TwoHosts]:
     redis = [find_redis_binary(), "--bind", front.address, "--protected-mode", "no", "--save", "", "--dir", str(folder)]
     router = [*kvrelay, "router", "--host", front.address, "--port", "8000", *everybody, "--local-prefill-tokens", "0"]
     log_file = folder / "services.log"
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
-    processes: list[subprocess.Popen[bytes]] = []
+    env = {**os.environ, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
+    processes: list[warm_start.Process] = []
     with log_file.open("wb") as log:
         try:
             processes.append(front.start(redis, log, env))
             wait_until(lambda: "ready to accept" in log_file.read_text(errors="replace").lower(), 10, "Redis is up")
-            processes.append(prefill.start([*kvrelay, "prefill", *node], log, env))
-            processes.append(decode.start([*kvrelay, "decode", *node], log, env))
-            processes.append(front.start(router, log, env))
+            processes.append(warm_start.start([*kvrelay, "prefill", *node], log, env, prefill))
+            processes.append(warm_start.start([*kvrelay, "decode", *node], log, env, decode))
+            processes.append(warm_start.start(router, log, env, front))
             system = System(f"http://{front.address}:8000", folder / "none", log_file, processes[-1])
             wait_until(
                 lambda: (system.health().get("prefill"), system.health().get("decode")) == (1, 1),

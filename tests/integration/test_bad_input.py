@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_start
 from support.generic_models import config_of
 from support.lora_files import write_adapter
 from support.oracle import make_tiny, write_model
@@ -103,14 +104,13 @@ def test_a_node_that_cannot_start_says_why_and_ends_with_78(
     model = make_tiny("llama", tmp_path / "llama")
     spoil, why = CASES[name]
     more = spoil(model)
-    command = [sys.executable, "-m", "common.cli", "prefill", "--redis-url", redis_server.url, "--cluster", cluster]
     options = ["--kv-blocks", "50", *([] if "--model" in more else ["--model", str(model)]), *more]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
-    last = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 78, result.stderr
-    assert last.startswith("kvrelay: "), result.stderr
+    code, output = warm_start.run("prefill", "--redis-url", redis_server.url, "--cluster", cluster, *options)
+    last = output.strip().splitlines()[-1]
+    assert code == 78, output
+    assert last.startswith("kvrelay: "), output
     assert why in last
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in output
 
 
 def test_kvrelay_up_ends_with_the_same_sentence_and_code(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support import warm_start
 from support.oracle import greedy, make_tiny
 from support.system import wait_until
 
@@ -19,12 +19,10 @@ from common.cluster.redis_server import RedisServer, free_port
 
 
 @contextmanager
-def kvrelay(log: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+def kvrelay(log: Path, *args: str) -> Iterator[warm_start.Process]:
     """One `kvrelay` command until the block ends."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "common.cli", *args], stdout=output, stderr=subprocess.STDOUT, env=os.environ
-        )
+        process = warm_start.start([sys.executable, "-m", "common.cli", *args], output, os.environ)
     try:
         yield process
     finally:

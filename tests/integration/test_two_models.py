@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support import warm_start
 from support.oracle import first_difference, greedy, make_tiny
 from support.system import System, running_system, wait_until
 
@@ -29,7 +29,7 @@ class TwoModels:
 
     system: System
     folders: dict[str, Path]
-    others: dict[str, subprocess.Popen[bytes]]
+    others: dict[str, warm_start.Process]
     """The nodes of `qwen3` by role."""
 
     def ask(self, model: str, count: int = NEW_TOKENS) -> httpx.Response:
@@ -58,11 +58,11 @@ def two_models(folder: Path) -> Iterator[TwoModels]:
         options += ["--redis-url", redis.url]
         up = [*options, "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"]
         system = stack.enter_context(running_system(folder, "--model", str(folders["llama"]), *up))
-        others: dict[str, subprocess.Popen[bytes]] = {}
+        others: dict[str, warm_start.Process] = {}
         for role in ("prefill", "decode"):
             command = [sys.executable, "-m", "common.cli", role, "--node-id", f"qwen-{role}", *options]
             log = stack.enter_context((folder / f"{role}.log").open("wb"))
-            others[role] = subprocess.Popen([*command, "--model", str(folders["qwen3"])], stdout=log, stderr=log)
+            others[role] = warm_start.start([*command, "--model", str(folders["qwen3"])], log, os.environ)
         try:
             wait_until(
                 lambda: system.health().get("decode") == 2 and system.health().get("prefill") == 2, 90, "4 nodes"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support import warm_start
 from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
 from support.quantized_checkpoints import STYLES, quantize
@@ -18,12 +16,10 @@ from common.cluster.redis_server import free_port
 
 def failed_start(model: Path, *args: str) -> str:
     """The last line of a `kvrelay up` that ends by itself with the exit code of a configuration error."""
-    command = [sys.executable, "-m", "common.cli", "up", "--port", str(free_port()), "--model", str(model), *args]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
-    everything = result.stdout + result.stderr
-    assert result.returncode == 78, everything
-    assert "Traceback" not in everything
-    return result.stderr.strip().splitlines()[-1]
+    code, output = warm_start.run("up", "--port", str(free_port()), "--model", str(model), *args)
+    assert code == 78, output
+    assert "Traceback" not in output
+    return output.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

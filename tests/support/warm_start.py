@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -105,6 +106,19 @@ def start(command: list[str], output: IO[bytes], env: Mapping[str, str], host: H
     if host is not None:
         return host.start(command, output, dict(env))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
+
+
+def run(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
+    """The exit code of `kvrelay ARGUMENTS`, and what it wrote. Raises: subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile() as output:
+        process = start([sys.executable, *_KVRELAY, *arguments], output, os.environ)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        return code, output.read().decode()
 
 
 def server_pid() -> int | None:
