@@ -271,7 +271,7 @@ def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any
     also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
     return typer.Option(
         _flag(name),
-        help=info.help + also,
+        help=(info.help + also).replace("[", "\\["),  # as in kvrelay[models], which rich takes for markup
         metavar=type_label(field_type(cls, name)),
         envvar=ENV_PREFIX + name.upper(),
         show_default=default not in (None, ""),

@@ -36,6 +36,11 @@ def test_help_names_every_service_and_each_services_help_every_option() -> None:
         assert f"KVRELAY_{name.upper()}" in text
 
 
+def test_help_shows_square_brackets() -> None:
+    text = kvrelay("decode", "--help", env={"COLUMNS": "400"}).stdout
+    assert "the library transformers (the extra kvrelay[models]); auto" in text
+
+
 def test_help_loads_neither_torch_nor_a_web_framework() -> None:
     # An import hook would see attempts of this process only; -X importtime sees what really was loaded.
     process = subprocess.run(
