@@ -217,11 +217,16 @@ def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]
             raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
     if url is not None and not _is_url(url):
         raise AdminUsage(f"{url!r} is not a URL such as http://10.0.0.5:8001")
-    if url is not None and token is not None:
-        return [url.rstrip("/")], token
-    admin_urls, own_token = _find_routers(running_clusters(runtime_folder(environ)), url)
-    token = token or own_token
-    return admin_urls, token
+    clusters = running_clusters(runtime_folder(environ))
+    if url is None:
+        return _only_cluster(clusters)
+    url = url.rstrip("/")
+    for cluster in clusters:
+        if (own := _admin_url(cluster, url)) is not None:
+            return [own], cluster.token
+    if token is None:
+        raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
+    return [url], token
 
 
 def _is_url(url: str) -> bool:
@@ -232,14 +237,18 @@ def _is_url(url: str) -> bool:
         return False
 
 
-def _find_routers(clusters: list[RunningCluster], url: str | None) -> tuple[list[str], str]:
-    """Admin URLs and token: of the router at `url`, without `url` of all routers of the only cluster."""
-    if url is not None:
-        wanted = url.rstrip("/")
-        for cluster in clusters:
-            if wanted in (*cluster.routers, *cluster.routers.values()):
-                return [cluster.routers.get(wanted, wanted)], cluster.token
-        raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
+def _admin_url(cluster: RunningCluster, url: str) -> str | None:
+    """The admin URL of the cluster's router that has `url` for its clients or for its admin port."""
+    for each in (url, url.replace("//localhost:", "//127.0.0.1:")):
+        if each in cluster.routers.values():
+            return each
+        if each in cluster.routers:
+            return cluster.routers[each]
+    return None
+
+
+def _only_cluster(clusters: list[RunningCluster]) -> tuple[list[str], str]:
+    """Admin URLs of all routers of the only cluster, and its token."""
     if not clusters:
         raise AdminUnreachable(
             f"no `kvrelay up` of this user runs on this machine; for another cluster give --url (a router's admin "
