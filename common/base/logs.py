@@ -1,4 +1,4 @@
-"""Logging to standard error, configured once in the main thread before anything logs. One line an event."""
+"""Logging, by default to standard error, configured once in the main thread before anything logs. One line an event."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
@@ -24,10 +25,11 @@ _recent: deque[str] = deque(maxlen=1000)
 """The latest log lines of this process, for operators; process-wide like logging itself."""
 
 
-def configure(level: str, form: LogFormat = "text") -> None:
-    """Log messages of at least `level` (debug, info, warning, error); replaces any earlier configuration."""
+def configure(level: str, form: LogFormat = "text", write: Callable[[str], None] | None = None) -> None:
+    """Log messages of at least `level` (debug, info, warning, error), with `write` instead of to standard error if it is given;
+    replaces any earlier configuration."""
     formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
-    handlers = [_StandardError(), _Recent()]
+    handlers = [_StandardError() if write is None else _Lines(write), _Recent()]
     limited = LimitedHandler(handlers)
     limited.setFormatter(formatter)
     root = logging.getLogger()
@@ -65,6 +67,18 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class _Lines(logging.Handler):
+    """Gives each line to a function."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in self.format(record).split("\n"):  # of a bug its traceback, too
+            self._write(line)
 
 
 class _StandardError(logging.Handler):

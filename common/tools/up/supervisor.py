@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
+from common.base import logs
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
 from common.base.process import start_ticks
@@ -142,10 +143,8 @@ class Supervisor:
         self._published = False
 
     async def run(self) -> None:
-        """Run until a signal or a failure.
-
-        Raises: the failure.
-        """
+        """Run until a signal or a failure. Raises: the failure."""
+        logs.configure(self._config.log_level, self._config.log_format, self._console.log_line)
         loop = asyncio.get_running_loop()
         ends = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

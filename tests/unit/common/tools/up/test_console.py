@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import re
 
 import pytest
 
+from common.base import logs
 from common.control.messages import Task
 from common.tools.up.console import Console, banner, failure_line
 
@@ -92,6 +94,20 @@ def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
         ("kvrelay", "stopping"),
         ("kvrelay", "ready"),
     ]
+
+
+def test_lines_of_the_supervisors_own_log_have_its_name() -> None:
+    for form in ("text", "json"):
+        out = io.StringIO()
+        logs.configure("info", form, Console(["decode-0"], out, form).log_line)
+        logging.getLogger("common.cluster.membership").warning("Redis is away")
+        [line] = out.getvalue().splitlines()
+        if form == "text":
+            assert line.startswith("kvrelay  | ")
+            assert line.endswith(" WARNING common.cluster.membership: Redis is away")
+        else:
+            assert (found := json.loads(line))["service"] == "kvrelay"
+            assert found["message"] == "Redis is away"
 
 
 @pytest.mark.parametrize("last_line", ["kvrelay: no model", '{"level": "error", "message": "no model"}', "no model"])
