@@ -28,6 +28,11 @@ class Form(NamedTuple):
 _HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
 _REACHED_AT = Form(rf"(?!(?:\*|[0.:]+)$){_HOST.pattern}", f"{_HOST.meaning}, and not that of every interface")
 NAME = Form(r"[^{}]+", "a name without braces")
+NODE_ID = Form(
+    r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}",
+    "at most 128 characters, letters, digits and . _ : - of which the first is a letter or digit",
+)
+"""Longer than a host name (64 characters): by default it is part of the id."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
-from common.config.fields import host_option, option, port_option, reached_at_option
+from common.config.fields import NODE_ID, host_option, option, port_option, reached_at_option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -56,6 +56,7 @@ class NodeAddressOptions(ListenOptions):
         "Node name in the cluster, kept over restarts; by default <role>-<host name>-<random>.",
         "Network",
         own=True,
+        form=NODE_ID,
     )
     advertise_host: str | None = reached_at_option(
         None,

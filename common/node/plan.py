@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import re
 import resource
 import secrets
 import sys
@@ -40,17 +39,9 @@ from common.security.sealed_endpoints import without_keys
 
 log = logging.getLogger(__name__)
 
-_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-"""Longer than a host name (64 characters): by default it is part of the id."""
-
 
 def node_id_for(role: Role, config: NodeConfig) -> str:
-    """The configured node id, or one that no other node has. Raises: ConfigError if it is not a name."""
-    if config.node_id and not _NODE_ID.fullmatch(config.node_id):
-        raise ConfigError(
-            f"--node-id {config.node_id[:200]!r} must begin with a letter or digit and may have 128 characters: letters, digits "
-            "and . _ : -"
-        )
+    """The configured node id, or one that no other node has."""
     return config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}"
 
 
