@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from common.base.errors import (
     PayloadTooLarge,
     RequestTimeout,
     Unauthorized,
+    Unavailable,
 )
 from common.control.admin_token import check_token
 from common.control.disconnects import listener_of
@@ -109,6 +110,23 @@ class _TokenGuard:
         await _error(Unauthorized("the admin token is missing or wrong"))(scope, receive, send)
 
 
+class _ConnectionLimit:
+    """ASGI middleware: while too many connections are open, every request gets 503. uvicorn's own limit answers with text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.connections: Collection[object] = ()
+        """The server's open ones."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.connections) <= _MAX_CONNECTIONS:
+            await self._app(scope, receive, send)
+            return
+        response = _error(Unavailable(f"the admin port has more than {_MAX_CONNECTIONS} open connections"))
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+
 class AdminServer:
     """Listens from construction on, answers between `start` and `close`. With `credentials`, callers from other hosts must
     show a certificate of the same authority; on loopback it is plain HTTP.
@@ -130,8 +148,9 @@ class AdminServer:
 
     def start(self, routes: list[AdminRoute], mounted: Mapping[str, ASGIApp] | None = None) -> None:
         """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
+        app = _ConnectionLimit(build(routes, self._token, mounted or {}))
         config = uvicorn.Config(
-            build(routes, self._token, mounted or {}),
+            app,
             http=HttpConnection,
             loop="none",
             ws="none",
@@ -140,12 +159,12 @@ class AdminServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_GRACE_S,
             ssl_context_factory=None if self._credentials is None else self._secured,
         )
         self._server = HttpServer(config)
+        app.connections = self._server.server_state.connections
         self._task = asyncio.get_running_loop().create_task(self._run(self._server))
 
     def _secured(self, *_: object) -> ssl.SSLContext:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from common.base.errors import ConfigError, NotFound
+from common.control import admin_server
 from common.control.admin_server import MAX_BODY_BYTES, AdminRoute, AdminServer, Call
 
 TOKEN = "tökén-of-this-testà"  # ends with a byte that `str` takes for a space
@@ -58,6 +59,25 @@ def test_without_the_token_every_path_is_refused() -> None:
                 assert answer.json() == {
                     "error": {"code": "invalid_api_key", "message": "the admin token is missing or wrong"}
                 }
+
+    play(scene)
+
+
+def test_beyond_the_limit_of_connections_requests_are_refused_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_server, "_MAX_CONNECTIONS", 2)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        client.headers = httpx.Headers(bearer(TOKEN))
+        port = client.base_url.port
+        assert port is not None
+        assert (await client.get("/status")).status_code == 200
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        while (answer := await client.get("/status")).status_code == 200:
+            await asyncio.sleep(0)  # the server has not accepted both yet
+        assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+        assert answer.json()["error"]["message"] == "the admin port has more than 2 open connections"
+        for _, writer in idle:
+            writer.close()
 
     play(scene)
 
