@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.base.whole_file import write_whole
 from common.cli import check_writable, run_checked
 from common.tools.admin.check import examine, own_version
 from common.tools.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
@@ -36,12 +37,14 @@ def support_bundle(
         file = output or Path(f"kvrelay-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
         check_writable(file)
         parts = collect(url)
-        with tarfile.open(file, "w:gz") as archive:
+        archived = io.BytesIO()
+        with tarfile.open(fileobj=archived, mode="w:gz") as archive:
             for name, content in parts.items():
                 data = json.dumps(content, indent=1, default=str).encode()
                 entry = tarfile.TarInfo(f"kvrelay-support/{name}.json")
                 entry.size, entry.mtime = len(data), int(time.time())
                 archive.addfile(entry, io.BytesIO(data))
+        write_whole(file, archived.getvalue())
         print(f"{file}: {len(parts)} files; look through it before you send it")
 
     run_checked(act)

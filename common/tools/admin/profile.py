@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from common.base.whole_file import write_whole
 from common.cli import check_writable
 from common.tools.admin.client import AdminClient
 from common.tools.admin.options import Json, Url, file_name, said_if_slow, show_answer
@@ -37,7 +38,7 @@ def profile(
         file = output or Path(f"profile-{file_name(name)}-{stamp}.json.gz")
         check_writable(file)
         with said_if_slow(f"recording {name} for {seconds:g} s"):
-            file.write_bytes(client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))
+            write_whole(file, client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))
         return {"file": str(file)}
 
     show_answer(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
+from common.base.whole_file import write_whole
 from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
 from common.tools.load.processes import LoadFailed
@@ -79,7 +80,7 @@ def write_report(path: Path, page: str) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, "utf-8")
+        write_whole(path, text.encode())
     except OSError as error:
         raise LoadFailed(f"cannot write {path}: {error.strerror}") from None
 

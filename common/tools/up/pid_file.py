@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.base.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ class PidFile:
     def write(self, entries: list[PidEntry]) -> None:
         """Replace the list."""
         if self._path is not None:
-            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps([asdict(entry) for entry in entries], indent=2) + "\n", "utf-8")
-            temporary.replace(self._path)
+            write_whole(self._path, (json.dumps([asdict(entry) for entry in entries], indent=2) + "\n").encode())
 
     def remove(self) -> None:
         """Remove the file, if it is there."""

@@ -55,13 +55,20 @@ def certificate(folder: Path) -> None:
 
 
 def load_result(folder: Path) -> None:
-    with full_disk():
-        write_result(folder / "load.json", {"a": 1})
+    write_result(folder / "load.json", {"a": 1})
+    try:
+        with full_disk():
+            write_result(folder / "load.json", {"a": 2})
+    finally:
+        assert '"a": 1' in (folder / "load.json").read_text()
 
 
 def load_report(folder: Path) -> None:
-    with full_disk():
-        write_report(folder / "load.html", "<html>")
+    try:
+        with full_disk():
+            write_report(folder / "load.html", "<html>")
+    finally:
+        assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("write", [batch_output, certificate, load_result, load_report])
@@ -78,6 +85,7 @@ def test_a_support_bundle_is_reported_as_not_written(tmp_path: Path, monkeypatch
     assert result.exit_code == 74
     assert result.stderr.count("\n") == 1
     assert "cannot write" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_profile_is_reported_as_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +96,7 @@ def test_a_profile_is_reported_as_not_written(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 74
     assert result.stderr.count("\n") == 1
     assert "cannot write" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("room", [0, 1000])
@@ -103,6 +112,7 @@ def test_the_pid_file_from_before_stays_and_its_writer_is_told(tmp_path: Path) -
     with full_disk(), pytest.raises(OSError, match="too large"):
         file.write([PidEntry("router-0", "router", 2, "")])
     assert '"pid": 1' in (tmp_path / "pids.json").read_text()
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_cluster_that_cannot_be_announced_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
