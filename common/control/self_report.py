@@ -30,7 +30,7 @@ from common.base.free_memory import free_memory_bytes
 from common.config.fields import field_infos
 from common.config.service_configs import NodeConfig, RouterConfig, ServiceConfig
 from common.control.admin_server import AdminRoute, Call, seconds
-from common.security.expiry import certificate_end
+from common.security.expiry import certificate_validity
 
 _DIAL_S = 0.5
 _MOST_ADDRESSES = 1000
@@ -84,8 +84,8 @@ class SelfReport:
     def _certificate_ends(self) -> float | None:
         """Unix time; None without certificates."""
         folder = self._config.tls_dir
-        ends = None if folder is None else certificate_end(folder)
-        return None if ends is None else ends.timestamp()
+        valid = None if folder is None else certificate_validity(folder)
+        return None if valid is None else valid.ends.timestamp()
 
     async def _record(self, call: Call) -> bytes:
         """A profile of the next `seconds`, compressed by gzip."""

@@ -1,4 +1,4 @@
-"""When the certificate of a service ends, and warnings before that. Runs on the asyncio loop of the service."""
+"""When the certificate of a service is valid, and warnings before its end. Runs on the asyncio loop of the service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from common.base.counted import counted
 from common.security.names import CA, CERTIFICATE
@@ -17,8 +18,15 @@ _SOON = datetime.timedelta(days=WARN_DAYS)
 _DAY_S, _CHECK_S = 86_400.0, 3600.0
 
 
-def certificate_end(folder: str) -> datetime.datetime | None:
-    """When the certificate in this folder, or that of its authority, ends; None if they cannot be read now."""
+class Validity(NamedTuple):
+    """From when until when a certificate is valid."""
+
+    begins: datetime.datetime
+    ends: datetime.datetime
+
+
+def certificate_validity(folder: str) -> Validity | None:
+    """That of the certificate in this folder together with its authority's; None if they cannot be read now."""
     from cryptography import x509
 
     try:
@@ -26,16 +34,27 @@ def certificate_end(folder: str) -> datetime.datetime | None:
         authorities = x509.load_pem_x509_certificates((Path(folder) / CA).read_bytes())
     except (OSError, ValueError):  # they are being replaced
         return None
-    ends = [each.not_valid_after_utc for each in authorities if each.subject == own.issuer]
-    return min(own.not_valid_after_utc, max(ends, default=own.not_valid_after_utc))
+    issuers = [each for each in authorities if each.subject == own.issuer] or [own]
+    return Validity(
+        max(own.not_valid_before_utc, min(each.not_valid_before_utc for each in issuers)),
+        min(own.not_valid_after_utc, max(each.not_valid_after_utc for each in issuers)),
+    )
 
 
 async def warn_before_end(folder: str) -> None:
-    """Until cancelled: log once a day, from `WARN_DAYS` before, that the certificate in this folder ends."""
+    """Until cancelled: log once a day, from `WARN_DAYS` before, that the certificate in this folder ends; and once an hour that
+    it is not valid yet."""
     while True:
-        ends, now = certificate_end(folder), datetime.datetime.now(datetime.UTC)
+        valid, now = certificate_validity(folder), datetime.datetime.now(datetime.UTC)
         wait_s = _CHECK_S
-        if ends is not None and ends - now < _SOON:
+        if valid is not None and now < valid.begins:
+            log.error(
+                "the certificate in %s is valid from %s on: other services refuse it until then, if the clock of this host is right",
+                folder,
+                f"{valid.begins:%Y-%m-%d %H:%M} UTC",
+            )
+        elif valid is not None and valid.ends - now < _SOON:
+            ends = valid.ends
             ended = ends <= now
             log.log(
                 logging.ERROR if ended else logging.WARNING,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.certificates import made
 
-from common.security import expiry
+from common.security import certificates, expiry
 from common.security.certificates import Authority
 from common.security.names import CA
 from common.security.tls import Credentials
@@ -33,6 +33,23 @@ def test_a_certificate_that_ends_soon_is_told_at_the_start(
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
     assert says in caplog.text
     assert Credentials(str(tmp_path / "d0")).folder in caplog.text or level is None
+
+
+def test_a_certificate_that_is_not_valid_yet_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "_BACKDATED", datetime.timedelta(days=-1))
+    Authority.create(tmp_path / "ca").issue("d0", "node", tmp_path / "d0", 30)
+
+    async def main() -> None:
+        task = asyncio.create_task(expiry.warn_before_end(str(tmp_path / "d0")))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(main())
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "UTC on: other services refuse it until then" in record.getMessage()
 
 
 def test_it_is_told_again_every_day_and_when_it_has_ended(
@@ -65,8 +82,8 @@ def test_a_certificate_ends_with_its_authority_and_files_that_are_replaced_say_n
     folder.mkdir()
     for file in (made() / "node").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    ends = expiry.certificate_end(str(folder))
-    assert ends is not None
-    assert 0 < (ends - datetime.datetime.now(datetime.UTC)).total_seconds() <= 86400
+    valid = expiry.certificate_validity(str(folder))
+    assert valid is not None
+    assert 0 < (valid.ends - datetime.datetime.now(datetime.UTC)).total_seconds() <= 86400
     (folder / CA).write_text("half of")
-    assert expiry.certificate_end(str(folder)) is None
+    assert expiry.certificate_validity(str(folder)) is None
