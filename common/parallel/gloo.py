@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import GatherOptions, Store
 
 from common.base.device import CPU
 from common.base.errors import ConfigError, RankLost
+from common.parallel.torch_reason import torch_reason
 
 _T = TypeVar("_T")
 _Group = Any
@@ -36,11 +37,11 @@ def make_group(store: Store, index: int, ranks: list[int], interface: str, timeo
     try:
         options._devices = [_device(interface)]
     except RuntimeError as error:
-        raise ConfigError(f"cannot use network interface {interface!r}: {_first_line(error)}") from error
+        raise ConfigError(f"cannot use network interface {interface!r}: {torch_reason(error)}") from error
     try:
         return ProcessGroupGloo(store, index, len(ranks), options)
     except RuntimeError as error:
-        raise RankLost(f"ranks {ranks} did not connect to each other on {interface}: {_first_line(error)}") from error
+        raise RankLost(f"ranks {ranks} did not connect to each other on {interface}: {torch_reason(error)}") from error
 
 
 def _device(interface: str) -> object:
@@ -134,8 +135,4 @@ def _run(operation: Callable[[], _T], what: str) -> _T:
     try:
         return operation()
     except RuntimeError as error:
-        raise RankLost(f"{what} failed: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+        raise RankLost(f"{what} failed: {torch_reason(error)}") from error

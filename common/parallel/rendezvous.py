@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from common.base.errors import ConfigError, RankLost
 from common.parallel.mesh import RankPlace
+from common.parallel.torch_reason import torch_reason
 
 _RETRY_S = 0.05
 _POLL_S = 0.005
@@ -53,7 +54,7 @@ class Rendezvous:
                 master_listen_fd=fd,
             )
         except RuntimeError as error:
-            raise RankLost(f"{place} cannot reach rank 0 at {self._where}: {_first_line(error)}") from error
+            raise RankLost(f"{place} cannot reach rank 0 at {self._where}: {torch_reason(error)}") from error
 
     def _await_master(self, address: str, port: int, deadline: float) -> None:
         while True:
@@ -105,7 +106,7 @@ class Rendezvous:
                 for rank in peers:
                     self._await_keys(what, "/read", rank, peers, deadline, allowed_s)
         except RuntimeError as error:
-            raise RankLost(f"{self._place}: lost rank 0 at {self._where}: {_first_line(error)}") from error
+            raise RankLost(f"{self._place}: lost rank 0 at {self._where}: {torch_reason(error)}") from error
         return values
 
     def _await_keys(
@@ -134,7 +135,3 @@ def _listen(address: str, port: int) -> socket.socket:
         return socket.create_server((address, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(f"rank 0 cannot listen on {address}:{port}: {error.strerror or error}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

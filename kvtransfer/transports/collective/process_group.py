@@ -27,6 +27,7 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, KvRelayError, PeerLost
 from common.parallel.gloo import make_group
 from common.parallel.nccl import interface_name
+from common.parallel.torch_reason import torch_reason
 from kvtransfer.mailbox import Command
 from kvtransfer.transports.choose import GLOO
 
@@ -126,7 +127,7 @@ class ProcessGroupThread:
             reason = error.message
         except RuntimeError as error:
             # torch.distributed raises it for every failure of a peer.
-            reason = str(error).partition("\n")[0]
+            reason = torch_reason(error)
         except Exception as error:
             log.exception("the thread of a process group failed")
             reason = f"{type(error).__name__}: {error}"

@@ -1,0 +1,15 @@
+"""What failures of torch.distributed say to operators. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_PLACE = re.compile(r"\[enforce fail at [^]]*\] .*?\. |\[[^]]*\.(?:cc|cpp|h|hpp):\d+\] ?")
+"""Where in PyTorch's sources, on the machine that built it, and which condition."""
+_ADVICE = ". This is typically caused by a remote worker crashing"
+"""Of gloo; our own messages name the rank."""
+
+
+def torch_reason(error: BaseException) -> str:
+    """The first line of the message, without where in PyTorch's sources it comes from."""
+    return _PLACE.sub("", str(error).partition("\n")[0]).partition(_ADVICE)[0]
