@@ -163,8 +163,8 @@ class PoolPart:
         self._node_deadline_s = None
         self.attempt += 1
         figures = fleet.node(node.incarnation)
-        before = {"node": node.node_id, "tokens_before": figures.backlog, "requests_before": figures.requests}
-        self._story.add("decision", f"attempt {self.attempt}", before)
+        leg = {"node": node.node_id, "tokens_before": figures.backlog, "requests_before": figures.requests}
+        self._story.add("decision", f"attempt {self.attempt}", {"mode": "pooled", "prefill": leg})
         router.breakers.chosen(node.incarnation)
         work, peer = self.work, node.record.peer
         request = PoolRequest(

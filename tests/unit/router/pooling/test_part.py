@@ -186,6 +186,16 @@ def test_a_client_that_leaves_before_the_parts_start_leaves_nothing_behind(model
     play(model_folder, scene)
 
 
+def test_the_story_of_a_part_names_its_node_as_those_of_generations_do(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        assert await run(stack, work()) == expected(work())
+        (summary,) = stack.router.dispatcher.stories.recent(1)
+        assert summary["last_decision"]["mode"] == "pooled"
+        assert summary["last_decision"]["prefill"]["node"] == nodes[0].node_id
+
+    play(model_folder, scene, count=1)
+
+
 def test_stories_of_parts_that_end_with_their_call_name_its_error(model_folder: Path) -> None:
     async def scene(stack: Stack, nodes: list[StubNode]) -> None:
         nodes[1].gate.clear()
