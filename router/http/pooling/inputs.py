@@ -62,7 +62,10 @@ def embedding_work(
     return work
 
 
-def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel, first: int) -> list[PoolInput]:
+def _inputs(
+    body: EmbeddingRequest | PoolingRequest, model: ServedModel, first: int, param: str = "input"
+) -> list[PoolInput]:
+    """param: the field that the client's own body has for `input`, for errors."""
     limit = _limit(body, model)
     if body.messages is not None:
         text = model.tokenizer.render_chat(
@@ -78,14 +81,14 @@ def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel, first: 
             [list(each) for each in body.input or [] if not isinstance(each, str)],
             body,
             model,
-            "input",
+            param,
             first,
             cut=limit,
         )
     if limit is None:
         for index, text in enumerate(texts, first):  # refuse what cannot fit before it is encoded
             if (at_least := model.tokenizer.min_tokens(text)) > model.max_model_len:
-                raise _too_long(model, index, f"at least {at_least}", "input")
+                raise _too_long(model, index, f"at least {at_least}", param)
     special = body.add_special_tokens is not False
     found = model.tokenizer.encode_batch(texts, add_special_tokens=special)
     if limit is not None and special:
@@ -94,7 +97,7 @@ def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel, first: 
             ids if len(ids) <= limit else model.tokenizer.cut(text, limit, keep_last=left)
             for ids, text in zip(found, texts, strict=True)
         ]
-    return _checked(found, body, model, "input", first, cut=limit)
+    return _checked(found, body, model, param, first, cut=limit)
 
 
 def _limit(body: PoolingFields, model: ServedModel) -> int | None:
@@ -187,11 +190,13 @@ def _compared_work(
     pairs = pairs_of(body)
     cut = body.truncate_prompt_tokens
     texts = [first for first, _ in pairs], [second for _, seconds in pairs for second in seconds]
+    if isinstance(body, RerankRequest):
+        params, second_limit = ("query", "documents"), body.max_tokens_per_doc
+    else:
+        params, second_limit = ("text_1", "text_2"), None
     inputs: list[PoolInput] = []
-    for side, limit, number in zip(
-        texts, (None, body.max_tokens_per_doc if isinstance(body, RerankRequest) else None), first_numbers, strict=True
-    ):
+    for side, param, limit, number in zip(texts, params, (None, second_limit), first_numbers, strict=True):
         limits = [each for each in (cut, limit) if each is not None and each > 0]
         fields = {"input": side, "truncate_prompt_tokens": min(limits, default=cut)}
-        inputs += _inputs(EmbeddingRequest.model_validate(fields), model, number)
+        inputs += _inputs(EmbeddingRequest.model_validate(fields), model, number, param)
     return PoolWork(model.base, inputs, model.hidden_size, tenant=caller.tenant, priority=caller.priority)

@@ -95,6 +95,22 @@ def test_embeddings_have_openais_shape_in_the_order_of_the_inputs(folder: Path) 
     play(folder, scene)
 
 
+def test_texts_that_are_too_long_to_be_compared_are_refused_by_their_field(folder: Path) -> None:
+    long = "fox dog " * 600
+
+    async def scene(client: Client) -> None:
+        for path, body, param in (
+            ("/v1/rerank", {"query": long, "documents": ["fox"]}, "query"),
+            ("/v1/rerank", {"query": "fox", "documents": [long]}, "documents"),
+            ("/v1/score", {"text_1": long, "text_2": "fox"}, "text_1"),
+            ("/v1/score", {"text_1": "fox", "text_2": long}, "text_2"),
+        ):
+            error = await client.refused(path, **body)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+    play(folder, scene)
+
+
 def test_the_official_client_reads_text_and_token_ids_in_both_formats(folder: Path) -> None:
     async def scene(client: Client) -> None:
         ids = encoded(folder, "the fox")
