@@ -266,7 +266,11 @@ class _Lark:
         for number, (name, value) in enumerate(cast("dict[str, Any]", schema.get("properties") or {}).items()):
             if value is False and name not in required:
                 continue
-            if value is False or _NO_KEYWORD.search(name):
+            if value is False:
+                raise BadRequest(
+                    f"no value fits the required parameter {name[:100]!r}: its schema is false", param="tools"
+                )
+            if _NO_KEYWORD.search(name):
                 raise BadRequest(f"this model's format has no way to write the parameter {name[:100]!r}", param="tools")
             inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
             rule = self._json(f"value_{index}_{number}", {**shared, **inner})

@@ -253,7 +253,7 @@ def test_a_parameter_that_no_value_fits_cannot_be_given() -> None:
     matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
     for text, accepted in (("[f(b=1)]", True), ("[f(a=1)]", False), ("[f(a=1, b=1)]", False), ("[f(e\u0301=1)]", True)):
         assert _accepts(tokenizer, matcher, text) == accepted, text
-    with pytest.raises(BadRequest, match="'a'"):
+    with pytest.raises(BadRequest, match="no value fits the required parameter 'a'"):
         tool_grammar(
             "pythonic", [Schema("f", {**parameters, "required": ["a"]})], _vocabulary(tokenizer), parallel=True
         )
