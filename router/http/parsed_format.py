@@ -75,10 +75,12 @@ class ParsedFormat:
         return unparsed(text) if self._parser is None else parse_parts(self._parser, text)
 
 
-def arguments_object(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; those that are not JSON, as when the token limit cut them off, stay text."""
+def arguments_object(text: str, *, cut_off: bool = False) -> dict[str, Any]:
+    """A call's arguments as an object; those that are not JSON stay text. `cut_off`: a limit or a stop string may have cut them
+    off; then the object has what is complete.
+    """
     try:
-        found = as_object(from_json(text or "{}", allow_inf_nan=False))
+        found = as_object(from_json(text or "{}", allow_inf_nan=False, allow_partial=cut_off))
         json.dumps(found, allow_nan=False)  # 1e999 was read as infinite
     except ValueError:
         found = None

@@ -56,17 +56,18 @@ class MessagesFormat(ParsedFormat):
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
         (generation,), (parts,) = generations, deltas
         parsed = self._whole(parts)
+        stop = self._stop(generation, called=bool(parsed.tool_calls))
         blocks: list[Json] = []
         for part in parsed.parts:
             if isinstance(part, ToolCallDelta):
-                blocks.append({**_tool_use(part), "input": arguments_object(part.arguments)})
+                cut_off = part is parsed.parts[-1] and stop[0] != "tool_use"
+                blocks.append({**_tool_use(part), "input": arguments_object(part.arguments, cut_off=cut_off)})
                 continue
             kind = _kind(part)
             if blocks and blocks[-1]["type"] == kind:
                 blocks[-1][kind] += part.text
             elif not part.between:
                 blocks.append({**_EMPTY[kind], kind: part.text})
-        stop = self._stop(generation, called=bool(parsed.tool_calls))
         return self._message(blocks, *stop, _usage(generation))
 
     def _message(self, blocks: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:

@@ -125,6 +125,24 @@ def test_arguments_that_are_no_json_object_stay_text(text: str) -> None:
     assert arguments_object(text) == {"partial_json": text}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complete"),
+    [('{"a": 1, "b": "x', {"a": 1}), ('{"a": [1, {"b": tr', {"a": [1, {}]}), ("{", {}), ('{"a": 1, b', None)],
+)
+@pytest.mark.parametrize("outcome", [Outcome("length"), Outcome("stop", "x"), Outcome("stop")])
+def test_a_call_that_is_cut_off_has_what_is_complete_as_clients_read_it_of_a_stream(
+    outcome: Outcome, arguments: str, complete: Any
+) -> None:
+    text = '<tool_call>{"name": "f", "arguments": ' + arguments
+    generation = cast("Any", SimpleNamespace(**{**vars(ENDED), "outcome": outcome}))
+    message = MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(read_hermes)]).whole(
+        [generation], [[Delta(text, [1], None)]]
+    )
+    as_written = {"partial_json": arguments}
+    cut_off = outcome != Outcome("stop") and complete is not None
+    assert message["content"][0]["input"] == (complete if cut_off else as_written)
+
+
 @pytest.mark.parametrize(("text", "found"), [("", {}), ('{"a": [1, 1e308]}', {"a": [1, 1e308]})])
 def test_arguments_are_an_object(text: str, found: Any) -> None:
     assert arguments_object(text) == found
