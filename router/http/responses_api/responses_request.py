@@ -48,11 +48,16 @@ class FunctionChoice(_Body):
 
 
 class AllowedTools(_Body):
-    """Offers all functions, and lets the model call some of them."""
+    """Offers all functions, and lets the model call some of them. Other tools are left out beside functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[FunctionChoice]
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _leave_out(cls, value: Any) -> Any:
+        return _functions_of(value)
 
 
 class PlainText(_Body):
@@ -142,9 +147,7 @@ class ResponsesRequest(BodyModel):
     @field_validator("tools", mode="before")
     @classmethod
     def _leave_out(cls, value: Any) -> Any:
-        tools = items(value) or []
-        is_beside = "function" in map(_kind, tools)
-        return [tool for tool in tools if _kind(tool) in ("function", None)] if is_beside else value
+        return _functions_of(value)
 
     @field_validator("background")
     @classmethod
@@ -231,6 +234,13 @@ def _kind(tool: Any) -> str | None:
     """The type of a tool in a body; None if it has none, so that it is refused."""
     kind = (as_object(tool) or {}).get("type")
     return kind if isinstance(kind, str) else None
+
+
+def _functions_of(value: Any) -> Any:
+    """A list of tools without those that are left out: other kinds beside functions."""
+    tools = items(value) or []
+    is_beside = "function" in map(_kind, tools)
+    return [tool for tool in tools if _kind(tool) in ("function", None)] if is_beside else value
 
 
 def _function_choice(choice: FunctionChoice) -> Json:

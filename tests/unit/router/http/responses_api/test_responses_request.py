@@ -57,6 +57,20 @@ def test_some_functions_only_may_be_allowed(mode: str) -> None:
     assert validated({"input": "x", "tool_choice": choice}, ResponsesRequest).shown()["tool_choice"] == choice
 
 
+def test_other_tools_that_are_allowed_are_left_out_beside_functions() -> None:
+    search, function = {"type": "web_search"}, {"type": "function", "name": "f"}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [search, function, {"type": "mcp", "server_label": "x"}],
+    }
+    chat = _chat(tools=[search, *TOOLS, {"type": "function", "name": "g"}], tool_choice=choice)
+    assert [tool.function.name for tool in chat.may_call] == ["f"]
+    for tools in ([search], [function, {"name": "g"}]):
+        with pytest.raises(BadRequest, match="tool_choice"):
+            _chat(tools=TOOLS, tool_choice={**choice, "tools": tools})
+
+
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
 def test_a_forced_call_needs_tools(choice: Any, tools: Any) -> None:
