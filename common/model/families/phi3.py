@@ -21,4 +21,10 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     return with_windows(repeated(config, layer), window_if_given(config))
 
 
-PHI3 = Family(("Phi3ForCausalLM",), _describe, default_max_position=4096, weight_names=_NAMES)
+PHI3 = Family(
+    ("Phi3ForCausalLM",),
+    _describe,
+    default_max_position=4096,
+    weight_names=_NAMES,
+    config_defaults={"original_max_position_embeddings": 4096},
+)

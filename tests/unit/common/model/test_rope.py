@@ -109,6 +109,22 @@ def test_an_original_context_beside_the_rope_parameters_goes_first(tmp_path: Pat
     torch.testing.assert_close(inverse_frequencies(rope, config.head_dim), expected)
 
 
+def test_phi_3_was_trained_on_4096_tokens_where_nothing_beside_the_rope_parameters_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    """As in transformers, also where the parameters themselves say otherwise."""
+    factors = {"short_factor": [1.0 + i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"type": "longrope", **factors, "original_max_position_embeddings": 512}
+    raw = TINY["phi3"].config.to_dict() | {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 131072}
+    raw |= {"rope_parameters": None, "rope_scaling": rope, "rope_theta": 10000.0}
+    del raw["original_max_position_embeddings"]
+    found = load_model_config(write(tmp_path, raw)).layers[0].rope
+    assert found is not None
+    theirs = Phi3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    assert found.original_max_position == 4096
+    assert found.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
 def test_linear_scaling_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 4.0}
     config = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 4096, "rope_scaling": scaling}))
