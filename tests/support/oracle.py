@@ -118,6 +118,7 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 24,
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_logit_softcapping": 2.0,  # which its classes ignore
     "final_logit_softcapping": 20.0,
     "pad_token_id": 0,
 }
@@ -202,8 +203,7 @@ TINY: dict[str, Tiny] = {
     "gemma3": Tiny(Gemma3TextConfig(**_GEMMA3)),
     "gemma3-vision": Tiny(
         Gemma3Config(
-            # The class that takes images caps no logits.
-            text_config={**_GEMMA3, "vocab_size": 266, "final_logit_softcapping": None},
+            text_config={**_GEMMA3, "vocab_size": 266},  # The class that takes images caps no logits either.
             vision_config={**_VISION, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28},
             mm_tokens_per_image=4,
             eos_token_id=2,

@@ -13,10 +13,11 @@ from common.model.rope import read_rope
 
 GEMMA_NAMES = replace(USUAL_NAMES, mlp_norm="pre_feedforward_layernorm")
 GEMMA_KEYS = {"hidden_act": "hidden_activation"}
+LOGITS_SOFT_CAP = "final_logit_softcapping"
 
 
 def read_gemma_layer(
-    config: ConfigFile, *, head_norm: NormDescription | None = None, default_soft_cap: float | None = None
+    config: ConfigFile, *, head_norm: NormDescription | None = None, soft_cap: float | None = None
 ) -> LayerDescription:
     """A layer without a rotary embedding and a sliding window, as Gemma 2 and 3 have it."""
     if config.flag("use_bidirectional_attention", False):
@@ -26,7 +27,7 @@ def read_gemma_layer(
         read_attention(config, default_kv_heads=4, default_head_dim=256, qkv_bias=bias, output_bias=bias),
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         head_norm=head_norm,
-        soft_cap=_soft_cap(config, "attn_logit_softcapping", default_soft_cap),
+        soft_cap=soft_cap,
     )
     mlp = read_mlp(config, default_activation="gelu_pytorch_tanh")
     return LayerDescription(attention, mlp, read_gemma_norm(config), norm_at="both")
@@ -37,22 +38,23 @@ def read_gemma_norm(config: ConfigFile) -> NormDescription:
     return replace(read_norm(config), weight_offset=1.0)
 
 
-def read_gemma_ends(config: ConfigFile, default_soft_cap: float | None = None) -> EndsDescription:
-    """Embeddings times the square root of their width, and a soft cap of logits where there is one."""
+def read_gemma_ends(config: ConfigFile, logits_soft_cap: float | None = None) -> EndsDescription:
+    """Embeddings times the square root of their width."""
     return EndsDescription(
         embedding_multiplier=config.integer("hidden_size") ** 0.5,
         is_multiplier_rounded=True,
-        logits_soft_cap=_soft_cap(config, "final_logit_softcapping", default_soft_cap),
+        logits_soft_cap=logits_soft_cap,
     )
 
 
-def _soft_cap(config: ConfigFile, key: str, default: float | None) -> float | None:
+def read_soft_cap(config: ConfigFile, key: str, default: float | None = None) -> float | None:
     """Null means none, a missing key `default`."""
     return None if config.raw.get(key, default) is None else config.number(key, default)
 
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
-    layer = replace(read_gemma_layer(config, default_soft_cap=50.0), rope=read_rope(config))
+    soft_cap = read_soft_cap(config, "attn_logit_softcapping", 50.0)
+    layer = replace(read_gemma_layer(config, soft_cap=soft_cap), rope=read_rope(config))
     types = read_layer_types(config, lambda number: number % 2 == 0)
     return with_windows(repeated(config, layer), window_by_default(config), types)
 
@@ -62,7 +64,7 @@ GEMMA2 = Family(
     _describe,
     default_max_position=8192,
     weight_names=GEMMA_NAMES,
-    describe_ends=lambda config: read_gemma_ends(config, default_soft_cap=30.0),
+    describe_ends=lambda config: read_gemma_ends(config, read_soft_cap(config, LOGITS_SOFT_CAP, 30.0)),
     default_tied=True,
     config_keys=GEMMA_KEYS,
 )

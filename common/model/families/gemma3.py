@@ -11,9 +11,11 @@ from common.model.families.base import Family
 from common.model.families.gemma2 import (
     GEMMA_KEYS,
     GEMMA_NAMES,
+    LOGITS_SOFT_CAP,
     read_gemma_ends,
     read_gemma_layer,
     read_gemma_norm,
+    read_soft_cap,
 )
 from common.model.families.windows import FULL, SLIDING, read_layer_types, window_by_default, with_windows
 from common.model.rope import RopeConfig, read_rope
@@ -39,7 +41,7 @@ GEMMA3 = Family(
     _describe,
     default_max_position=131072,
     weight_names=GEMMA_NAMES,
-    describe_ends=read_gemma_ends,
+    describe_ends=lambda config: read_gemma_ends(config, read_soft_cap(config, LOGITS_SOFT_CAP)),
     default_tied=True,
     config_keys=GEMMA_KEYS,
 )
@@ -48,6 +50,7 @@ GEMMA3_TEXT_PART = replace(
     GEMMA3,
     architectures=("Gemma3ForConditionalGeneration",),
     nested_config="text_config",
+    describe_ends=read_gemma_ends,
     config_defaults={"num_attention_heads": 8, "vocab_size": 262208},
     weight_names=replace(
         GEMMA_NAMES,
