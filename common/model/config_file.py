@@ -72,6 +72,13 @@ class ConfigFile:
             raise self.error(f"{key} must be a positive number, not {value!r}")
         return float(value)
 
+    def object(self, key: str, within: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The object under the key, empty if it is missing; `within` as of `number`."""
+        value = (self.raw if within is None else within).get(key)
+        if not isinstance(value, dict | None):
+            raise self.error(f"{key} is not an object")
+        return cast("dict[str, Any]", value or {})
+
     def renamed(self, keys: dict[str, str]) -> ConfigFile:
         """The same file, whose keys `keys[name]` are also read as `name`."""
         return ConfigFile(self._path, {**self.raw, **{name: self.raw.get(own) for name, own in keys.items()}})

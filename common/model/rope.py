@@ -52,20 +52,15 @@ class RopeConfig:
 def read_rope(
     config: ConfigFile,
     default_theta: float = 10000.0,
-    of_layers: str | None = None,
+    parameters: dict[str, Any] | None = None,
     *,
     default_in_part: bool = False,
 ) -> RopeConfig:
-    """The rope parameters, under the keys of transformers 5 or 4; those of a kind of layers where there are several. As in
-    transformers, `rope_scaling` goes first: users add it to configs that have both.
+    """The rope parameters, under the keys of transformers 5 or 4. As in transformers, `rope_scaling` goes first: users add it to
+    configs that have both.
 
-    `default_in_part`: `partial_rotary_factor` also counts without scaling, where transformers' other classes ignore it."""
-    raw = config.raw.get("rope_scaling") or config.raw.get("rope_parameters") or {}
-    if of_layers is not None and isinstance(raw, dict):
-        raw = cast("dict[str, Any]", raw).get(of_layers, raw)
-    if not isinstance(raw, dict):
-        raise config.error("its rope parameters are not an object")
-    scaling = cast("dict[str, Any]", raw)
+    `parameters`: those of a kind of layers, where kinds differ. `default_in_part`: `partial_rotary_factor` also counts without scaling, where transformers' other classes ignore it."""
+    scaling = config.object("rope_scaling") or config.object("rope_parameters") if parameters is None else parameters
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = config.number("rope_theta", config.number("rope_theta", default_theta), within=scaling)
     part = config.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0), within=scaling)

@@ -25,15 +25,18 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     layer = read_gemma_layer(config, head_norm=read_gemma_norm(config))
     every = config.integer("sliding_window_pattern", 6)
     types = read_layer_types(config, lambda number: (number + 1) % every != 0)
-    rope = {FULL: read_rope(config, 1e6, FULL), SLIDING: _local_rope(config)}
+    rope = _ropes(config)
     return with_windows([replace(layer, rope=rope[kind]) for kind in types], window_by_default(config), types)
 
 
-def _local_rope(config: ConfigFile) -> RopeConfig:
-    given = config.raw.get("rope_parameters")
-    if isinstance(given, dict) and SLIDING in given:
-        return read_rope(config, of_layers=SLIDING)
-    return RopeConfig(config.number("rope_local_base_freq", 10000.0))
+def _ropes(config: ConfigFile) -> dict[str, RopeConfig]:
+    """By kind of layer. As in transformers, `rope_scaling` is of layers without a window."""
+    given = config.object("rope_parameters")
+    full, local = (config.object(kind, within=given) for kind in (FULL, SLIDING))
+    return {
+        FULL: read_rope(config, 1e6, {**full, **config.object("rope_scaling")}),
+        SLIDING: read_rope(config.renamed({"rope_theta": "rope_local_base_freq"}), 1e4, local),
+    }
 
 
 GEMMA3 = Family(

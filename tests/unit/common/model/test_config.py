@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.oracle import TINY, architecture
+from transformers import AutoConfig
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
@@ -135,7 +136,7 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope scaling 'ntk' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": [1]}, "rope parameters"),
+        ({"rope_scaling": [1]}, "rope_scaling is not an object"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor of the rope parameters"),
         ({"hidden_act": "swiglu"}, "hidden_act 'swiglu'"),
         ({**OPT, "word_embed_proj_dim": 512}, "projected embeddings are not supported"),
@@ -185,3 +186,15 @@ def test_gemma_3_of_transformers_4_has_a_base_of_rope_for_layers_with_a_window(t
     assert [layer.rope for layer in config.layers] == [*[local] * 5, scaled] * 4
     assert [layer.attention.window for layer in config.layers] == [*[1024] * 5, None] * 4
     assert config.fit_context(None) == 32768
+
+
+def test_rope_scaling_of_gemma_3_is_of_layers_without_a_window(tmp_path: Path) -> None:
+    """As in transformers; users add it to a config that has both."""
+    raw = TINY["gemma3"].config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    raw["rope_parameters"]["full_attention"]["rope_theta"] = 5e5
+    config = load_model_config(write(tmp_path, raw | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}))
+    local, scaled = RopeConfig(1e4), RopeConfig(5e5, "linear", 8.0)
+    assert [layer.rope for layer in config.layers] == [local, scaled, local]
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert theirs["full_attention"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
