@@ -18,6 +18,11 @@ class ModelFleets:
         self.finishing = Fleet("decode")
         """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
 
+    def decode(self, *, begun: bool) -> Fleet:
+        """The decode nodes for a request; those that drain if it has `begun` and no other is left."""
+        usable = self.by_role["decode"]
+        return self.finishing if begun and not usable.incarnations else usable
+
     def sync(self, node: Node) -> None:
         """Update the node's row, and `Node.fleet`. It has a row exactly while it is usable, or a draining decode node that
         works.

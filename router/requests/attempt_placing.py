@@ -98,7 +98,7 @@ class Attempts:
         request = self._placement_request(wanted)
         shared = self._shared_prompt()
         if shared is not None:
-            decode = self._router.fleets.by_role["decode"]
+            decode = self._router.fleets.decode(begun=request.begun)
             usable = shared.holder not in request.avoid and decode.row(shared.holder) is not None
             again = partial(self._place_again, wanted, answer)
             if not shared.may_place(self.request_id, holder_usable=usable, wake=again):
@@ -135,7 +135,7 @@ class Attempts:
             wanted.last,
             frozenset(self._unproven),
             self._kv_kind if token_ids else "",
-            wanted.attempt > 1,
+            wanted.attempt > 1 or self._siblings.begun,
             adapter=request.engine.adapter,
         )
 
@@ -146,6 +146,7 @@ class Attempts:
         self._unproven.update(incarnations)
         router.placer.expect(placement, incarnations)
         self._placement, self.decision, self._node_deadline_s = placement, decision, None
+        self._siblings.begun = True
         decode = router.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else router.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None

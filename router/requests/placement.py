@@ -68,7 +68,7 @@ class PlacementRequest:
     kv_kind: str = ""
     """KV kind of the nodes that generated the request's tokens so far."""
     begun: bool = False
-    """Nodes have worked on the request before: a draining node accepts it if no other is left."""
+    """Nodes have worked on the request before, or on a sibling: a draining node accepts it if no other is left."""
     holder: str = ""
     """As in `Query`."""
     adapter: Adapter | None = None
@@ -166,9 +166,7 @@ class Placer:
     def _candidates(self, request: PlacementRequest) -> tuple[Fleet, Fleet]:
         """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""
         fleets, adapter = self._fleets.by_role, request.adapter
-        prefill, decode = fleets["prefill"], fleets["decode"]
-        if request.begun and not decode.incarnations:
-            decode = self._fleets.finishing
+        prefill, decode = fleets["prefill"], self._fleets.decode(begun=request.begun)
         if adapter is None:
             return prefill, decode
         able = with_adapter(decode, adapter)

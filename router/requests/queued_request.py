@@ -21,11 +21,13 @@ class Siblings:
     the client may have tokens already, and nodes have computed for it.
     """
 
-    __slots__ = ("admitted",)
+    __slots__ = ("admitted", "begun")
 
     def __init__(self) -> None:
         self.admitted = False
         """Whether one of them was."""
+        self.begun = False
+        """Whether nodes were chosen for one of them."""
 
 
 class QueuedRequest(NamedTuple):

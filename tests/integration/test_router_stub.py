@@ -301,6 +301,27 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(
     play(model_folder, scene, config={"lease_s": 10.0}, script=script_of(answer, tokenizer))
 
 
+def test_samples_follow_the_first_one_to_a_decode_node_that_drains_if_no_other_is_left(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        bench.decode.gate.clear()
+        asked = asyncio.ensure_future(
+            bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=4, n=3)
+        )
+        await bench.decode.until(lambda: bool(bench.decode.running))
+        bench.decode.draining = True
+        while not bench.stack.router.dispatcher.nodes.fleets("stub-model").finishing.nodes:
+            await asyncio.sleep(0.002)
+        bench.decode.gate.set()
+        async with asyncio.timeout(10):
+            answer = await asked
+        assert [len(choice.text) for choice in answer.choices] == [4] * 3
+        assert [request.prefill is None for request in bench.decode.requests()] == [False, True, True], "one relay"
+        with pytest.raises(openai.InternalServerError, match="draining"):
+            await bench.client.completions.create(model="stub-model", prompt=LONG)
+
+    play(model_folder, scene)
+
+
 async def _text_of(stream: Any) -> tuple[str, Any]:
     text, usage = "", None
     async for chunk in stream:

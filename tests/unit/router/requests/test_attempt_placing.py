@@ -72,6 +72,9 @@ class World:
 
     # -- the parts
 
+    def decode(self, *, begun: bool) -> Fleet:
+        return self.finishing if begun else self.by_role["decode"]
+
     def decide(self, request: PlacementRequest) -> Placement:
         self.asked.append(request)
         if isinstance(self.placement, Exception):
@@ -210,6 +213,17 @@ def test_a_new_request_without_a_node_is_refused_at_once() -> None:
     answer = world.place()
     assert isinstance(answer, f.Unplaceable)
     assert "LoRA adapter" in answer.error.message, "only some are draining"
+
+
+def test_draining_nodes_may_get_what_nodes_have_begun_and_its_siblings_but_no_new_request() -> None:
+    world = World()
+    world.siblings.admitted = True  # as when it leaves the admission queue
+    assert world.place() is not None
+    assert world.place(f.Place(2, 3, frozenset())) is not None
+    sibling = World()
+    sibling.siblings.begun = world.siblings.begun
+    assert sibling.place() is not None
+    assert [request.begun for request in world.asked + sibling.asked] == [False, True, True]
 
 
 @pytest.mark.parametrize("why", ["retry", "admitted", "sibling admitted", "rejoining"])
