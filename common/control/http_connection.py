@@ -72,6 +72,12 @@ class HttpConnection(HttpToolsProtocol):
         self._got_somewhere = True
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.pipeline:
+            # What paused it was the rest of the body, of which no more comes; a connection that is not read shows no end.
+            self.flow.resume_reading()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, lambda scope, receive, _: app(scope, receive, partial(self._send, cycle)))

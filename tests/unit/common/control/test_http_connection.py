@@ -23,6 +23,7 @@ class _Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.num_writes = 0
+        self.is_read = True
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
@@ -33,9 +34,11 @@ class _Transport(asyncio.Transport):
 
     def close(self) -> None: ...
 
-    def pause_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.is_read = False
 
-    def resume_reading(self) -> None: ...
+    def resume_reading(self) -> None:
+        self.is_read = True
 
 
 def _connection(app: Any) -> HttpConnection:
@@ -122,6 +125,34 @@ def test_a_request_with_others_behind_it_is_told_that_its_client_left() -> None:
     asyncio.run(main())
     assert received == ["http.disconnect"]
     assert transport.written == b""
+
+
+def test_a_connection_whose_large_body_has_arrived_is_read_on_as_its_client_may_leave() -> None:
+    part = b"x" * 100_000
+    transport, arrived, looked = _Transport(), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        arrived.set()
+        await looked.wait()
+
+    async def main() -> None:
+        connection = _connection(app)
+        connection.connection_made(transport)
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + part)
+        assert not transport.is_read
+        for _ in range(2):
+            while not transport.is_read:
+                await asyncio.sleep(0)
+            connection.data_received(part)
+        await arrived.wait()
+        assert transport.is_read
+        looked.set()
+        connection.connection_lost(None)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def test_an_answer_after_which_the_connection_closes_says_so() -> None:
