@@ -10,6 +10,11 @@ from typing import Any, cast
 from common.base.errors import ConfigError
 
 MOST_LAYERS = 10_000
+_OF_WHOLE = {
+    *("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
+    *("quantization_config", "compression_config"),
+}
+"""Keys of a whole model, of which its text part is one."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -89,9 +94,13 @@ class ConfigFile:
         return ConfigFile(self._path, {**values, **own})
 
     def with_nested(self, key: str) -> ConfigFile:
-        """The same file, which also has the keys of the object that `key` holds, if it holds one; its own come first."""
+        """The object that `key` holds, if it holds one, with what this file says of the whole model. As in transformers, all else
+        in this file says nothing of the object's part."""
         nested = self.raw.get(key)
-        return self.with_defaults(cast("dict[str, Any]", nested)) if isinstance(nested, dict) else self
+        if not isinstance(nested, dict):
+            return self
+        own = {name: self.raw[name] for name in _OF_WHOLE & self.raw.keys()}
+        return ConfigFile(self._path, own).with_defaults(cast("dict[str, Any]", nested))
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._path}: {message}")

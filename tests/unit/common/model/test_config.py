@@ -198,3 +198,14 @@ def test_rope_scaling_of_gemma_3_is_of_layers_without_a_window(tmp_path: Path) -
     theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert theirs["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
     assert theirs["full_attention"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
+
+
+@pytest.mark.parametrize("name", ["gemma3-vision", "qwen2.5-vl"])
+def test_beside_its_text_part_a_config_describes_no_text_model(tmp_path: Path, name: str) -> None:
+    """As in transformers; configs that older versions saved have many keys twice."""
+    raw = TINY[name].config.to_dict() | {"architectures": [architecture(TINY[name].config)]}
+    expected = load_model_config(write(tmp_path, raw))
+    beside = {"rms_norm_eps": 0.5, "query_pre_attn_scalar": 99, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert load_model_config(write(tmp_path, raw | beside)) == expected
+    theirs = AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert theirs.rms_norm_eps == raw["text_config"]["rms_norm_eps"]
