@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from common.model.config_file import ConfigFile
 from common.model.generic import attention
-from common.model.generic.describe import class_of, read_config
+from common.model.generic.describe import read_class
 from common.model.generic.probe import build_on_meta
 
 
 def build_class(path: Path, dtype: torch.dtype) -> Any:
     """The class's model in directory `path` without weights, whose attention is ours. Raises: ConfigError."""
     attention.register()
-    return build_on_meta(class_of(ConfigFile(path / "config.json")), read_config(path), attention.NAME, dtype)
+    return build_on_meta(*read_class(path), attention.NAME, dtype)

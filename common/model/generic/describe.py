@@ -36,8 +36,7 @@ def describe(path: Path) -> GenericConfig:
     if is_gguf(path):
         raise ConfigError(f"{path}: transformers cannot run a GGUF file here; native families can")
     file = ConfigFile(path / "config.json")
-    cls = class_of(file)
-    config = read_config(path)
+    cls, config = read_class(path)
     _check_kinds(config, cls.__name__)
     dtype = str(config.dtype or "float32").removeprefix("torch.")  # the model that is built next changes it
     model, calls = probe(cls, config)
@@ -68,7 +67,21 @@ def describe(path: Path) -> GenericConfig:
     )
 
 
-def class_of(file: ConfigFile) -> Any:
+def read_class(path: Path) -> tuple[Any, Any]:
+    """The class of the architecture that the config.json in `path` names, and its config object. Raises: ConfigError."""
+    file = ConfigFile(path / "config.json")
+    cls, config = _named_class(file), read_config(path)
+    if type(config) is not cls.config_class:  # AutoConfig takes a Mistral with `layer_types` for a Ministral
+        cls = load().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), cls)
+    if not cls._supports_attention_backend:
+        raise file.error(
+            f"the class {cls.__name__} of transformers does not use its attention interface, so its KV cannot be paged; "
+            "architectures that do are listed in docs/models.md"
+        )
+    return cls, config
+
+
+def _named_class(file: ConfigFile) -> Any:
     """The class of the architecture that config.json names. Raises: ConfigError."""
     named: Any = file.raw.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
@@ -80,13 +93,7 @@ def class_of(file: ConfigFile) -> Any:
         raise file.error(
             f"{name} {why} of transformers {load().__version__}; a native family or such an architecture works"
         )
-    cls = getattr(load(), name)
-    if not cls._supports_attention_backend:
-        raise file.error(
-            f"the class {name} of transformers does not use its attention interface, so its KV cannot be paged; "
-            "architectures that do are listed in docs/models.md"
-        )
-    return cls
+    return getattr(load(), name)
 
 
 def read_config(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ CASES = [pytest.param(kind, marks=[] if kind in DEFAULT else pytest.mark.thoroug
 def test_a_mixed_batch_matches_transformers(kind: str, tmp_path: Path) -> None:
     folder = write_model(config_of(kind), tmp_path)
     prompts = [prompt(length, 250) for length in (1, 15, 16, 17, 100)]
+    check(folder, prompts, drive(make_runner(folder, model_impl="transformers"), prompts, 16, 12), 12)
+
+
+def test_layer_types_of_mistral_say_where_its_window_is_as_in_transformers(tmp_path: Path) -> None:
+    """Its own class has the window in all layers; AutoModel takes another one for such a config."""
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    folder = write_model(config_of("mistral"), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": types}))
+    prompts = [prompt(length, 250) for length in (17, 100)]
     check(folder, prompts, drive(make_runner(folder, model_impl="transformers"), prompts, 16, 12), 12)
 
 
