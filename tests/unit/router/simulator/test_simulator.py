@@ -105,14 +105,14 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others() -> None:
 def test_a_lone_prefill_node_waits_as_the_formula_of_a_queue_with_constant_service_says(load: float) -> None:
     hardware = Hardware()
     service_s = hardware.prefill_s(1024, 0)
-    rng, now_s, requests = random.Random(7), 0.0, []
-    for i in range(20_000):
+    rng, now_s, requests, count = random.Random(7), 0.0, [], 6000
+    for i in range(count):
         now_s += rng.expovariate(load / service_s)
         requests.append(request(i, now_s, [2 * i, 2 * i + 1], output=1))
     ledger, _ = run(Shape(1, 1, hardware=hardware), requests)
     expected_s = service_s * (1 + load / (2 * (1 - load)))
-    assert sum(ledger.ttft_s) / 20_000 == pytest.approx(expected_s, rel=0.04)
-    assert ledger.prefill_busy_s["prefill-0"] == pytest.approx(20_000 * service_s)
+    assert sum(ledger.ttft_s) / count == pytest.approx(expected_s, rel=0.06)
+    assert ledger.prefill_busy_s["prefill-0"] == pytest.approx(count * service_s)
 
 
 def test_round_robin_hits_as_a_replay_of_plain_lru_caches_does() -> None:
