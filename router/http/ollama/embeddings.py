@@ -37,7 +37,7 @@ def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
         def answer(found: EmbeddedInputs) -> Json:
             return {
                 "model": found.model.name,
-                "embeddings": [floats(vector) for vector in found.vectors],
+                "embeddings": map(floats, found.vectors),
                 "total_duration": int(1e9 * (time.perf_counter() - began_s)),
                 "load_duration": 0,
                 "prompt_eval_count": found.work.num_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -38,15 +38,18 @@ def token_vectors(vectors: bytes, width: int) -> list[list[float]]:
 
 def shown_vectors(
     vectors: Sequence[bytes], kind: str, field: str, *, as_base64: bool, per_token_width: int = 0
-) -> list[Json]:
-    """The `data` of an answer: objects of this `kind` with the vector in `field`. `per_token_width`: values of one token."""
+) -> Iterator[Json]:
+    """The `data` of an answer: objects of this `kind` with the vector in `field`. `per_token_width`: values of one token.
+
+    They are made one at a time, since a value is ten times as large as a Python object as in a vector.
+    """
 
     def shown(vector: bytes) -> object:
         if as_base64:
             return base64.b64encode(vector).decode()
         return token_vectors(vector, per_token_width) if per_token_width else floats(vector)
 
-    return [{"object": kind, "index": index, field: shown(vector)} for index, vector in enumerate(vectors)]
+    return ({"object": kind, "index": index, field: shown(vector)} for index, vector in enumerate(vectors))
 
 
 def scores(body: ScoreRequest | RerankRequest, model: ServedModel, vectors: Sequence[bytes]) -> list[float]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
 from router.http.client import count_tokens
-from router.http.json_body import Json, to_json
+from router.http.json_body import Json, large_json
 from router.http.model_choice import model_for
 from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import Caller, caller_of
@@ -96,9 +96,9 @@ async def serve_pooled(
         return Response(status_code=499)
     metrics.pooled(len(vectors), work.num_tokens, time.perf_counter() - began_s)
     if sum(map(len, vectors)) > 4 * _FEW_VALUES:
-        body = await asyncio.to_thread(lambda: to_json(answer(vectors)))
+        body = await asyncio.to_thread(lambda: large_json(answer(vectors)))
     else:
-        body = to_json(answer(vectors))
+        body = large_json(answer(vectors))
     return JsonResponse(body, headers=_headers(request, ids, call))
 
 
