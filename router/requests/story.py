@@ -200,13 +200,19 @@ class Stories:
         story = self._find(request_id)
         if story is not None:
             return story.plain()
+        if (whole := self._choices(request_id)) is not None:
+            return whole
+        named = next((story for story in self._newest_first() if story.client_id == request_id), None)
+        if named is None or not request_id:
+            return None
+        return self._choices(named.request_id.rpartition("-")[0]) or named.plain()
+
+    def _choices(self, request_id: str) -> dict[str, Any] | None:
+        """The stories of a request's prompts; None if it has only one, or is unknown."""
         choices: list[dict[str, Any]] = []
         while (story := self._find(f"{request_id}-{len(choices)}")) is not None:
             choices.append(story.plain())
-        if choices:
-            return {"request_id": request_id, "choices": choices}
-        named = next((story for story in self._newest_first() if story.client_id == request_id), None)
-        return None if named is None or not request_id else named.plain()
+        return {"request_id": request_id, "choices": choices} if choices else None
 
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Summaries of the latest `count` requests: the running ones, then the finished ones, newest first."""

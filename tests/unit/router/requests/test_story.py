@@ -75,6 +75,17 @@ def test_several_prompts_of_one_request_are_found_together_and_a_clients_id_find
     assert json.loads(json.dumps(latest)) == latest
 
 
+def test_a_clients_id_finds_all_prompts_of_the_latest_request_with_it() -> None:
+    stories = Stories()
+    for number in ("1", "2"):
+        for index in range(3):
+            finish(stories, f"cmpl-{number}-{index}", "mine")
+    found = stories.get("mine")
+    assert found is not None
+    assert found["request_id"] == "cmpl-2"
+    assert [choice["request_id"] for choice in found["choices"]] == ["cmpl-2-0", "cmpl-2-1", "cmpl-2-2"]
+
+
 def test_writing_a_story_costs_microseconds() -> None:
     stories = Stories()
     rounds: list[float] = []
