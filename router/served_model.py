@@ -118,10 +118,13 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     """
     path = resolve_model(info.path)
     folder = model_folder(path)
+    tokenizer = Tokenizer(folder, chat_template=options.chat_template)
+    if info.task == "score":
+        tokenizer.check_pairs()
     return ServedModel(
         info.name,
         folder,
-        Tokenizer(folder, chat_template=options.chat_template),
+        tokenizer,
         info.max_model_len,
         info.vocab_size,
         frozenset(),

@@ -25,6 +25,8 @@ class PairLayout:
     """The layout of a tokenizer's pairs, read from the pairs of texts of no token and one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises: ValueError if a text is left out of pairs; what the library raises where it cannot join texts."""
+
         def joined(first: int, second: int) -> Encoding:
             pair = tokenizer.encode_batch_fast([_SAMPLE, _SAMPLE], add_special_tokens=False)
             for encoding, count in zip(pair, (first, second), strict=True):
@@ -38,6 +40,8 @@ class PairLayout:
         self._types: list[int] = []
         """Types of the texts' tokens."""
         for sample in (joined(1, 0), joined(0, 1)):
+            if 0 not in sample.special_tokens_mask:
+                raise ValueError("its post-processor leaves a text out of pairs")
             at = sample.special_tokens_mask.index(0)
             self._at.append(at)
             self._types.append(sample.type_ids[at])

@@ -6,7 +6,8 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,17 @@ def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
     return first, room - first
 
 
+@contextmanager
+def _loading(file: Path) -> Generator[None]:
+    """Raises: ConfigError for what the library raises of a broken file, mostly a bare Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_bug_of_library(error):
+            raise
+        raise ConfigError(f"cannot load {file}: {error}") from error
+
+
 class Tokenizer:
     """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
 
@@ -56,12 +68,9 @@ class Tokenizer:
         file = self._file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
-        try:
+        with _loading(file):
             self._raw = RawTokenizer.from_file(str(file))
-        except BaseException as error:  # the library raises bare Exception for most kinds of broken files
-            if not isinstance(error, Exception) and not is_bug_of_library(error):
-                raise
-            raise ConfigError(f"cannot load {file}: {error}") from error
+            self._raw.encode("")  # fails where the post-processor names tokens that there are not
         self._raw.no_truncation()
         self._raw.no_padding()
         config = read_if_there(folder / "tokenizer_config.json")
@@ -143,6 +152,11 @@ class Tokenizer:
         if self.pieces.kind == "text":
             return 0  # such a tokenizer may map any unknown word to one token
         return len(text) // self._longest_token if self._longest_token else 0
+
+    def check_pairs(self) -> None:
+        """Raises: ConfigError if pairs of texts cannot be encoded."""
+        with _loading(self._file):
+            _ = self._pair_layout
 
     def check_template(self) -> None:
         """Raises: ConfigError if there is a chat template that refuses a single message of a user."""

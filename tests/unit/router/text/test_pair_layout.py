@@ -12,6 +12,9 @@ from support.stub_node import make_model_folder
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
+from common.base.errors import ConfigError
+from common.control.messages import ModelInfo
+from router.served_model import LoadOptions, load_pooling
 from router.text.tokenizer import Tokenizer
 
 _WORDS = ["a", "b", "[CLS]", "[SEP]", "[UNK]"]
@@ -69,3 +72,22 @@ def test_a_long_text_is_encoded_once(tmp_path: Path) -> None:
     pairs = list(tokenizer.encode_pairs("a " * 100_000, ["b"] * 500, limit=64))
     assert {len(pair.token_ids) for pair in pairs} == {64}
     assert time.process_time() - began_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [("token", "no entry found for key"), ("text", "its post-processor leaves a text out of pairs")],
+)
+def test_a_cross_encoder_whose_pairs_cannot_be_encoded_is_refused_when_it_is_loaded(
+    tmp_path: Path, left_out: str, reason: str
+) -> None:
+    _tokenizer(tmp_path, "no separator")
+    file = tmp_path / "model" / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    if left_out == "token":
+        raw["post_processor"]["special_tokens"] = {}
+    else:
+        del raw["post_processor"]["pair"][1]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=rf"cannot load .*tokenizer\.json: {reason}"):
+        load_pooling(ModelInfo("m", str(tmp_path / "model"), len(_WORDS), 64, task="score"), LoadOptions())

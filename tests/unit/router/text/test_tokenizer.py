@@ -250,6 +250,16 @@ def test_a_file_at_which_the_library_panics_is_refused(folder: Path, tmp_path: P
         Tokenizer(tmp_path)
 
 
+def test_a_post_processor_with_tokens_that_there_are_not_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The library reads it and panics at the first text."""
+    broken = json.loads((folder / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    broken["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
+    with pytest.raises(ConfigError, match=r"cannot load .*tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
 def test_missing_or_broken_files_are_one_clear_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
         Tokenizer(tmp_path)
