@@ -37,10 +37,12 @@ _ALL = (
 )
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}
 _HEADS = ("ForCausalLM", "LMHeadModel")
+_OTHERWISE_NAMED = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": None}
+"""`Gemma3Model` takes images, too."""
 
 
 def with_head(name: str) -> str | None:
     """The class with an LM head that a native family has beside the class `name`, such as `Qwen3Model`; None if there is none."""
-    if not name.endswith("Model"):
-        return None
+    if name in _OTHERWISE_NAMED or not name.endswith("Model"):
+        return _OTHERWISE_NAMED.get(name)
     return next((found for head in _HEADS if (found := name.removesuffix("Model") + head) in FAMILIES), None)

@@ -96,6 +96,7 @@ def test_the_pooling_of_sentence_transformers_replaces_that_of_the_last_token(tm
     ("name", "changes", "why"),
     [
         ("mistral", {}, "sliding windows are not supported"),
+        ("gemma3", {"architectures": ["Gemma3TextModel"]}, "sliding windows are not supported"),
         ("qwen3", {"is_causal": False}, "not causal is not supported"),
         ("qwen3", {"use_bidirectional_attention": True}, "not causal is not supported"),
         ("qwen3", {"architectures": ["FalconModel"]}, "FalconModel.* is not supported"),

@@ -32,6 +32,8 @@ def folder_of(folder: Path, name: str, *, modules: bool = False) -> Path:
         ("Qwen3ForCausalLM", False, "embed", "embed"),
         ("Qwen3Model", False, "auto", "embed"),
         ("GPT2Model", False, "auto", "embed"),
+        ("Gemma3TextModel", False, "auto", "embed"),
+        ("Gemma3Model", False, "auto", "generate"),
         ("GPT2LMHeadModel", False, "auto", "generate"),
         ("FalconModel", False, "auto", "generate"),
     ],
