@@ -160,7 +160,7 @@ class Detokenizer:
         """Bytes of an incomplete character at the end of a run of fallback bytes."""
         self._run_invalid = False
         self._previous = pieces.last_ordinary(prompt_ids)
-        self._begun = self._previous is not None
+        self._begun = self._previous is not None or any(pieces.raw_byte(each) is not None for each in prompt_ids)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""

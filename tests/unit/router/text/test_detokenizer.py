@@ -150,6 +150,7 @@ def test_an_answer_is_what_it_adds_to_the_prompts_text(strip: bool, prompt: list
 def test_behind_special_tokens_alone_a_text_begins() -> None:
     tokenizer = FALLBACK[True]
     the = tokenizer.token_to_id("▁the")
-    for prompt, text in ((["<s>"], "the"), ([], "the"), (["a", "<s>"], " the"), (["a", "<0x0A>"], " the")):
+    begun = (["a", "<s>"], ["a", "<0x0A>"], ["<s>", "<0x0A>"])
+    for prompt, text in ((["<s>"], "the"), ([], "the"), *((each, " the") for each in begun)):
         ids = [tokenizer.token_to_id(word) for word in prompt]
         assert Detokenizer(PIECES[id(tokenizer)], prompt_ids=ids).push(the) == text
