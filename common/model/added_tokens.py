@@ -31,6 +31,15 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name in _SPECIAL_NAMES if (text := _text(merged.get(name))) is not None}
 
 
+def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """As `special_tokens`, with those that have names of the model's own, such as `image_token`: what chat templates see."""
+    merged = _merged(folder, config)
+    listed = merged.get("extra_special_tokens")
+    found = {**cast("dict[str, Any]", listed)} if isinstance(listed, dict) else {}
+    found |= {name: value for name, value in merged.items() if name.endswith("_token")}
+    return {name: text for name, value in found.items() if (text := _text(value)) is not None}
+
+
 def _merged(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     mapped = read_if_there(folder / "special_tokens_map.json")
     return {**mapped, **config} if _LISTED in config else {**config, **mapped}

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
-from common.model.added_tokens import complete, read_if_there, special_tokens
+from common.model.added_tokens import complete, named_tokens, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import PairIds, PairLayout
@@ -76,8 +76,8 @@ class Tokenizer:
         config = read_if_there(folder / "tokenizer_config.json")
         special = special_tokens(folder, config)
         complete(self._raw, folder, config, special)
-        sources = read_templates(folder, config, chat_template)
-        templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
+        sources, named = read_templates(folder, config, chat_template), named_tokens(folder, config)
+        templates = {name: ChatTemplate(source, named) for name, source in sources.items()}
         self._template = templates.get(DEFAULT)
         self._tool_template = templates.get(TOOL_USE, self._template)
         self.pieces = TokenPieces(self._raw)

@@ -218,6 +218,16 @@ def test_client_variables_cannot_replace_the_special_tokens(folder: Path) -> Non
     assert Tokenizer(folder).render_chat(CHAT, kwargs={"bos_token": "x", "messages": []}) == "<s>4"
 
 
+@pytest.mark.parametrize(
+    "config", [{"image_token": "<img>"}, {"extra_special_tokens": {"image_token": "<img>", "other": ["<a>"]}}]
+)
+def test_templates_see_special_tokens_that_have_names_of_the_models_own(folder: Path, config: dict[str, Any]) -> None:
+    """As in transformers."""
+    set_config(folder, chat_template="{{ image_token }}{{ messages[0].content }}{{ add_bos_token }}", **config)
+    messages = [{"role": "user", "content": "hi"}]
+    assert Tokenizer(folder).render_chat(messages, kwargs={"image_token": "no"}) == "<img>hi"
+
+
 def test_documents_are_a_variable_of_the_template(folder: Path) -> None:
     set_config(folder, chat_template="{% for each in documents or () %}{{ each.text }}{% endfor %}")
     assert Tokenizer(folder).render_chat(CHAT, kwargs={"documents": [{"title": "A", "text": "found"}]}) == "found"
