@@ -162,9 +162,12 @@ def _is_here(node: Mapping[str, Any]) -> bool:
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.loads(error.read(65536))["error"]["message"])
+        found = json.loads(error.read(65536))["error"]
+        if "type" not in found:  # it is in errors of the API, which knows none of these paths and not this token
+            return str(found["message"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{error.url} answers {error.code}: is that an admin port?"
+        pass
+    return f"{error.url} answers {error.code}: is that an admin port?"
 
 
 def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from common.tools.admin.running_clusters import RunningCluster, announced, runni
 
 
 class _Answers(BaseHTTPRequestHandler):
+    answer: tuple[int, bytes] = (200, b"{}")
+
     def do_GET(self) -> None:
-        self.send_response(200)
+        status, body = self.answer
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -37,9 +40,11 @@ def admin_port() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def known(node_id: str, incarnation: str, *, usable: bool = True) -> dict[str, Any]:
@@ -138,6 +143,22 @@ def test_a_service_that_accepts_and_says_nothing_is_given_up_within_the_budget_o
         for _ in range(2):
             with pytest.raises(AdminUnreachable, match=r"does not answer: nothing within 0.1 s"):
                 client.get("/status")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ({"code": "not_found", "message": "no request"}, "no request$"),
+        ({"code": "not_found", "message": "no /nodes", "type": "invalid_request_error"}, "404: is that an admin port"),
+        ("of another server", "404: is that an admin port"),
+    ],
+)
+def test_a_refusal_gives_the_services_reason_and_that_of_the_api_asks_for_the_admin_port(
+    monkeypatch: pytest.MonkeyPatch, error: object, says: str
+) -> None:
+    monkeypatch.setattr(_Answers, "answer", (404, json.dumps({"error": error}).encode()))
+    with admin_port() as url, pytest.raises(AdminRefused, match=says):
+        AdminClient(url, "t").get("/nodes")
 
 
 def test_nodes_are_asked_at_once_and_the_errors_of_some_leave_the_answers_of_the_others() -> None:
