@@ -1,15 +1,12 @@
-"""Commands of `kvrelay` as processes of a test that need not import anything: a cluster starts in a tenth of the time.
+"""Processes of a test that need not import anything: a cluster starts in a sixth of the processor time.
 
-`start(command, ...)` asks one server, which has imported what all services need and lives as long as the tests, to fork a
-process. It runs what the command would run after its imports; what `kvrelay up` starts in it is forked in turn. Tests of starts,
-and of what is imported, start commands themselves.
+`start` runs commands of `kvrelay`, `script` pieces of Python. Both ask one server (`support.warm_server`), which has imported
+what all services need and lives as long as the tests, to fork a process. What runs is what the command would run after its
+imports; what `kvrelay up` starts is forked in turn. Tests of starts, and of what is imported, start commands themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
 import json
 import os
 import select
@@ -20,34 +17,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from functools import partial
-from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from support.paths import TESTS
-
-from common.base.process import (
-    die_with_parent,
-    lasting_imports,
-    prepare_compute,
-    run_and_end,
-    set_command_line,
-)
-from common.cli import commands, main
-from common.config.sources import SUPERVISOR_VARIABLE
-from common.tools.up import child, fork_client, fork_server, supervisor
-from common.tools.up.console import Console
-from common.tools.up.fork_client import ForkServer
-from common.tools.up.plan import ChildSpec
 
 if TYPE_CHECKING:
     from support.network_hosts import Host
 
+KVRELAY = ("-m", "common.cli")
+"""Begins the arguments of Python that run a command."""
 _OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "OMP_WAIT_POLICY")
 """Variables whose values are read after the imports, by how their names begin."""
-_LONGEST_COMMAND, _REQUEST_BYTES, _ANSWER_BYTES, _MAX_DESCRIPTORS = 6000, 1 << 17, 1 << 12, 1 << 16
-_KVRELAY = ("-m", "common.cli")
-_CLONE_NEWNET = 0x40000000
+_LONGEST_COMMAND, _ANSWER_BYTES = 6000, 1 << 12
 
 
 class WarmProcess:
@@ -86,6 +67,22 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class WarmScript(WarmProcess):
+    """A forked process that runs a piece of Python; lines of text pass its standard input and output."""
+
+    def __init__(self, server: _Server, pid: int, stdin: int, stdout: int) -> None:
+        super().__init__(server, pid)
+        self.stdin = os.fdopen(stdin, "w")
+        self.stdout = os.fdopen(stdout)
+
+    def end(self) -> None:
+        """Kill it."""
+        self.kill()
+        self.wait()
+        self.stdin.close()
+        self.stdout.close()
+
+
 Process = WarmProcess | subprocess.Popen[bytes]
 
 
@@ -101,8 +98,9 @@ def start(command: list[str], output: IO[bytes], env: Mapping[str, str], host: H
     One whose environment differs from ours where modules look when they are imported is executed, not forked.
     """
     changed = {name for name, _ in env.items() ^ os.environ.items()}
-    if _allowed and tuple(command[1:3]) == _KVRELAY and all(name.startswith(_OWN_VARIABLES) for name in changed):
-        return _running().fork(command, env, output, "" if host is None else host.namespace)
+    if _allowed and tuple(command[1:3]) == KVRELAY and all(name.startswith(_OWN_VARIABLES) for name in changed):
+        pid = _running().fork(command, env, [output.fileno()], "" if host is None else host.namespace)
+        return WarmProcess(_running(), pid)
     if host is not None:
         return host.start(command, output, dict(env))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -111,7 +109,7 @@ def start(command: list[str], output: IO[bytes], env: Mapping[str, str], host: H
 def run(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
     """The exit code of `kvrelay ARGUMENTS`, and what it wrote. Raises: subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile() as output:
-        process = start([sys.executable, *_KVRELAY, *arguments], output, os.environ)
+        process = start([sys.executable, *KVRELAY, *arguments], output, os.environ)
         try:
             code = process.wait(timeout_s)
         finally:
@@ -119,6 +117,15 @@ def run(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
             process.wait()
         output.seek(0)
         return code, output.read().decode()
+
+
+def script(code: str, *arguments: str) -> WarmScript:
+    """Run `python -c CODE ARGUMENTS`."""
+    (their_in, stdin), (stdout, their_out) = os.pipe(), os.pipe()
+    pid = _running().fork([sys.executable, "-c", code, *arguments], os.environ, [their_out, their_in], "")
+    os.close(their_in)
+    os.close(their_out)
+    return WarmScript(_running(), pid, stdin, stdout)
 
 
 def server_pid() -> int | None:
@@ -136,21 +143,24 @@ class _Server:
         path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "support.warm_start", str(theirs.fileno()), " " * _LONGEST_COMMAND],
+                [sys.executable, "-m", "support.warm_server", str(theirs.fileno()), " " * _LONGEST_COMMAND],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             )
 
-    def fork(self, command: list[str], environ: Mapping[str, str], output: IO[bytes], namespace: str) -> WarmProcess:
-        """A process that does what `command` would, in a network namespace or, if that is "", in ours."""
+    def fork(self, command: list[str], environ: Mapping[str, str], descriptors: list[int], namespace: str) -> int:
+        """The pid of a process that does what `command` would, in a network namespace or, if that is "", in ours.
+
+        descriptors: its output, and its input if it has one.
+        """
         request = json.dumps([command, dict(environ), os.getcwd(), namespace]).encode()
         with self._lock:
-            socket.send_fds(self._channel, [request], [output.fileno()])
+            socket.send_fds(self._channel, [request], descriptors)
             while not isinstance(pid := self._next(None), int):
                 pass
-        return WarmProcess(self, pid)
+        return pid
 
     def code_of(self, pid: int, timeout_s: float | None) -> int | None:
         """The return code of a process that it forked, None if it still runs after that time."""
@@ -181,123 +191,3 @@ def _running() -> _Server:
     if _server is None:
         _server = _Server()
     return _server
-
-
-# ------------------------------------------------------------ the server
-
-
-def _serve(channel: socket.socket) -> None:
-    """Fork a process for each request until the test closes its end; tell which ones have ended."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    while True:
-        ready, _, _ = select.select([channel, reading], [], [])
-        if reading in ready:
-            os.read(reading, 4096)
-            _tell_ended(channel)
-        if channel in ready:
-            data, descriptors, _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 1)
-            if not data:
-                return
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for descriptor in (channel.detach(), reading, writing):
-                    os.close(descriptor)
-                run_and_end(partial(_be_command, *json.loads(data), output=descriptors[0]))
-            os.close(descriptors[0])
-            channel.send(str(pid).encode())
-
-
-def _tell_ended(channel: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            channel.send(json.dumps([ended[0], os.waitstatus_to_exitcode(ended[1])]).encode())
-
-
-def _be_command(command: list[str], environ: dict[str, str], folder: str, namespace: str, output: int) -> None:
-    if namespace:
-        _enter(namespace)
-    if SUPERVISOR_VARIABLE in environ:
-        environ[SUPERVISOR_VARIABLE] = str(os.getppid())
-    _take_over(environ, output)
-    os.chdir(folder)
-    set_command_line(command)
-    sys.path[:] = [folder, *[place for place in sys.path if place not in (str(TESTS), str(TESTS.parent))]]
-    sys.argv = ["kvrelay", *command[1 + len(_KVRELAY) :]]
-    _fork_what_up_starts()
-    main()
-
-
-def _enter(namespace: str) -> None:
-    with open(f"/run/netns/{namespace}") as place:
-        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-
-
-def _take_over(environ: Mapping[str, str], output: int) -> None:
-    """Signals, environment and output as those of a process that was executed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environ)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
-
-
-def _fork_what_up_starts() -> None:
-    """In this process, have `kvrelay up` fork its fork server, and that one fork routers as well as nodes."""
-
-    class Child(child.Child):
-        def __init__(self, spec: ChildSpec, console: Console, fork_server: ForkServer | None = None) -> None:
-            super().__init__(spec, console, fork_server)
-            self._fork_server = fork_server if _KVRELAY[1] in spec.argv else None
-
-    supervisor.Child = Child
-    fork_client.subprocess = SimpleNamespace(Popen=_ForkServerProcess, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
-
-
-class _ForkServerProcess:
-    """In the place of `Popen`: the fork server of `kvrelay up` as a fork of this process."""
-
-    def __init__(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> None:
-        parent_pid = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            run_and_end(lambda: self._serve(command, pass_fds[0], env, parent_pid))
-
-    @staticmethod
-    def _serve(command: list[str], channel: int, environ: dict[str, str], parent_pid: int) -> None:
-        die_with_parent(parent_pid)
-        os.setsid()
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, 0)
-        _take_over(environ, nowhere)
-        os.closerange(3, channel)
-        os.closerange(channel + 1, _MAX_DESCRIPTORS)
-        set_command_line(command)
-        fork_server.serve(socket.socket(fileno=channel), [])
-
-    def kill(self) -> None:
-        """As `Popen.kill`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        """As `Popen.wait`."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-
-
-if __name__ == "__main__":
-    die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prepare_compute(None, nice=0)
-    with lasting_imports():
-        for _name in ("prefill", "decode"):
-            importlib.import_module(commands()[_name].module).preload()
-        importlib.import_module("router.service")
-    _serve(socket.socket(fileno=int(sys.argv[1])))

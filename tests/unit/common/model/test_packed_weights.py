@@ -6,16 +6,13 @@ import errno
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from support.paths import ROOT
+from support import warm_start
 
 from common.model import packed_weights
 from common.model.cached_models import cached_models
@@ -111,24 +108,22 @@ print("sum", int(found.tensors["weight"].sum()), flush=True)
 """
 
 
-def packer(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", PACK, str(folder), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+def packer(folder: Path, seconds: float) -> warm_start.WarmScript:
+    return warm_start.script(PACK, str(folder), str(seconds))
 
 
 def test_of_several_processes_that_start_at_once_one_packs(tmp_path: Path) -> None:
     processes = [packer(tmp_path, 0.5) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert sorted(outputs) == [b"packing\nsum 1000\n", b"sum 1000\n", b"sum 1000\n"]
+    outputs = [process.stdout.read() for process in processes]
+    assert sorted(outputs) == ["packing\nsum 1000\n", "sum 1000\n", "sum 1000\n"]
+    for process in processes:
+        process.end()
 
 
 def test_a_packer_that_is_killed_blocks_nobody(weights: PackedWeights, tmp_path: Path) -> None:
     killed = packer(tmp_path, 600.0)
-    assert killed.stdout is not None
-    assert killed.stdout.readline() == b"packing\n"
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    killed.stdout.close()
+    assert killed.stdout.readline() == "packing\n"
+    killed.end()
     assert weights.get("a", ones).tensors["weight"].numel() == MEGABYTE // 4
     weights.get("a", never)
 
@@ -138,13 +133,10 @@ def test_a_slow_packer_is_waited_for_until_a_deadline_then_weights_are_private(
 ) -> None:
     monkeypatch.setattr(packed_weights, "_WAIT_S", 0.05)
     slow = packer(tmp_path, 600.0)
-    assert slow.stdout is not None
-    assert slow.stdout.readline() == b"packing\n"
+    assert slow.stdout.readline() == "packing\n"
     assert weights.get("a", ones).numbers == {"out": 1}
     assert "another process took over" in caplog.text
-    os.kill(slow.pid, signal.SIGKILL)
-    slow.wait()
-    slow.stdout.close()
+    slow.end()
 
 
 @pytest.mark.parametrize("fails", ["posix_fallocate", "replace"])

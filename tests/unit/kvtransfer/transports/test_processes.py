@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import warm_start
 from support.kv_words import kv_words
 from support.paths import TESTS
 from support.transfer_harness import Recorder, wait_until
@@ -72,23 +71,15 @@ sys.stdin.read()
 
 @pytest.fixture
 def spawn() -> Iterator[Any]:
-    children: list[subprocess.Popen[str]] = []
+    children: list[warm_start.WarmScript] = []
 
-    def start(code: str, *args: str) -> subprocess.Popen[str]:
-        children.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(TESTS), *args],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+    def start(code: str, *args: str) -> warm_start.WarmScript:
+        children.append(warm_start.script(code, str(TESTS), *args))
         return children[-1]
 
     yield start
     for child in children:
-        child.kill()
-        child.communicate()
+        child.end()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
