@@ -105,11 +105,12 @@ class Watch:
         by_client = self._cell.moment in (Moment.FIRST_TOKEN, Moment.MID_DECODE, Moment.LAST_TOKEN)
         while not (self._streams_are_there() if by_client else await asyncio.to_thread(self._nodes_are_there)):
             assert time.monotonic() < end, f"no stream was ever {self._cell.moment}"
-            if any(stream.answer.done for stream in self._crowd.streams) and not by_client:
+            done = [stream.answer.done for stream in self._crowd.streams]
+            if all(done) if by_client else any(done):
                 return  # the phase was too short to be observed; the table shows which one was hit instead
             self._crowd.changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._crowd.changed.wait(), None if by_client else 0.005)
+                await asyncio.wait_for(self._crowd.changed.wait(), 0.5 if by_client else 0.005)
 
     def _streams_are_there(self) -> bool:
         role = self._cell.service.partition("-")[0]
