@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from common.base.whole_file import write_whole
-from common.cli import check_writable, run_checked
+from common.cli import run_checked
 from common.tools.admin.check import examine, own_version
 from common.tools.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
 from common.tools.admin.findings import find
-from common.tools.admin.options import Url, file_name
+from common.tools.admin.options import Url, check_output, file_name
 
 _REQUESTS = 200
 
@@ -35,7 +35,7 @@ def support_bundle(
 
     def act() -> None:
         file = output or Path(f"kvrelay-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-        check_writable(file)
+        check_output(file)
         parts = collect(url)
         archived = io.BytesIO()
         with tarfile.open(fileobj=archived, mode="w:gz") as archive:

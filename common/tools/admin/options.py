@@ -10,15 +10,31 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from common.cli import run_checked
+from common.base.errors import ConfigError, KvRelayError
+from common.cli import check_writable, run_checked
 from common.config.sources import ADMIN_URL_VARIABLE
 from common.tools.admin.client import AdminClient, AdminIncomplete, connect
 
 _SLOW_S = 2.0
+
+
+class AdminNotWritten(KvRelayError):
+    """A file of the command cannot be written."""
+
+    exit_code = 74
+
+
+def check_output(file: Path) -> None:
+    """Check, before anything is asked, that a file can be written. Raises: AdminNotWritten."""
+    try:
+        check_writable(file)
+    except ConfigError as error:
+        raise AdminNotWritten(error.message) from None
 
 
 def check_text(text: str | None) -> str | None:

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from common.base.whole_file import write_whole
-from common.cli import check_writable
 from common.tools.admin.client import AdminClient
-from common.tools.admin.options import Json, Url, file_name, said_if_slow, show_answer
+from common.tools.admin.options import Json, Url, check_output, file_name, said_if_slow, show_answer
 
 _EXTRA_S = 60.0
 """For the profiler's start and the trace's way: of a busy node some hundred megabytes before compression."""
@@ -36,7 +35,7 @@ def profile(
         client.get("/config", base=base)  # a service that is stopped shall not be waited for
         stamp = time.strftime("%Y%m%d-%H%M%S")
         file = output or Path(f"profile-{file_name(name)}-{stamp}.json.gz")
-        check_writable(file)
+        check_output(file)
         with said_if_slow(f"recording {name} for {seconds:g} s"):
             write_whole(file, client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))
         return {"file": str(file)}

@@ -19,7 +19,7 @@ _SHOWN = 10
 
 def watch(
     interval_s: Annotated[
-        float, typer.Option("--interval", metavar="S", min=0.2, help="Seconds between two looks.")
+        float, typer.Option("--interval", metavar="S", min=0.2, max=86_400.0, help="Seconds between two looks.")
     ] = 1.0,
     count: Annotated[
         int | None, typer.Option("--count", metavar="N", min=1, help="End after so many looks; by default at Ctrl-C.")

@@ -26,6 +26,8 @@ from common.tools.admin.cli import app
         (["drain", "d", "--wait", "--timeout=-1"], {}, 2),
         (["roll", "--start-timeout", "nan"], {}, 2),
         (["drain", "d", "--wait", "--timeout", "0"], {}, 3),
+        (["watch", "--interval", "inf"], {}, 2),
+        (["support-bundle", "--output", "/nowhere/bundle.tar.gz"], {}, 74),
     ],
 )
 def test_exit_codes(tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int) -> None:
