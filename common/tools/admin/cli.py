@@ -26,7 +26,8 @@ admin token in KVRELAY_ADMIN_TOKEN.
 
 A service that is stopped or gone is reported within two seconds.
 
-Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer, 74 a file could not be written.
+Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer, 74 a file could not be written, 78 unusable
+certificates (KVRELAY_TLS_DIR).
 """
 
 app = command_group("admin", _HELP)

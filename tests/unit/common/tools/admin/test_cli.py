@@ -16,6 +16,7 @@ from common.tools.admin.cli import app
         (["nodes"], {}, 3),
         (["nodes", "--url", "http://127.0.0.1:1"], {"KVRELAY_ADMIN_TOKEN": "t"}, 3),
         (["nodes", "--url", "http://127.0.0.1:1"], {}, 2),
+        (["nodes", "--url", "http://127.0.0.1:1"], {"KVRELAY_ADMIN_TOKEN": "t", "KVRELAY_TLS_DIR": "nowhere"}, 78),
         (["nodes", "--colour"], {}, 2),
         (["node"], {}, 2),
         (["nowhere"], {}, 2),
