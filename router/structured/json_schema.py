@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
+from router.structured.equivalents import Equivalents, referred
 from router.structured.number_bounds import hold_numbers
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _checked(schema: Schema) -> tuple[str, str]:
     if len(text) > MAX_SOURCE_CHARS:
         raise BadRequest(f"the schema has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
     schema = json.loads(text)
-    unions, one_spelling = _Unions(schema), False
+    unions, equivalents, one_spelling = _Unions(schema), Equivalents(schema), False
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -108,6 +109,7 @@ def _checked(schema: Schema) -> tuple[str, str]:
             raise BadRequest(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
         if isinstance(node, dict):
             found = cast("Schema", node)
+            equivalents.use(found)
             _check_keywords(found)
             listed = found.get("properties") or found.get("patternProperties")
             one_spelling |= bool(listed) and found.get("additionalProperties") is not False
@@ -197,16 +199,6 @@ def _constants(schema: Schema) -> dict[str, str]:
 
 def _is_constant(schema: Any) -> bool:
     return isinstance(schema, dict) and isinstance(cast("Schema", schema).get("const"), str)
-
-
-def referred(schema: Any, root: Schema) -> Schema:
-    """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
-    path = cast("Schema", schema).get("$ref") if isinstance(schema, dict) else None
-    if isinstance(path, str):
-        schema = root
-        for part in path.removeprefix("#/").split("/"):
-            schema = cast("Schema", schema).get(part) if isinstance(schema, dict) else None
-    return cast("Schema", schema) if isinstance(schema, dict) else {}
 
 
 def _subschemas(schema: Schema) -> Iterator[Any]:

@@ -12,7 +12,8 @@ from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
 from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
 from router.output.reasoning import ReasoningTags
-from router.structured.json_schema import embedded_schema, referred
+from router.structured.equivalents import referred
+from router.structured.json_schema import embedded_schema
 
 _MAX_CALLS = 32
 _OTHERWISE = "otherwise"

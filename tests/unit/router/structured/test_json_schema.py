@@ -22,6 +22,7 @@ from router.structured.json_schema import (
 
 DEMO = resolve_model("demo")
 ROW = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,32 @@ def test_a_schema_is_embedded_in_a_grammar(tokenizer: LLTokenizer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "refused"),
+    [
+        ({"type": "array", "uniqueItems": False, "items": {"type": "string"}}, '["x", "x"]', "[1]"),
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": ROW}, '{"x": {"a": 1}}', "[]"),
+        ({"type": "object", "dependentRequired": {}, "dependentSchemas": {}, "propertyNames": {}}, "{}", "1"),
+        ({"not": False, "propertyNames": True, "type": "boolean"}, "true", "1"),
+        ({"anyOf": [{"type": "string", "format": "password"}, {"type": "string", "format": "path"}]}, '"/x"', "1"),
+        ({"type": "object", "properties": {"a": {"not": {}, "description": "never"}}}, '{"b": 1}', '{"a": 1}'),
+        ({"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"}, '"abc"', '"ab"'),
+        ({"type": "string", "format": "includes", "allOf": [{"pattern": "q"}]}, '"aqb"', '"ab"'),
+        ({"propertyNames": {"enum": ["a", "b"]}, **NUMBERS}, '{"a": 1, "b": 2}', '{"c": 1}'),
+        (
+            {"propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": {"enum": ["a"]}}, **NUMBERS},
+            '{"a": 1}',
+            '{"a": "x"}',
+        ),
+        ({"propertyNames": {"enum": ["a", "b"]}, "required": ["b"], **NUMBERS}, '{"b": 1}', '{"a": 1}'),
+    ],
+)
+def test_keywords_with_an_equivalent_are_taken(tokenizer: LLTokenizer, schema: Any, text: str, refused: str) -> None:
+    source = json_schema_grammar(schema)
+    assert accepts(tokenizer, source, text)
+    assert not accepts(tokenizer, source, refused)
+
+
+@pytest.mark.parametrize(
     ("schema", "keyword"),
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -78,7 +105,10 @@ def test_a_schema_is_embedded_in_a_grammar(tokenizer: LLTokenizer) -> None:
         ({"type": "array", "contains": {}}, "contains"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"a": {}}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"enum": ["a"], "minLength": 2}}, "propertyNames"),
         ({"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ({"type": "string", "format": "regex", "pattern": "a"}, "regex"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"$ref": "https://example.org/schema"}, "example.org"),
         ({"properties": {"a": {"divisibleBy": 2}}}, "divisibleBy"),
@@ -262,3 +292,14 @@ def test_objects_can_be_closed() -> None:
 
 def test_the_grammar_is_what_llguidance_takes() -> None:
     assert not LLMatcher.validate_grammar(json_schema_grammar(ROW))
+
+
+def test_many_lists_of_enumerated_names_take_no_time() -> None:
+    inner: dict[str, Any] = {"type": "number"}
+    for _ in range(8):
+        inner = {"propertyNames": {"$ref": "#/$defs/names"}, "additionalProperties": inner}
+    names = {"names": {"enum": [f"name {number}" for number in range(5000)]}}
+    schema = {"$defs": names, "anyOf": [inner, *({**inner, "title": f"{number}"} for number in range(300))]}
+    began_s = time.process_time()
+    assert '"propertyNames"' in json_schema_grammar(schema)
+    assert time.process_time() - began_s < 2.0
