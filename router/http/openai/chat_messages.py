@@ -20,6 +20,14 @@ class TextPart(BodyModel):
     text: str
 
 
+class RefusalPart(BodyModel):
+    """A refusal of an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["refusal"]
+    refusal: str
+
+
 class CalledFunction(BodyModel):
     """`arguments`: a JSON object as text."""
 
@@ -49,6 +57,11 @@ class Message(BodyModel):
     tool_call_id: str | None = None
     reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices(*REASONING_NAMES))] = None
     """Newer clients of vLLM call it `reasoning`; templates read one of the three."""
+    refusal: Annotated[str | None, Field(exclude=True)] = None
+    """What an assistant that refused said in place of content."""
+    function_call: None = None
+    """What `tool_calls` were called earlier."""
+    audio: None = None
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
@@ -60,9 +73,12 @@ class Message(BodyModel):
         texts: list[str] = []
         for part in parts:
             kind = (as_object(part) or {}).get("type")
-            if kind != "text":
+            if kind == "refusal":
+                texts.append(RefusalPart.model_validate(part).refusal)
+            elif kind == "text":
+                texts.append(TextPart.model_validate(part).text)
+            else:
                 raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
-            texts.append(TextPart.model_validate(part).text)
         return "\n".join(texts)
 
     @field_validator("tool_calls", mode="before")
@@ -74,6 +90,8 @@ class Message(BodyModel):
     def _check_content(self) -> Message:
         if self.content is None and self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("content is missing")
+        if self.refusal and not self.content:
+            self.content = self.refusal
         return self
 
     def for_template(self) -> dict[str, Any]:

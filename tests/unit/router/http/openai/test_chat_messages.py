@@ -24,6 +24,19 @@ REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
         ({"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"}, {"role": "user", "content": "a", "name": "n"}),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "assistant", "content": None, "refusal": "No.", "function_call": None, "audio": None},
+            {"role": "assistant", "content": "No."},
+        ),
+        ({"role": "assistant", "content": "", "refusal": None}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "assistant", "refusal": "No.", "tool_calls": [CALL]},
+            {"role": "assistant", "content": "No.", "tool_calls": [READ_CALL]},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "a\nNo."},
+        ),
         ({"role": "assistant", "content": "a", "tool_calls": []}, {"role": "assistant", "content": "a"}),
         (
             {"role": "assistant", "content": "a", "tool_calls": [], "reasoning": "r"},
@@ -56,6 +69,8 @@ def test_arguments_that_are_no_object_remain_text(arguments: Any, seen: Any) -> 
     ("sent", "words"),
     [
         ({"role": "user"}, "content is missing"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        ({"role": "assistant", "audio": {"id": "a"}}, "audio"),
         ({"role": "assistant", "tool_calls": [{}] * 129}, "at most 128"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}, "string"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "function"),
