@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field
+from pydantic import ConfigDict, Discriminator, Field, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT
+from router.http.openai.shared_fields import MAX_STOP_CHARS, MAX_STOPS
 
 
 class _Body(BodyModel):
@@ -89,6 +90,12 @@ class ToolChoice(_Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("the type 'tool' needs a name")
+        return self
 
 
 class Thinking(_Body):
@@ -178,7 +185,10 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)]
     """0: only the prompt is computed, so that later requests find it in the caches."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
     stream: bool | None = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.base.errors import BadRequest
 from router.http.anthropic.messages_request import MessagesRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
@@ -28,6 +29,19 @@ def test_a_tool_choice_forces_the_same_functions(choice: Any, forced: list[str])
     chat = _chat(tools=TOOLS, tool_choice=choice)
     assert [tool.function.name for tool in chat.must_call] == forced
     assert [tool.function.name for tool in chat.offered_tools] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "^tool_choice: the type 'tool' needs a name"),
+        ({"stop_sequences": ["a", ""]}, r"^stop_sequences\.1: "),
+        ({"stop_sequences": ["a"] * 65}, "^stop_sequences: "),
+    ],
+)
+def test_errors_name_the_fields_that_the_client_sent(fields: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        _chat(**fields)
 
 
 def test_no_tools_are_offered_with_the_choice_none_and_one_call_where_parallel_ones_are_disabled() -> None:
