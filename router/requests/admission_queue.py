@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from common.base.clock import Clock
 from common.base.errors import Overloaded
-from common.control.messages import Role
-from router.policy import Decision, Fleet
+from common.control.messages import Adapter, Role
+from router.policy import Decision, Fleet, with_adapter
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.fair_queue import FairQueue
 from router.requests.full_queue import begun_of_others, victims
@@ -85,9 +85,10 @@ class AdmissionQueue:
         priority: int = 0,
         tenant: Tenant = NOBODY,
         siblings: Siblings | None = None,
+        adapter: Adapter | None = None,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
-        Without a decision, or once a sibling was admitted, no objective applies.
+        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the one that it needs.
 
         Raises: Overloaded if it would miss an objective.
         """
@@ -97,13 +98,13 @@ class AdmissionQueue:
         if decision is not None and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
         ahead = len(self._queue)
-        reason = crowded(prefill, decode) or ("others wait before it" if ahead else "")
+        reason = self._crowded(adapter) or ("others wait before it" if ahead else "")
         if not reason:
             return None
         answer_tokens = min(max_tokens, int(decode.costs.output_tokens))
         deadline_s = self._clock() + self._max_wait_s
         self._queue.push(
-            QueuedRequest(request_id, prompt_tokens, answer_tokens, deadline_s, priority, tenant, siblings)
+            QueuedRequest(request_id, prompt_tokens, answer_tokens, deadline_s, priority, tenant, siblings, adapter)
         )
         self._waiters[request_id] = _Waiter(admit, refuse)
         self.release_soon()
@@ -147,10 +148,20 @@ class AdmissionQueue:
     def _release(self) -> None:
         """Admit requests in fair order until the nodes have enough."""
         self._release_due = False
-        while len(self._queue) and not crowded(self._prefill, self._decode):
-            request_id = self._queue.pop()
-            if request_id is not None:
-                self._waiters.pop(request_id).admit()
+        while len(self._queue) and not self._crowded():
+            request_id = self._queue.pop(list(filter(self._crowded, self._queue.adapters)))
+            if request_id is None:
+                return
+            self._waiters.pop(request_id).admit()
+
+    def _crowded(self, adapter: Adapter | None = None) -> str:
+        """Why a request must wait: as `crowded`, of all nodes or of those that serve its adapter."""
+        prefill, decode = self._prefill, self._decode
+        reason = crowded(prefill, decode)
+        if reason or adapter is None:
+            return reason
+        reason = crowded(with_adapter(prefill, adapter), with_adapter(decode, adapter))
+        return reason and f"{reason}, of those with LoRA adapter {adapter.name!r}"
 
     def _give_up(self, request_id: str, reason: str, retry_after_s: float) -> None:
         self._queue.remove(request_id)

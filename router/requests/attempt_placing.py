@@ -183,6 +183,7 @@ class Attempts:
                 priority=request.engine.priority,
                 tenant=request.tenant,
                 siblings=self._siblings,
+                adapter=request.engine.adapter,
             )
         except Overloaded as error:
             self._story.add("refused", error.message, decision)

@@ -6,10 +6,11 @@ got the fewest prompt and answer tokens, and of that tenant's users, the one wit
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
+from common.control.messages import Adapter
 from router.requests.fair_shares import FairShares
 from router.requests.queued_request import QueuedRequest, Tenant
 
@@ -21,13 +22,18 @@ class TokensAhead(NamedTuple):
     of_answers: float = 0.0
 
 
+_Names = dict[str, dict[str, dict[str, QueuedRequest]]]
+"""tenant's name -> user -> request id -> request, in order of arrival; without empty entries."""
+
+
 class FairQueue:
     """Queued requests. Invariant: one user's requests of one priority leave in order of arrival."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, dict[str, dict[str, dict[str, QueuedRequest]]]] = {}
-        """priority -> tenant's name -> user -> request id -> request, in order of arrival; without empty entries."""
+        self._by_priority: dict[int, _Names] = {}
         self._by_id: dict[str, QueuedRequest] = {}
+        self._adapters: Counter[Adapter] = Counter()
+        """Requests with each adapter."""
         self._shares = FairShares()
         self._shares_of_users: dict[str, FairShares] = {}
         """By tenant's name, of those with clocks."""
@@ -43,6 +49,11 @@ class FairQueue:
         """All of them, in order of arrival."""
         return self._by_id.values()
 
+    @property
+    def adapters(self) -> Collection[Adapter]:
+        """The adapters that they need."""
+        return self._adapters.keys()
+
     def push(self, queued: QueuedRequest) -> None:
         """Queue a request. Its id must be new."""
         assert queued.request_id not in self._by_id, queued.request_id
@@ -50,6 +61,8 @@ class FairQueue:
         name, user = queued.tenant
         users = self._by_priority.setdefault(queued.priority, {}).setdefault(name, {})
         users.setdefault(user, {})[queued.request_id] = queued
+        if queued.adapter is not None:
+            self._adapters[queued.adapter] += 1
 
     def remove(self, request_id: str) -> None:
         """Take a request out; an id that is not here is ignored."""
@@ -66,19 +79,26 @@ class FairQueue:
             del names[name]
         if not names:
             del self._by_priority[queued.priority]
+        if queued.adapter is not None:
+            self._adapters -= Counter([queued.adapter])
 
-    def pop(self) -> str | None:
-        """Take out the request whose turn it is."""
-        if not self._by_priority:
+    def pop(self, crowded: Collection[Adapter] = ()) -> str | None:
+        """Take out the request whose turn it is. `crowded`: adapters whose nodes have no room; requests with these have no part
+        in the turn.
+        """
+        for _, names in sorted(self._by_priority.items()):
+            ready = _without(names, crowded) if crowded else names
+            if ready:
+                break
+        else:
             return None
-        names = self._by_priority[min(self._by_priority)]
-        name = self._shares.next(names)
-        users, shares_of_users = names[name], self._shares_of_users.setdefault(name, FairShares())
+        name = self._shares.next(ready)
+        users, shares_of_users = ready[name], self._shares_of_users.setdefault(name, FairShares())
         user = shares_of_users.next(users)
         queued = next(iter(users[user].values()))
-        less_urgent = [each for each in self._by_priority.values() if each is not names]
-        self._shares.serve(name, queued.tokens, names, less_urgent)
-        shares_of_users.serve(user, queued.tokens, users, [each[name] for each in less_urgent if name in each])
+        others = [each for each in self._by_priority.values() if each is not ready]
+        self._shares.serve(name, queued.tokens, ready, others)
+        shares_of_users.serve(user, queued.tokens, users, [each[name] for each in others if name in each])
         self.remove(queued.request_id)
         self._shares_of_users = {
             name: users for name, users in self._shares_of_users.items() if self._shares.has_clock(name)
@@ -98,7 +118,7 @@ class FairQueue:
             return TokensAhead()
         urgent = prompts = answers = 0
         of_names, of_users = defaultdict[str, float](int), defaultdict[str, float](int)
-        for _, of_prompt, of_answer, _, its_priority, (name, user), _ in self._by_id.values():
+        for _, of_prompt, of_answer, _, its_priority, (name, user), *_ in self._by_id.values():
             if its_priority > priority:
                 continue
             prompts += of_prompt
@@ -112,3 +132,14 @@ class FairQueue:
         of_names[tenant.name] = self._shares_of_users.get(tenant.name, FairShares()).tokens_ahead(tenant.user, of_users)
         part = (urgent + self._shares.tokens_ahead(tenant.name, of_names)) / max(1, prompts + answers)
         return TokensAhead(prompts * part, answers * part)
+
+
+def _without(names: _Names, adapters: Collection[Adapter]) -> _Names:
+    """The requests that need none of these adapters."""
+    left: _Names = {}
+    for name, users in names.items():
+        for user, requests in users.items():
+            ready = {key: queued for key, queued in requests.items() if queued.adapter not in adapters}
+            if ready:
+                left.setdefault(name, {})[user] = ready
+    return left

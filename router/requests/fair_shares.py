@@ -40,14 +40,15 @@ class FairShares:
                 ahead += min(tokens, max(0.0, begins - self._clocks.get(each, self._now)))
         return ahead
 
-    def serve(self, name: str, tokens: int, waiting: Collection[str], less_urgent: Sequence[Collection[str]]) -> None:
-        """One of those who wait, as for `next`, gets its turn. `less_urgent`: those who wait with less urgent requests. If they have
-        no others, their clocks keep their distance to virtual time: they had no part in this turn.
+    def serve(self, name: str, tokens: int, waiting: Collection[str], others: Sequence[Collection[str]]) -> None:
+        """One of those who wait, as for `next`, gets its turn. `others`: those who wait with less urgent requests, or with ones for
+        which there is no room. If they have no more, their clocks keep their distance to virtual time: they had no part in this
+        turn.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens
         self._now = max(begun, before + tokens / (1 + len(waiting)))
-        apart = set(chain.from_iterable(less_urgent)).difference(waiting)
+        apart = set(chain.from_iterable(others)).difference(waiting)
         for each in apart & self._clocks.keys():
             self._clocks[each] += self._now - before
         self._clocks = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.control.messages import Adapter
+
 
 class Tenant(NamedTuple):
     """The tenant, and its user, whose fair share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
@@ -41,6 +43,8 @@ class QueuedRequest(NamedTuple):
     priority: int = 0
     tenant: Tenant = NOBODY
     siblings: Siblings | None = None
+    adapter: Adapter | None = None
+    """Only nodes that serve it can run the request."""
 
     @property
     def tokens(self) -> int:

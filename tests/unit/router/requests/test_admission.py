@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from common.base.clock import MockClock
 from common.base.errors import Overloaded
-from common.control.messages import Role
+from common.control.messages import Adapter, Role
 from router.policy import Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
@@ -138,6 +139,43 @@ def test_an_objective_refuses_nobody_for_the_queue_of_another_tenant() -> None:
     entry = enter(0, "calm")
     assert entry is not None
     assert entry.ahead_s < 1.0
+
+
+def test_requests_wait_for_the_nodes_of_their_adapter_and_hold_back_no_others() -> None:
+    prefill, decode = fleets({}, {"running": 80.0})
+    adapter, soon = Adapter("x", "1" * 64), list[Callable[[], None]]()
+    decode.add("d1", "d1")
+    decode.set_adapters("d0", [adapter])
+    by_role: dict[Role, Fleet] = {"prefill": prefill, "decode": decode}
+    queue = AdmissionQueue(by_role, Objectives(), max_wait_s=9.0, clock=MockClock(), call_soon=soon.append)
+    admitted: list[str] = []
+
+    def enter(name: str, adapter: Adapter | None) -> QueueEntry | None:
+        return queue.enter(
+            name,
+            None,
+            prompt_tokens=10,
+            max_tokens=1,
+            admit=lambda: admitted.append(name),
+            refuse=lambda _: None,
+            adapter=adapter,
+        )
+
+    def release() -> list[str]:
+        queue.release_soon()
+        while soon:
+            soon.pop()()
+        return admitted
+
+    assert enter("first", None) is None
+    entry = enter("adapted", adapter)
+    assert entry is not None
+    assert entry.reason == "every decode node has more requests than it can run, of those with LoRA adapter 'x'"
+    assert enter("second", None) is not None
+    assert release() == ["second"]
+    decode.update("d0", running=0.0)
+    assert release() == ["second", "adapted"]
+    assert enter("more", adapter) is None
 
 
 def test_those_that_wait_for_a_sibling_count_until_they_enter_or_are_over() -> None:

@@ -132,7 +132,14 @@ def placed(prefill: str | None, decode: str) -> Placement:
 def test_a_new_request_goes_at_once_and_is_counted_where_it_goes() -> None:
     world = World()
     assert world.place() == f.Placed(peer("p"), peer("d"), 30.0)
-    about = {"prompt_tokens": 3, "max_tokens": 8, "priority": 5, "tenant": Tenant("t"), "siblings": world.siblings}
+    about = {
+        "prompt_tokens": 3,
+        "max_tokens": 8,
+        "priority": 5,
+        "tenant": Tenant("t"),
+        "siblings": world.siblings,
+        "adapter": None,
+    }
     assert world.calls == [
         ("enter", "r", about),
         ("chosen", "p"),

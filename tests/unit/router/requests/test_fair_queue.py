@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.queued_requests import held
 
+from common.control.messages import Adapter
 from router.requests.fair_queue import FairQueue
 from router.requests.queued_request import Siblings, Tenant
 
@@ -129,6 +130,27 @@ def test_what_leaves_before_a_new_request_is_known(
     ahead = sum(queue.tokens_ahead(priority, Tenant(tenant, user)))
     queue.push(held("new", tenant, priority, user=user))
     assert ahead == pytest.approx(10 * drain(queue).index("new"), abs=10 * 4 * 3)  # a request of each user at each turn
+
+
+def test_requests_whose_adapter_has_no_room_let_others_go_first_and_share_what_comes_later() -> None:
+    queue, adapter, other = FairQueue(), Adapter("x", "1" * 64), Adapter("y", "2" * 64)
+    for number in range(30):
+        queue.push(held(f"a-{number}", "a", priority=-1 if number % 2 else 0)._replace(adapter=adapter))
+        queue.push(held(f"b-{number}", "b", user=str(number % 3)))
+    queue.push(held("a-own", "a"))
+    queue.push(held("y", "c")._replace(adapter=other))
+    assert set(queue.adapters) == {adapter, other}
+    first = [queue.pop([adapter]) or "" for _ in range(12)]
+    assert Counter(name.partition("-")[0] for name in first) == {"b": 10, "a": 1, "y": 1}
+    assert "a-own" in first
+    urgent = [queue.pop() for _ in range(15)]
+    assert urgent == [f"a-{number}" for number in range(1, 30, 2)]
+    assert Counter((queue.pop() or "").partition("-")[0] for _ in range(10)) == {"a": 5, "b": 5}
+    while (left := queue.pop([adapter])) is not None:
+        assert left.startswith("b")
+    assert len(queue) == 10
+    assert len(drain(queue)) == 10
+    assert not queue.adapters
 
 
 def test_users_of_one_tenant_share_what_it_gets() -> None:
