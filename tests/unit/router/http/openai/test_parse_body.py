@@ -17,6 +17,7 @@ from router.http.openai.parse_body import validated
 from router.http.pooling.requests import EmbeddingRequest, RerankRequest
 from router.http.responses_api.responses_request import ResponsesRequest
 
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 MANY = [1.5] * 5000
 """Neither texts, objects nor token ids."""
 
@@ -83,3 +84,21 @@ def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_mean
 ) -> None:
     with pytest.raises(BadRequest, match=said):
         validated(body, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (CompletionRequest, {"prompt": "a", "n": 2, "best_of": 1}, "best_of"),
+        (CompletionRequest, {"prompt": "a", "stream_options": {}}, "stream_options"),
+        (CompletionRequest, {"prompt": [1], "suffix": "a"}, "suffix"),
+        (ChatRequest, {**ASKED, "tool_choice": "required"}, "tool_choice"),
+        (ChatRequest, {**ASKED, "top_logprobs": 1}, "top_logprobs"),
+        (ChatRequest, {**ASKED, "detokenize": False, "stop": "a"}, "stop"),
+        (EmbeddingRequest, {}, None),
+    ],
+)
+def test_errors_about_several_fields_name_one(kind: type[BaseModel], fields: Any, param: str | None) -> None:
+    with pytest.raises(BadRequest) as caught:
+        validated(fields, kind)
+    assert caught.value.param == param

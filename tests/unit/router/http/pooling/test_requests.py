@@ -44,7 +44,7 @@ def test_every_shape_of_input_becomes_a_list(given: Any, expected: Any) -> None:
         (RerankRequest, {"query": "a", "documents": [{"title": "b"}]}, "documents", "required"),
         (RerankRequest, {"query": "a", "documents": ["b"] * 2049}, "documents", "at most 2048 documents"),
         (RerankRequest, {"documents": ["b"]}, "query", "required"),
-        (ScoreRequest, {"text_1": ["a", "b"], "text_2": ["c"]}, None, "text_1 has 2 texts and text_2 1"),
+        (ScoreRequest, {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "text_1 has 2 texts and text_2 1"),
         (ScoreRequest, {"text_1": "a", "text_2": []}, "text_2", "at least 1 item"),
     ],
 )
