@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from support import warm_start
 from support.system import START_TIMEOUT_S, System, running_system, wait_until
 
 from common.model.config import load_model_config
@@ -61,7 +61,7 @@ def test_a_decode_node_with_another_kv_type_gets_no_relay_and_the_log_names_both
     command += ["--kv-blocks", "100", "--redis-url", served.process("redis")["address"], "--node-id", "other"]
     log = tmp_path / "other.log"
     with log.open("wb") as out:
-        other = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
+        other = warm_start.start(command, out, os.environ)
     try:
         said = "to other: dtype differs: prefill node has 'float8_e4m3', decode node has 'bfloat16'"
         wait_until(lambda: said in served.log_file.read_text(), START_TIMEOUT_S, f"{said}; its log:\n{log.read_text()}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from support import warm_start
 from support.system import START_TIMEOUT_S, System, running_system, wait_until
 
 
@@ -44,7 +44,7 @@ def test_a_decode_node_that_does_not_quantize_gets_no_relay_and_the_log_says_so(
     command += ["--redis-url", served.process("redis")["address"], "--node-id", "other"]
     log = tmp_path / "other.log"
     with log.open("wb") as out:
-        other = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
+        other = warm_start.start(command, out, os.environ)
     try:
 
         def is_told() -> bool:
