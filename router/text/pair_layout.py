@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
-_SAMPLE = "a 1 . é 中"
+SAMPLE = "a 1 . é 中"
 """Every tokenizer has a token for some of it."""
 
 
@@ -28,7 +28,7 @@ class PairLayout:
         """Raises: ValueError if a text is left out of pairs; what the library raises where it cannot join texts."""
 
         def joined(first: int, second: int) -> Encoding:
-            pair = tokenizer.encode_batch_fast([_SAMPLE, _SAMPLE], add_special_tokens=False)
+            pair = tokenizer.encode_batch_fast([SAMPLE, SAMPLE], add_special_tokens=False)
             for encoding, count in zip(pair, (first, second), strict=True):
                 encoding.truncate(count)
             return tokenizer.post_process(pair[0], pair[1])

@@ -20,7 +20,7 @@ from common.engine.grammar.compile import checking_tokenizer, is_special, withou
 from common.model.added_tokens import complete, named_tokens, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
-from router.text.pair_layout import PairIds, PairLayout
+from router.text.pair_layout import SAMPLE, PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
@@ -119,14 +119,23 @@ class Tokenizer:
         """As `encode`, for each of several texts."""
         return [each.ids for each in self._raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    def cut(self, text: str, limit: int, *, keep_last: bool = False) -> list[int]:
-        """Token ids of a text that keep the first (or last) tokens of it, at most `limit` together with the special tokens
-        that the model expects.
+    def cut(self, ids: list[int], limit: int, *, keep_last: bool = False) -> list[int]:
+        """The token ids of a text, as `encode` returns them with special tokens, cut to at most `limit`: the special tokens and
+        the first (or last) ones of the text stay.
         """
-        (body,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
-        room = max(0, limit - self._raw.num_special_tokens_to_add(is_pair=False))
-        body.truncate(room, direction="left" if keep_last else "right")
-        return self._raw.post_process(body).ids[:limit]
+        before, after = self._special_around
+        end = len(ids) - after
+        room = max(0, limit - before - after)
+        kept = ids[max(before, end - room) : end] if keep_last else ids[before : min(end, before + room)]
+        return [*ids[:before], *kept, *ids[end:]][:limit]
+
+    @cached_property
+    def _special_around(self) -> tuple[int, int]:
+        """How many special tokens the model expects before and after a text."""
+        (sample,) = self._raw.encode_batch_fast([SAMPLE], add_special_tokens=False)
+        sample.truncate(1)
+        mask = self._raw.post_process(sample).special_tokens_mask
+        return mask.index(0), len(mask) - mask.index(0) - 1
 
     def encode_pairs(
         self, first: str, seconds: Sequence[str], *, limit: int | None = None, second_limit: int | None = None

@@ -93,10 +93,7 @@ def _inputs(
     found = model.tokenizer.encode_batch(texts, add_special_tokens=special)
     if limit is not None and special:
         left = body.truncation_side == "left"
-        found = [
-            ids if len(ids) <= limit else model.tokenizer.cut(text, limit, keep_last=left)
-            for ids, text in zip(found, texts, strict=True)
-        ]
+        found = [ids if len(ids) <= limit else model.tokenizer.cut(ids, limit, keep_last=left) for ids in found]
     return _checked(found, body, model, param, first, cut=limit)
 
 

@@ -1,4 +1,4 @@
-"""Pairs of texts as the tokenizers library joins them."""
+"""Pairs of texts as the tokenizers library joins them, and texts as it cuts them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,18 @@ def test_the_longer_text_is_cut_as_by_the_library(name: str, tmp_path: Path) -> 
         raw.enable_truncation(limit, strategy="longest_first")
         (pair,) = tokenizer.encode_pairs("a " * first, ["b " * second], limit=limit)
         assert pair.token_ids == raw.encode("a " * first, "b " * second).ids
+
+
+@pytest.mark.parametrize("name", _PROCESSORS)
+def test_a_text_is_cut_as_by_the_library_without_encoding_it_again(name: str, tmp_path: Path) -> None:
+    tokenizer, raw = _tokenizer(tmp_path, name)
+    special = raw.num_special_tokens_to_add(is_pair=False)
+    for words, room, side in itertools.product(range(8), range(1, 8), ("right", "left")):
+        text = "a b b " * words
+        (ids,) = tokenizer.encode_batch([text])
+        raw.enable_truncation(room + special, direction=side)
+        assert tokenizer.cut(ids, room + special, keep_last=side == "left") == raw.encode(text).ids
+        assert tokenizer.cut(ids, 1) == raw.encode("").ids[:1] or not special
 
 
 def test_a_long_text_is_encoded_once(tmp_path: Path) -> None:
