@@ -361,7 +361,7 @@ def _check_keywords(schema: dict[str, Any]) -> None:
     if not isinstance(listed, dict) or not isinstance(required, list):
         raise BadRequest("a function's parameters: properties must be an object, and required a list", param="tools")
     for name in cast("list[Any]", required):
-        if name not in cast("dict[Any, Any]", listed):
+        if not isinstance(name, str) or name not in listed:
             raise BadRequest(f"this model's format needs the required {str(name)[:100]!r} in properties", param="tools")
     for key in _OF_ALL_ARGUMENTS:
         if key in schema:

@@ -320,6 +320,7 @@ def test_gpt_oss_answers_in_a_given_form_on_its_final_channel(answer: str) -> No
         ("llama4_pythonic", {"patternProperties": {"^a": {"type": "integer"}}}, "patternProperties"),
         ("pythonic", {"properties": {"a": {}}, "required": ["b"]}, "'b'"),
         ("pythonic", {"properties": {"a": {}}, "required": True}, "required a list"),
+        ("pythonic", {"properties": {"a": {}}, "required": ["a", {}]}, "required '{}'"),
         ("pythonic", {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, r"\$ref"),
     ],
 )
