@@ -137,8 +137,9 @@ def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
         return _describe(ConfigFile(file), path, None)
     described = _describe(ConfigFile(file, _with_head(read_json_object(file))), path, None)
     names = described.weight_names
-    prefix = names.optional_prefix or names.embedding.partition(".")[0] + "."
-    return replace(described, weight_names=replace(names, optional_prefix=prefix))
+    first_part = names.embedding.partition(".")[0] + "."
+    others = (*names.other_beginnings, (first_part, ""))
+    return replace(described, weight_names=replace(names, other_beginnings=others))
 
 
 def _with_head(raw: dict[str, Any]) -> dict[str, Any]:

@@ -125,8 +125,8 @@ class WeightNames:
     down: str = "mlp.down_proj"
     is_transposed: bool = False
     """Whether weights of linear layers are stored [in, out]."""
-    optional_prefix: str = ""
-    """What all names in some checkpoints lack at their beginning."""
+    other_beginnings: tuple[tuple[str, str], ...] = ()
+    """(beginning of names, what some checkpoints have in its place)."""
 
 
 USUAL_NAMES = WeightNames()

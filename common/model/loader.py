@@ -124,7 +124,7 @@ def _open_weights(path: Path, config: ModelConfig, load_format: str, seed: int, 
         from common.model.gguf.weights import GgufWeights
 
         return GgufWeights(open_gguf(path), config.attention, device)
-    return CheckpointWeights(path, config.quantization, device, config.weight_names.optional_prefix)
+    return CheckpointWeights(path, config.quantization, device, config.weight_names.other_beginnings)
 
 
 @contextmanager

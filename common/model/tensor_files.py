@@ -34,6 +34,10 @@ _DTYPE_NAMES = {
 """Names of dtypes in safetensors files."""
 
 
+Beginnings = tuple[tuple[str, str], ...]
+"""(beginning of names, another one)."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The half-open range [lo, hi) of a tensor along `dim`."""
@@ -116,10 +120,10 @@ class _TorchFile:
 class TensorFiles:
     """The weight files of one directory; a tensor's bytes are read when asked for."""
 
-    def __init__(self, path: Path, optional_prefix: str = "") -> None:
-        """`optional_prefix`: of names that are asked for, without which the files may hold them."""
+    def __init__(self, path: Path, other_beginnings: Beginnings = ()) -> None:
+        """`other_beginnings`: of names that are asked for, and what the files may have in their place."""
         self._path = path
-        self._prefix = optional_prefix
+        self._others = other_beginnings
         self._files: dict[Path, _File] = {
             file: _TorchFile(file) if is_torch_file(file) else _SafetensorsFile(file) for file in weight_files(path)
         }
@@ -163,11 +167,11 @@ class TensorFiles:
 
         Raises: as `read`.
         """
-        return TensorFiles(self._path, self._prefix).read(name, shape, part)
+        return TensorFiles(self._path, self._others).read(name, shape, part)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same, in the narrower of their dtypes; read as by `view`. Raises: as `read`."""
-        files = TensorFiles(self._path, self._prefix)
+        files = TensorFiles(self._path, self._others)
         one, two = files.read(name), files.read(other)
         dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
         return torch.equal(one.to(dtype), two.to(dtype))
@@ -190,4 +194,7 @@ class TensorFiles:
 
     def _stored(self, name: str) -> str:
         """The name in the files."""
-        return name if name in self._file_of else name.removeprefix(self._prefix)
+        if name in self._file_of:
+            return name
+        others = (other + name.removeprefix(own) for own, other in self._others if name.startswith(own))
+        return next((each for each in others if each in self._file_of), name)

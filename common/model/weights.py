@@ -16,7 +16,7 @@ from common.model.formats.base import Linear, LinearFormat, LinearTarget, Stored
 from common.model.formats.floating import FloatFormat
 from common.model.formats.quantization import Quantization
 from common.model.formats.registry import open_format
-from common.model.tensor_files import Part, TensorFiles
+from common.model.tensor_files import Beginnings, Part, TensorFiles
 
 _DUMMY_STD = 0.02
 
@@ -57,10 +57,10 @@ class CheckpointWeights:
         path: Path,
         quantization: Quantization | None = None,
         device: torch.device = CPU,
-        optional_prefix: str = "",
+        other_beginnings: Beginnings = (),
     ) -> None:
-        """`optional_prefix`: as of `TensorFiles`."""
-        self._tensors = TensorFiles(path, optional_prefix)
+        """`other_beginnings`: as of `TensorFiles`."""
+        self._tensors = TensorFiles(path, other_beginnings)
         self._formats: list[LinearFormat] = (
             [] if quantization is None else [open_format(self._tensors, device, quantization)]
         )

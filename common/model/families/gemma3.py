@@ -61,5 +61,10 @@ GEMMA3_TEXT_PART = replace(
         layer=_PREFIX + GEMMA_NAMES.layer,
         final_norm=_PREFIX + GEMMA_NAMES.final_norm,
         lm_head=_PREFIX + GEMMA_NAMES.lm_head,
+        other_beginnings=(
+            ("language_model.model.", "model.language_model."),
+            ("language_model.model.", "language_model."),
+            ("language_model.", ""),
+        ),
     ),
 )

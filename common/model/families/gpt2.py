@@ -30,7 +30,7 @@ _NAMES = WeightNames(
     up="mlp.c_fc",
     down="mlp.c_proj",
     is_transposed=True,
-    optional_prefix="transformer.",
+    other_beginnings=(("transformer.", ""),),
 )
 _KEYS = {
     "hidden_size": "n_embd",

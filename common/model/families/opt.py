@@ -25,7 +25,7 @@ _NAMES = WeightNames(
     mlp_norm="final_layer_norm",
     up="fc1",
     down="fc2",
-    optional_prefix="model.",
+    other_beginnings=(("model.", ""),),
 )
 
 

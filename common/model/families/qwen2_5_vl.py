@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.model.config_file import ConfigFile
-from common.model.description import LayerDescription
+from common.model.description import USUAL_NAMES, LayerDescription
 from common.model.families.base import Family, read_attention, read_mlp, read_norm, repeated
 from common.model.families.windows import with_windows_in_later_layers
 from common.model.rope import read_rope
@@ -19,5 +21,6 @@ QWEN2_5_VL_TEXT_PART = Family(
     ("Qwen2_5_VLForConditionalGeneration",),
     _describe,
     default_max_position=32768,
+    weight_names=replace(USUAL_NAMES, other_beginnings=(("model.", "model.language_model."),)),
     nested_config="text_config",
 )

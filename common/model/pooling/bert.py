@@ -50,7 +50,7 @@ class Encoder:
 
     def __init__(self, path: Path, config: EncoderConfig) -> None:
         self.config = config
-        weights = CheckpointWeights(path, optional_prefix=config.weight_prefix)
+        weights = CheckpointWeights(path, other_beginnings=((config.weight_prefix, ""),))
         kernels = choose_kernels(CPU, torch.float32)
         hidden, wide, prefix = config.hidden_size, config.intermediate_size, config.weight_prefix
 
