@@ -72,7 +72,9 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     name = str(config.raw["architectures"][0])
     task = ARCHITECTURES[name]
     family = name.removesuffix("Model").removesuffix("ForSequenceClassification")
-    if config.raw.get("position_embedding_type", "absolute") != "absolute":
+    if config.flag("is_decoder", False):
+        raise config.error("is_decoder, with which tokens see only those before them, is not supported")
+    if config.raw.get("position_embedding_type") not in (None, "absolute"):
         raise config.error(f"position_embedding_type {config.raw['position_embedding_type']!r} is not supported")
     labels = config.raw.get("id2label")
     num_labels = len(cast("dict[str, Any]", labels)) if isinstance(labels, dict) else config.integer("num_labels", 2)

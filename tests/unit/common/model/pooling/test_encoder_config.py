@@ -82,6 +82,7 @@ def dense(folder: Path) -> None:
         ),
         (lambda folder: change(folder / "config.json", hidden_act="swish"), "hidden_act 'swish' is not supported"),
         (lambda folder: change(folder / "config.json", position_embedding_type="relative_key"), "is not supported"),
+        (lambda folder: change(folder / "config.json", is_decoder=True), "is_decoder, .* is not supported"),
         (two_labels, "has one label, this model 2"),
         (dense, "the module Dense is not supported"),
         (
