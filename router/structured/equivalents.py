@@ -10,33 +10,15 @@ from common.engine.grammar.compile import MAX_SOURCE_CHARS
 
 _ANY_TEXT = frozenset({"binary", "password", "path", "file-path", "directory-path"})
 """Formats of OpenAPI and pydantic that say what a string is for, not which strings there are."""
+# fmt: off
 _FORMATS = frozenset(
     {
-        *(
-            "date-time",
-            "date",
-            "time",
-            "duration",
-            "email",
-            "idn-email",
-            "hostname",
-            "idn-hostname",
-            "ipv4",
-            "ipv6",
-            "uri",
-        ),
-        *(
-            "uri-reference",
-            "iri",
-            "iri-reference",
-            "uuid",
-            "uri-template",
-            "json-pointer",
-            "relative-json-pointer",
-            "regex",
-        ),
+        "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
+        "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
+        "relative-json-pointer", "regex",
     }
 )
+# fmt: on
 """Those of JSON Schema."""
 _NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
