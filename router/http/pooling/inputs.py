@@ -68,6 +68,8 @@ def _inputs(
     """param: the field that the client's own body has for `input`, for errors."""
     limit = _limit(body, model)
     if body.messages is not None:
+        if not model.tokenizer.template_source:
+            raise BadRequest("this model has no chat template: send texts as `input`", param="messages")
         text = model.tokenizer.render_chat(
             [message.for_template() for message in body.messages],
             add_generation_prompt=bool(body.add_generation_prompt),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,17 @@ def test_a_conversation_is_one_input(folder: Path) -> None:
         assert pool_input.token_ids.tolist() == encoded(folder, "<s><|user|>fox</s>")[1:-1]
 
     play(folder, scene)
+
+
+def test_a_conversation_for_a_model_without_a_chat_template_is_told_what_to_send(folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / folder.name)
+    (bare / "tokenizer_config.json").write_text("{}")
+
+    async def scene(client: Client) -> None:
+        error = await client.refused("/v1/embeddings", messages=[{"role": "user", "content": "fox"}])
+        assert error["message"] == "this model has no chat template: send texts as `input`"
+
+    play(bare, scene)
 
 
 def test_what_is_too_long_is_refused_with_its_length_or_cut_where_asked(folder: Path) -> None:
