@@ -222,11 +222,12 @@ def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]
         raise AdminUsage(f"{url!r} is not a URL such as http://10.0.0.5:8001")
     clusters = running_clusters(runtime_folder(environ))
     if url is None:
-        return _only_cluster(clusters)
+        admin_urls, own_token = _only_cluster(clusters)
+        return admin_urls, token or own_token
     url = url.rstrip("/")
     for cluster in clusters:
         if (own := _admin_url(cluster, url)) is not None:
-            return [own], cluster.token
+            return [own], token or cluster.token
     if token is None:
         raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
     return [url], token

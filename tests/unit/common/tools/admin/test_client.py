@@ -190,14 +190,17 @@ def test_several_clusters_need_a_url_and_dead_ones_do_not_count(tmp_path: Path) 
         assert f"http://127.0.0.1:8000 (pid {os.getpid()})" in str(caught.value)
 
 
-def test_a_cluster_of_this_user_is_asked_with_its_own_token_at_its_admin_port(tmp_path: Path) -> None:
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "KVRELAY_ADMIN_TOKEN": "of another cluster"}
+@pytest.mark.parametrize(("variables", "token"), [({}, "hush"), ({"KVRELAY_ADMIN_TOKEN": "given"}, "given")])
+def test_a_cluster_of_this_user_is_asked_at_its_admin_port_whichever_address_is_given(
+    variables: dict[str, str], token: str, tmp_path: Path
+) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), **variables}
     with announced(CLUSTER, runtime_folder(environ)):
         for url in (None, URL, ADMIN_URL, "http://localhost:8000", "http://localhost:8001/"):
             client = connect(url, environ)
-            assert (client.url, client.token) == (ADMIN_URL, "hush")
-        elsewhere = connect("http://10.0.0.5:8000", environ)
-        assert (elsewhere.url, elsewhere.token) == ("http://10.0.0.5:8000", "of another cluster")
+            assert (client.url, client.token) == (ADMIN_URL, token)
+        if variables:
+            assert connect("http://10.0.0.5:8000", environ).url == "http://10.0.0.5:8000"
 
 
 def test_folder_that_others_can_read_is_neither_written_nor_read(tmp_path: Path) -> None:
