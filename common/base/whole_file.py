@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file. After an error, as on a full disk, what was there before stays, and nothing if there was none; but for
-    pipes and devices, and in folders where this user may only change the file.
+    """Write a file. After an error, as on a full disk, or an interruption the file is as it was before, and there is none if
+    there was none. This does not hold for pipes and devices, and in folders where this user may only change the file.
 
     Raises: OSError.
     """
@@ -20,8 +21,9 @@ def write_whole(path: Path, content: bytes) -> None:
     new = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         new.write_bytes(content)
+        if target.exists():
+            shutil.copymode(target, new)
         new.replace(target)
-    except OSError:
+    finally:  # also where Ctrl-C interrupts it
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        raise

@@ -6,6 +6,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from common.base.whole_file import write_whole
 
 
@@ -17,6 +19,24 @@ def test_a_file_is_replaced_also_through_a_link(tmp_path: Path) -> None:
         assert file.read_bytes() == content
     assert link.is_symlink()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch(0o600)
+    write_whole(file, b"a")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, content: bytes) -> None:
+        path.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", b"a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pipe_stays_one(tmp_path: Path) -> None:
