@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from support.paths import TESTS
 from support.warm_start import KVRELAY
@@ -100,10 +101,13 @@ def _enter(namespace: str) -> None:
 def _take_over(environ: Mapping[str, str], descriptors: list[int], places: tuple[int, ...]) -> None:
     """Signals, environment and standard streams as those of a process that was executed; the last of `descriptors` is that of
     all `places` that have none of their own."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
+    cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=bool(environ.get("PYTHONUNBUFFERED")))
     for index, place in enumerate(places):
         os.dup2(descriptors[min(index, len(descriptors) - 1)], place)
     for descriptor in descriptors:

@@ -3,11 +3,14 @@
 `start` runs commands of `kvrelay`, `script` pieces of Python. Both ask one server (`support.warm_server`), which has imported
 what all services need and lives as long as the tests, to fork a process. What runs is what the command would run after its
 imports; what `kvrelay up` starts is forked in turn. Tests of starts, and of what is imported, start commands themselves.
+
+All processes of one server have the same seed of `hash`, and what modules read when they are imported is that of the server.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING
 
@@ -26,9 +30,14 @@ if TYPE_CHECKING:
 
 KVRELAY = ("-m", "common.cli")
 """Begins the arguments of Python that run a command."""
-_OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "OMP_WAIT_POLICY")
-"""Variables whose values are read after the imports, by how their names begin."""
+_OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "PYTEST_", "PYTHONUNBUFFERED")
+"""Variables whose values are read after the imports, or by tests only, by how their names begin."""
+_COMPUTE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""As services set them themselves, before their imports."""
 _LONGEST_COMMAND, _ANSWER_BYTES = 6000, 1 << 12
+_ANSWER_S = 120.0
+"""Time for the server's imports and a fork."""
+_LOOK_S = 0.02
 
 
 class WarmProcess:
@@ -87,20 +96,18 @@ Process = WarmProcess | subprocess.Popen[bytes]
 
 
 def allow() -> None:
-    """From now on `start` forks. Programs that measure do not call this."""
-    global _allowed
-    _allowed = True
+    """From now on `start` forks, in the present environment. Programs that measure do not call this."""
+    global _environ
+    _environ = {**_COMPUTE, **os.environ}
 
 
 def start(command: list[str], output: IO[bytes], env: Mapping[str, str], host: Host | None = None) -> Process:
     """Run a command of `kvrelay`, on a host of its own if there is one; `output` gets standard output and standard error.
 
-    One whose environment differs from ours where modules look when they are imported is executed, not forked.
+    One whose environment differs from the server's where modules look when they are imported is executed, not forked.
     """
-    changed = {name for name, _ in env.items() ^ os.environ.items()}
-    if _allowed and tuple(command[1:3]) == KVRELAY and all(name.startswith(_OWN_VARIABLES) for name in changed):
-        pid = _running().fork(command, env, [output.fileno()], "" if host is None else host.namespace)
-        return WarmProcess(_running(), pid)
+    if _environ is not None and tuple(command[1:3]) == KVRELAY and (server := _running()).fits(env):
+        return WarmProcess(server, server.fork(command, env, [output.fileno()], "" if host is None else host.namespace))
     if host is not None:
         return host.start(command, output, dict(env))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -122,10 +129,11 @@ def run(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
 def script(code: str, *arguments: str) -> WarmScript:
     """Run `python -c CODE ARGUMENTS`."""
     (their_in, stdin), (stdout, their_out) = os.pipe(), os.pipe()
-    pid = _running().fork([sys.executable, "-c", code, *arguments], os.environ, [their_out, their_in], "")
+    server = _running()
+    pid = server.fork([sys.executable, "-c", code, *arguments], os.environ, [their_out, their_in], "")
     os.close(their_in)
     os.close(their_out)
-    return WarmScript(_running(), pid, stdin, stdout)
+    return WarmScript(server, pid, stdin, stdout)
 
 
 def server_pid() -> int | None:
@@ -134,9 +142,10 @@ def server_pid() -> int | None:
 
 
 class _Server:
-    """The test's side of the server."""
+    """The test's side of the server. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -147,8 +156,13 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={**self._environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},
             )
+
+    def fits(self, environ: Mapping[str, str]) -> bool:
+        """Whether modules have found what they would find in this environment."""
+        changed = {**_COMPUTE, **environ}.items() ^ self._environ.items()
+        return all(name.startswith(_OWN_VARIABLES) for name, _ in changed)
 
     def fork(self, command: list[str], environ: Mapping[str, str], descriptors: list[int], namespace: str) -> int:
         """The pid of a process that does what `command` would, in a network namespace or, if that is "", in ours.
@@ -157,17 +171,30 @@ class _Server:
         """
         request = json.dumps([command, dict(environ), os.getcwd(), namespace]).encode()
         with self._lock:
-            socket.send_fds(self._channel, [request], descriptors)
-            while not isinstance(pid := self._next(None), int):
-                pass
+            try:
+                socket.send_fds(self._channel, [request], descriptors)
+                while not isinstance(pid := self._next(_ANSWER_S), int):
+                    if pid is None:
+                        raise TimeoutError("the server of warm starts does not answer")
+            except BaseException:  # a late answer would be that of another request
+                self.process.kill()
+                raise
+            self._codes.pop(pid, None)  # of an earlier process with this pid
         return pid
 
     def code_of(self, pid: int, timeout_s: float | None) -> int | None:
         """The return code of a process that it forked, None if it still runs after that time."""
-        with self._lock:
-            while pid not in self._codes and self._next(timeout_s) is not None:
-                pass
-            return self._codes.get(pid)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                while pid not in self._codes and self._next(0.0) is not None:
+                    pass
+                if pid in self._codes:
+                    return self._codes[pid]
+            if (left_s := end - time.monotonic()) <= 0:
+                return None
+            # Other threads may fork, look and wait meanwhile, and take the message.
+            select.select([self._channel], [], [], min(left_s, _LOOK_S))
 
     def _next(self, timeout_s: float | None) -> int | list[int] | None:
         """The next message: a pid, the answer to a request, or what has ended and how; None if none comes in time."""
@@ -183,11 +210,13 @@ class _Server:
 
 
 _server: _Server | None = None
-_allowed = False
+_environ: dict[str, str] | None = None
+"""The server's; None if it shall not be used. Without what tests add for a while."""
 
 
 def _running() -> _Server:
     global _server
-    if _server is None:
-        _server = _Server()
+    if _server is None or _server.process.poll() is not None:
+        assert _environ is not None, "not allowed"
+        _server = _Server(_environ)
     return _server
