@@ -10,15 +10,13 @@ from common.engine.grammar.compile import MAX_SOURCE_CHARS
 
 _ANY_TEXT = frozenset({"binary", "password", "path", "file-path", "directory-path"})
 """Formats of OpenAPI and pydantic that say what a string is for, not which strings there are."""
-# fmt: off
 _FORMATS = frozenset(
     {
-        "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
-        "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer",
-        "relative-json-pointer", "regex",
+        *("date-time", "date", "time", "duration", "uuid", "regex"),
+        *("email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+        *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "json-pointer", "relative-json-pointer"),
     }
 )
-# fmt: on
 """Those of JSON Schema."""
 _NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -56,9 +54,12 @@ class Equivalents:
 
     def _list_named(self, schema: Schema) -> None:
         """List the properties of an object whose names are enumerated."""
-        described = referred(schema["propertyNames"], self._root)
+        given = schema["propertyNames"]
+        described = referred(given, self._root)
         names: list[Any] = described["enum"] if isinstance(described.get("enum"), list) else []
         if not described.keys() <= _OF_NAMES or not names or not all(isinstance(name, str) for name in names):
+            return
+        if described is not given and len(given) > 1:  # what is beside the `$ref` may limit the names further
             return
         value = schema.get("additionalProperties", True)
         self._chars_left -= len(json.dumps(names)) + len(names) * len(json.dumps(value))
@@ -70,10 +71,11 @@ class Equivalents:
 
 def _drop_format(schema: Schema) -> None:
     """Drop a format that any string has, or that is none of JSON Schema's and said by a pattern, too."""
-    kind = schema.get("format")
-    if isinstance(kind, str) and (
-        kind in _ANY_TEXT or (kind not in _FORMATS and not schema.keys().isdisjoint(("pattern", "allOf")))
-    ):
+    kind, further = schema.get("format"), schema.get("allOf")
+    if not isinstance(kind, str) or kind in _FORMATS:
+        return
+    parts = [schema, *(cast("list[Any]", further) if isinstance(further, list) else [])]
+    if kind in _ANY_TEXT or any(isinstance(part, dict) and "pattern" in part for part in parts):
         del schema["format"]
 
 

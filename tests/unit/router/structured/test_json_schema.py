@@ -107,7 +107,12 @@ def test_keywords_with_an_equivalent_are_taken(tokenizer: LLTokenizer, schema: A
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"a": {}}}, "propertyNames"),
         ({"type": "object", "propertyNames": {"enum": ["a"], "minLength": 2}}, "propertyNames"),
+        (
+            {"propertyNames": {"$ref": "#/$defs/E", "maxLength": 1}, "$defs": {"E": {"enum": ["a", "bc"]}}},
+            "propertyNames",
+        ),
         ({"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ({"type": "string", "format": "unheard-of", "allOf": [{"minLength": 1}]}, "unheard-of"),
         ({"type": "string", "format": "regex", "pattern": "a"}, "regex"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"$ref": "https://example.org/schema"}, "example.org"),
