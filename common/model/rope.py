@@ -59,7 +59,9 @@ def read_rope(
     """The rope parameters, under the keys of transformers 5 or 4. As in transformers, `rope_scaling` goes first: users add it to
     configs that have both.
 
-    `parameters`: those of a kind of layers, where kinds differ. `default_in_part`: `partial_rotary_factor` also counts without scaling, where transformers' other classes ignore it."""
+    `parameters`: those of a kind of layers, where kinds differ, instead of the file's. `default_in_part`:
+    `partial_rotary_factor` also counts without scaling, where transformers' other classes ignore it.
+    """
     scaling = config.object("rope_scaling") or config.object("rope_parameters") if parameters is None else parameters
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = config.number("rope_theta", config.number("rope_theta", default_theta), within=scaling)
