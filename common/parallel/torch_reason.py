@@ -11,5 +11,6 @@ _ADVICE = ". This is typically caused by a remote worker crashing"
 
 
 def torch_reason(error: BaseException) -> str:
-    """The first line of the message, without where in PyTorch's sources it comes from."""
-    return _PLACE.sub("", str(error).partition("\n")[0]).partition(_ADVICE)[0]
+    """The first line of the message, without where in PyTorch's sources it comes from unless it says nothing else."""
+    line = str(error).partition("\n")[0]
+    return _PLACE.sub("", line).partition(_ADVICE)[0] or line

@@ -18,6 +18,7 @@ from common.parallel.torch_reason import torch_reason
             "typically caused by a remote worker crashing. Check the logs.",
             "Connection closed by peer [127.0.0.1]:61107",
         ),
+        ("[/build/gloo/pair.cc:1] ", "[/build/gloo/pair.cc:1] "),
         ("wait timeout after 1000ms, keys: /0/1\nframes", "wait timeout after 1000ms, keys: /0/1"),
     ],
 )
