@@ -81,6 +81,13 @@ class Message(BodyModel):
                 raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
         return "\n".join(texts)
 
+    @field_validator("function_call", "audio", mode="before")
+    @classmethod
+    def _only_null(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("is not supported in a message")
+        return value
+
     @field_validator("tool_calls", mode="before")
     @classmethod
     def _bound_calls(cls, value: Any) -> Any:

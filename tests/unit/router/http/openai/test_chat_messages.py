@@ -69,8 +69,8 @@ def test_arguments_that_are_no_object_remain_text(arguments: Any, seen: Any) -> 
     ("sent", "words"),
     [
         ({"role": "user"}, "content is missing"),
-        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
-        ({"role": "assistant", "audio": {"id": "a"}}, "audio"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "is not supported"),
+        ({"role": "assistant", "audio": {"id": "a"}}, "is not supported"),
         ({"role": "assistant", "tool_calls": [{}] * 129}, "at most 128"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}, "string"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "function"),
