@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 KVRELAY = ("-m", "common.cli")
 """Begins the arguments of Python that run a command."""
-_OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "PYTEST_", "PYTHONUNBUFFERED")
-"""Variables whose values are read after the imports, or by tests only, by how their names begin."""
+_OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "PYTEST_", "PYTHONUNBUFFERED", "TORCHINDUCTOR_")
+"""Variables whose values are read after the imports, by tests only, or by what services do not use, by how their names begin.
+Transformers sets the last one."""
 _COMPUTE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """As services set them themselves, before their imports."""
 _LONGEST_COMMAND, _ANSWER_BYTES = 6000, 1 << 12
