@@ -620,7 +620,13 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         "tools",
         "type",
     ),
-    ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, 400, "top_logprobs", "logprobs"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3},
+        400,
+        "top_logprobs",
+        "logprobs",
+    ),
 ]
 
 
