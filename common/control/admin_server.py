@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from common.base.errors import (
 from common.control.admin_token import check_token
 from common.control.disconnects import listener_of
 from common.control.http_connection import HttpConnection
+from common.control.http_connection_limit import ConnectionLimit
 from common.control.http_server import HttpServer, listen
 from common.security.tls import Credentials
 
@@ -110,23 +111,6 @@ class _TokenGuard:
         await _error(Unauthorized("the admin token is missing or wrong"))(scope, receive, send)
 
 
-class _ConnectionLimit:
-    """ASGI middleware: while too many connections are open, every request gets 503. uvicorn's own limit answers with text."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.connections: Collection[object] = ()
-        """The server's open ones."""
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.connections) <= _MAX_CONNECTIONS:
-            await self._app(scope, receive, send)
-            return
-        response = _error(Unavailable(f"the admin port has more than {_MAX_CONNECTIONS} open connections"))
-        response.headers["connection"] = "close"
-        await response(scope, receive, send)
-
-
 class AdminServer:
     """Listens from construction on, answers between `start` and `close`. With `credentials`, callers from other hosts must
     show a certificate of the same authority; on loopback it is plain HTTP.
@@ -148,7 +132,7 @@ class AdminServer:
 
     def start(self, routes: list[AdminRoute], mounted: Mapping[str, ASGIApp] | None = None) -> None:
         """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
-        app = _ConnectionLimit(build(routes, self._token, mounted or {}))
+        app = ConnectionLimit(build(routes, self._token, mounted or {}), _MAX_CONNECTIONS, _refusal)
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -267,6 +251,12 @@ def _json(content: Any, status: int = 200) -> Response:
 
 def _error(error: KvRelayError) -> Response:
     return _json({"error": {"code": error.code, "message": error.message}}, error.http_status)
+
+
+def _refusal(_: Scope) -> Response:
+    response = _error(Unavailable(f"the admin port has more than {_MAX_CONNECTIONS} open connections"))
+    response.headers["connection"] = "close"
+    return response
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
+from common.base.errors import Unavailable
 from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.fields import api_keys, listed
 from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
+from common.control.http_connection_limit import ConnectionLimit
 from common.control.http_server import HttpServer, listen
 from router.adapter_control import AdapterControl
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
-from router.http.connection_limit import ConnectionLimit
 from router.http.https import https_certificate
 from router.http.key_limits import ApiKeys
 from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
+from router.http.responses import error_response
 from router.router import Router
 
 log = logging.getLogger(__name__)
@@ -76,6 +80,12 @@ def _most_connections() -> int:
             files,
         )
     return most
+
+
+def _refusal(on_error: Callable[[int], None], scope: Scope) -> ASGIApp:
+    error = Unavailable("this router has too many open connections; try again shortly")
+    on_error(error.http_status)
+    return error_response(error, scope, [(b"connection", b"close")])
 
 
 def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
@@ -144,7 +154,7 @@ def http_server(
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
-    limited = ConnectionLimit(direct, _most_connections(), services.metrics.http_error)
+    limited = ConnectionLimit(direct, _most_connections(), partial(_refusal, services.metrics.http_error))
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(limited, config),
