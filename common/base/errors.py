@@ -35,6 +35,8 @@ messages and in responses to clients.
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -279,3 +281,16 @@ def from_code(code: str, message: str) -> KvRelayError:
 def is_bug_of_library(error: BaseException) -> bool:
     """Whether a library written in Rust failed by itself; pyo3 raises that past `except Exception`."""
     return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def as_config_error(what: str, most_chars: int | None = None) -> Generator[None]:
+    """Raises: ConfigError, `what` and a colon before at most `most_chars` of its reason, for all that a library raises of a
+    broken file: often a bare Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_bug_of_library(error):
+            raise
+        raise ConfigError(f"{what}: {str(error)[:most_chars]}") from error

@@ -6,8 +6,7 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 
-from common.base.errors import BadRequest, ConfigError, is_bug_of_library
+from common.base.errors import BadRequest, ConfigError, as_config_error
 from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
 from common.model.added_tokens import complete, named_tokens, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
@@ -47,17 +46,6 @@ def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
     return first, room - first
 
 
-@contextmanager
-def _loading(file: Path) -> Generator[None]:
-    """Raises: ConfigError for what the library raises of a broken file, mostly a bare Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_bug_of_library(error):
-            raise
-        raise ConfigError(f"cannot load {file}: {error}") from error
-
-
 class Tokenizer:
     """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
 
@@ -68,7 +56,7 @@ class Tokenizer:
         file = self._file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
-        with _loading(file):
+        with as_config_error(f"cannot load {file}"):
             self._raw = RawTokenizer.from_file(str(file))
             self._raw.encode("")  # fails where the post-processor names tokens that there are not
         self._raw.no_truncation()
@@ -164,7 +152,7 @@ class Tokenizer:
 
     def check_pairs(self) -> None:
         """Raises: ConfigError if pairs of texts cannot be encoded."""
-        with _loading(self._file):
+        with as_config_error(f"cannot load {self._file}"):
             _ = self._pair_layout
 
     def check_template(self) -> None:

@@ -7,9 +7,8 @@ tokenizer does not (0.6 s for 150,000 tokens).
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from common.base.errors import BadRequest, ConfigError, is_bug_of_library
+from common.base.errors import BadRequest, ConfigError, as_config_error
 from common.base.free_memory import release_free_memory
 from common.model.added_tokens import complete_from
 
@@ -49,7 +48,7 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"no tokenizer.json in {folder}: grammars need it")
-    with _usable(file):
+    with as_config_error(f"llguidance cannot use {file}", MAX_ERROR_CHARS):
         tokenizer = Tokenizer.from_file(str(file))
     complete_from(folder, tokenizer)
     tokenizer.no_truncation()
@@ -59,7 +58,7 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    with _usable(file):
+    with as_config_error(f"llguidance cannot use {file}", MAX_ERROR_CHARS):
         return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids)
 
 
@@ -71,7 +70,7 @@ def checking_tokenizer(
 
     encode: the tokens of a text, none of them special. Raises: as `load_tokenizer`.
     """
-    with _usable(file):
+    with as_config_error(f"llguidance cannot use {file}", MAX_ERROR_CHARS):
         return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids, slices=[])
 
 
@@ -94,17 +93,6 @@ def _llguidance_tokenizer(
     text.tokens = []  # `made` has its own copy, and keeps `text`
     release_free_memory()  # of a large vocabulary's file, 30 MB
     return made
-
-
-@contextlib.contextmanager
-def _usable(file: Path) -> Generator[None]:
-    """Raises: ConfigError for what the libraries raise: ValueError, and others for broken files."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_bug_of_library(error):
-            raise
-        raise ConfigError(f"llguidance cannot use {file}: {str(error)[:MAX_ERROR_CHARS]}") from error
 
 
 def parsed_tokens(file: Path, vocab_size: int) -> list[bytes]:
