@@ -6,7 +6,7 @@ got the fewest prompt and answer tokens, and of that tenant's users, the one wit
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -32,8 +32,6 @@ class FairQueue:
     def __init__(self) -> None:
         self._by_priority: dict[int, _Names] = {}
         self._by_id: dict[str, QueuedRequest] = {}
-        self._adapters: Counter[Adapter] = Counter()
-        """Requests with each adapter."""
         self._shares = FairShares()
         self._shares_of_users: dict[str, FairShares] = {}
         """By tenant's name, of those with clocks."""
@@ -52,7 +50,7 @@ class FairQueue:
     @property
     def adapters(self) -> Collection[Adapter]:
         """The adapters that they need."""
-        return self._adapters.keys()
+        return {each.adapter for each in self._by_id.values() if each.adapter is not None}
 
     def push(self, queued: QueuedRequest) -> None:
         """Queue a request. Its id must be new."""
@@ -61,8 +59,6 @@ class FairQueue:
         name, user = queued.tenant
         users = self._by_priority.setdefault(queued.priority, {}).setdefault(name, {})
         users.setdefault(user, {})[queued.request_id] = queued
-        if queued.adapter is not None:
-            self._adapters[queued.adapter] += 1
 
     def remove(self, request_id: str) -> None:
         """Take a request out; an id that is not here is ignored."""
@@ -79,8 +75,6 @@ class FairQueue:
             del names[name]
         if not names:
             del self._by_priority[queued.priority]
-        if queued.adapter is not None:
-            self._adapters -= Counter([queued.adapter])
 
     def pop(self, crowded: Collection[Adapter] = ()) -> str | None:
         """Take out the request whose turn it is. `crowded`: adapters whose nodes have no room; requests with these have no part
