@@ -48,7 +48,7 @@ _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin"
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Settings of every command."""
 
-_NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
+_NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
 """Errors of a write that are nobody's bug, and the exit code after one."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -236,7 +236,7 @@ def run_checked(action: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             where = f" {error.filename}" if error.filename else ""
             print(f"kvrelay: cannot write{where}: {error.strerror}", file=sys.stderr, flush=True)
-        raise typer.Exit(_IO_ERROR) from None
+        raise typer.Exit(IO_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

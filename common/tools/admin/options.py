@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import ConfigError, KvRelayError
-from common.cli import check_writable, run_checked
+from common.cli import IO_ERROR, check_writable, run_checked
 from common.config.sources import ADMIN_URL_VARIABLE
 from common.tools.admin.client import AdminClient, AdminIncomplete, connect
 
@@ -26,7 +26,7 @@ _SLOW_S = 2.0
 class AdminNotWritten(KvRelayError):
     """A file of the command cannot be written."""
 
-    exit_code = 74
+    exit_code = IO_ERROR
 
 
 def check_output(file: Path) -> None:
