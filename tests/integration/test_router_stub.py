@@ -303,11 +303,7 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(
 
 def test_samples_follow_the_first_one_to_a_decode_node_that_drains_if_no_other_is_left(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
-        bench.decode.gate.clear()
-        asked = asyncio.ensure_future(
-            bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=4, n=3)
-        )
-        await bench.decode.until(lambda: bool(bench.decode.running))
+        asked = await bench.held(max_tokens=4, n=3)
         bench.decode.draining = True
         while not bench.stack.router.dispatcher.nodes.fleets("stub-model").finishing.nodes:
             await asyncio.sleep(0.002)
@@ -383,11 +379,7 @@ def test_error_after_the_last_attempt_reaches_the_client_before_and_in_a_stream(
 
 def test_silent_node_is_lost_after_its_lease_and_no_longer_used(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
-        bench.decode.gate.clear()
-        call = asyncio.ensure_future(
-            bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=3, timeout=20)
-        )
-        await bench.decode.until(lambda: bool(bench.decode.running))
+        call = await bench.held(max_tokens=3, timeout=20)
         bench.decode.pings_answered = False
         other = StubNode("decode", "d1", str(model_folder))
         bench.stack.list_nodes(bench.prefill, bench.decode, other)

@@ -247,11 +247,7 @@ def test_waiting_stream_ends_with_503_if_no_node_comes_back(
     monkeypatch.setattr(router.requests.attempt_placing, "REPLACEMENT_WAIT_S", 0.3)
 
     async def scene(bench: Bench) -> None:
-        bench.decode.gate.clear()
-        call = asyncio.ensure_future(
-            bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=4, timeout=20)
-        )
-        await bench.decode.until(lambda: bool(bench.decode.running))
+        call = await bench.held(max_tokens=4, timeout=20)
         await bench.decode.close()
         bench.decode.running.clear()
         with pytest.raises(openai.InternalServerError) as gone:
@@ -265,11 +261,7 @@ def test_waiting_stream_ends_with_503_if_no_node_comes_back(
 
 def test_client_that_leaves_while_its_request_waits_for_a_node_leaves_nothing(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
-        bench.decode.gate.clear()
-        call = asyncio.ensure_future(
-            bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=4, timeout=20)
-        )
-        await bench.decode.until(lambda: bool(bench.decode.running))
+        call = await bench.held(max_tokens=4, timeout=20)
         await bench.decode.close()
         bench.decode.running.clear()
         await bench.stack.usable(1, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from openai.types import Completion
 from support.stub_node import Stack, StubNode, running_stack
 from tokenizers import Tokenizer
 
@@ -22,6 +23,14 @@ class Bench:
 
     def __init__(self, stack: Stack, prefill: StubNode, decode: StubNode, client: AsyncOpenAI) -> None:
         self.stack, self.prefill, self.decode, self.client = stack, prefill, decode, client
+
+    async def held(self, **fields: Any) -> asyncio.Future[Completion]:
+        """The answer to a completion of `LONG`, which the decode node has begun and holds back."""
+        self.decode.gate.clear()
+        create: Any = self.client.completions.create
+        answer = asyncio.ensure_future(create(model="stub-model", prompt=LONG, **fields))
+        await self.decode.until(lambda: bool(self.decode.running))
+        return answer
 
 
 def play(

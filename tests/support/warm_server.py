@@ -56,7 +56,6 @@ def _serve(channel: socket.socket) -> None:
                 return
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
                 for descriptor in (channel.detach(), reading, writing):
                     os.close(descriptor)
                 run_and_end(partial(_be_command, descriptors, *json.loads(data)))
