@@ -7,7 +7,7 @@ import re
 _PLACE = re.compile(r"\[enforce fail at [^]]*\] .*?\. |\[[^]]*\.(?:cc|cpp|h|hpp):\d+\] ?")
 """Where in PyTorch's sources, on the machine that built it, and which condition."""
 _ADVICE = ". This is typically caused by a remote worker crashing"
-"""Of gloo; our own messages name the rank."""
+"""Begins the advice that gloo appends, which is left out: our messages name the rank that was lost."""
 
 
 def torch_reason(error: BaseException) -> str:

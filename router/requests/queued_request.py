@@ -8,7 +8,9 @@ from common.control.messages import Adapter
 
 
 class Tenant(NamedTuple):
-    """The tenant, and its user, whose fair share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
+    """The tenant, and its user, whose fair share a request counts against. Clients choose `user` freely, so it only divides the
+    share of `name`.
+    """
 
     name: str = ""
     """A hash of the API key, or the client's address where there are no keys."""

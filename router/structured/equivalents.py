@@ -17,7 +17,7 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "json-pointer", "relative-json-pointer"),
     }
 )
-"""Those of JSON Schema."""
+"""Formats that JSON Schema defines."""
 _NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),

@@ -71,7 +71,7 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
         message = first["msg"].removeprefix("Value error, ")
         where = ".".join(place) + ": " if place else ""
         got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"
-        # What is wrong with several fields together begins with the name of one.
+        # The message of a check of several fields begins with the name of one of them.
         field = place[0] if place else message.replace(":", " ").partition(" ")[0]
         param = field if place or field in kind.model_fields else None
         raise BadRequest(f"{where}{message}{got}", param=param) from error

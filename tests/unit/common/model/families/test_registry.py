@@ -143,7 +143,7 @@ def test_layers_are_described_as_the_architecture_computes_them(tmp_path: Path) 
     ],
 )
 def test_names_in_some_checkpoints_have_another_beginning(tmp_path: Path, name: str, usual: str, other: str) -> None:
-    """Those of the bare model, and those that other versions of transformers give a model with images."""
+    """Checkpoints of models with images name their tensors as the bare text model does, or as other versions of transformers do."""
     whole = make_tiny(name, tmp_path / "whole")
     renamed = Path(shutil.copytree(whole, tmp_path / "renamed"))
     tensors = {re.sub(f"^{usual}", other, key): value for key, value in load_file(whole / "model.safetensors").items()}

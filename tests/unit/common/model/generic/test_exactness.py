@@ -26,7 +26,7 @@ def test_a_mixed_batch_matches_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_layer_types_of_mistral_say_where_its_window_is_as_in_transformers(tmp_path: Path) -> None:
-    """Its own class has the window in all layers; AutoModel takes another one for such a config."""
+    """MistralForCausalLM applies the window in every layer and ignores `layer_types`; AutoModel loads such a config as Ministral."""
     types = ["full_attention", "sliding_attention", "full_attention"]
     folder = write_model(config_of("mistral"), tmp_path)
     file = tmp_path / "config.json"
