@@ -11,6 +11,7 @@ import pytest
 import yaml
 from support.paths import ROOT
 
+from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig
 
 FOLDER = ROOT / "compose"
@@ -22,6 +23,8 @@ ONE_HOST_ONLY = {
     "compose.multi-host.yaml": set[str](),
 }
 """Options without sense on one host."""
+OF_THE_FIRST = {"task", "lora", "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layers"}
+"""Options of the first model only."""
 
 
 def services(name: str) -> dict[str, Any]:
@@ -38,6 +41,18 @@ def test_every_option_reaches_its_container(file: str, service: str) -> None:
     given = options(services(file)[service])
     missing = {field.name for field in dataclasses.fields(SERVICES[service])} - given - TLS - ONE_HOST_ONLY[file]
     assert not missing
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_options_of_nodes_reach_those_of_a_second_model(role: str) -> None:
+    given = options(services("compose.models.yaml")[f"{role}-second"])
+    assert given == options(services("compose.yaml")[role]) - OF_THE_FIRST
+
+
+def test_a_node_that_embeds_gets_options_that_it_uses() -> None:
+    given = options(services("compose.models.yaml")["embed"])
+    needless = {"data_port", "dtype"}
+    assert given - needless == OF_PROCESS - TLS - ONE_HOST_ONLY["compose.yaml"] | {"model"}
 
 
 @pytest.mark.parametrize("file", ONE_HOST_ONLY)
