@@ -55,6 +55,13 @@ def test_a_node_that_embeds_gets_options_that_it_uses() -> None:
     assert given - needless == OF_PROCESS - TLS - ONE_HOST_ONLY["compose.yaml"] | {"model"}
 
 
+def test_two_nodes_on_one_host_can_have_names() -> None:
+    names = [
+        services("compose.multi-host.yaml")[role]["environment"]["KVRELAY_NODE_ID"] for role in ("prefill", "decode")
+    ]
+    assert names == ["${PREFILL_NODE_ID:-}", "${DECODE_NODE_ID:-}"]
+
+
 @pytest.mark.parametrize("file", ONE_HOST_ONLY)
 @pytest.mark.parametrize("service", SERVICES)
 def test_no_option_is_given_that_does_not_exist(file: str, service: str) -> None:
