@@ -4,6 +4,7 @@
         in-use                           locked, shared, by every process that maps files of the model
         <stripe>.lock                    locked by a process that packs
         <digest of the key>              a file of `common.model.packed_file`
+        <digest of the key>.part         the same while it is written
 
 Used by a rank's main thread while it loads. Files are never changed, only removed: those of models that no process
 uses, least recently used first, where the cache would exceed its limit.
@@ -37,6 +38,7 @@ _LIBRARIES = ("transformers", "gguf", "torch")
 PackedT = TypeVar("PackedT", PackedTensors, PackedTensors | None)
 
 _STRIPES = 16
+_PART = ".part"
 _WAIT_S = 60.0
 """How long to wait for another process that packs the same weights, before packing them for this process alone."""
 _OPEN_S = 5.0
@@ -61,6 +63,7 @@ class PackedWeights:
         self._folder = folder / f"{weights}-{_code_digest()}"
         self._in_use = self._open()
         self._is_stopped = False
+        self._remove_parts()
         for other in cached_models(folder):  # packed by other code
             if other.folder != self._folder and other.folder.name.startswith(f"{weights}-"):
                 other.remove()
@@ -81,6 +84,17 @@ class PackedWeights:
                 raise TimeoutError(f"{self._folder} is being removed")
             time.sleep(0.01)
 
+    def _remove_parts(self) -> None:
+        """Remove the files of packers that were killed. Raises: OSError."""
+        for part in self._folder.glob("[0-9a-f]" * 32 + _PART):
+            with locked(self._stripe(part.stem), 0.0) as is_held:
+                if is_held:
+                    part.unlink(missing_ok=True)
+
+    def _stripe(self, digest: str) -> Path:
+        """What a process that packs this file locks."""
+        return self._folder / f"{int(digest, 16) % _STRIPES}.lock"
+
     def close(self) -> None:
         """From now on the model may be removed; what is mapped stays."""
         os.close(self._in_use)
@@ -98,8 +112,7 @@ class PackedWeights:
             found = map_packed(file, key)
             if found is not None or self._is_stopped:
                 return found or make()
-            stripe = self._folder / f"{int(digest, 16) % _STRIPES}.lock"
-            with locked(stripe, time.monotonic() + _WAIT_S) as is_held:
+            with locked(self._stripe(digest), time.monotonic() + _WAIT_S) as is_held:
                 found = map_packed(file, key)
                 if found is not None:
                     return found
@@ -113,7 +126,7 @@ class PackedWeights:
             return make()
 
     def _write(self, file: Path, key: str, made: PackedTensors) -> PackedTensors | None:
-        part = file.with_suffix(".part")
+        part = file.with_suffix(_PART)
         try:
             if not self._make_room(made.size_bytes):
                 self._stop("the cache is full (--packed-cache-gb)")

@@ -128,6 +128,29 @@ def test_a_packer_that_is_killed_blocks_nobody(weights: PackedWeights, tmp_path:
     weights.get("a", never)
 
 
+PACK_IN_PART = PACK.replace(
+    "def make",
+    """
+import common.model.packed_weights as packed_weights
+def written_in_part(file, key, packed):
+    file.write_bytes(b"part")
+    print("writing", flush=True)
+    time.sleep(600)
+packed_weights.write_packed = written_in_part
+def make""",
+)
+
+
+def test_what_a_killed_packer_had_written_is_removed_at_the_next_start_and_not_before(tmp_path: Path) -> None:
+    killed = warm_start.script(PACK_IN_PART, str(tmp_path), "0")
+    assert [killed.stdout.readline() for _ in range(2)] == ["packing\n", "writing\n"]
+    with closing(PackedWeights(tmp_path, "model", 1.0)):
+        assert len(list(tmp_path.rglob("*.part"))) == 1
+    killed.end()
+    with closing(PackedWeights(tmp_path, "model", 1.0)):
+        assert not list(tmp_path.rglob("*.part"))
+
+
 def test_a_slow_packer_is_waited_for_until_a_deadline_then_weights_are_private(
     weights: PackedWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
