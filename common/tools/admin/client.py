@@ -192,7 +192,7 @@ def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     """A client for the cluster named by the command line, the environment, or a `kvrelay up` of this user, in this order.
 
-    Of a cluster of several routers it asks the first that answers.
+    `url`: of one router or several, separated by commas. Of several routers it asks the first that answers.
 
     Raises: AdminUsage, AdminUnreachable.
     """
@@ -205,8 +205,9 @@ def router_urls(url: str | None, environ: Mapping[str, str]) -> tuple[list[str],
     """The admin URLs of all routers of that cluster, as far as this machine knows, and the token. Raises: as `connect`."""
     given, token = _named(url, environ)
     for cluster in running_clusters(runtime_folder(environ)):
-        if set(given) & set(cluster.routers.values()):
-            return list(cluster.routers.values()), token
+        own = list(cluster.routers.values())
+        if set(given) & set(own):
+            return [*own, *(each for each in given if each not in own)], token
     return given, token
 
 
@@ -218,19 +219,30 @@ def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]
             check_token(token)
         except ConfigError as error:
             raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
-    if url is not None and not _is_url(url):
-        raise AdminUsage(f"{url!r} is not a URL such as http://10.0.0.5:8001")
+    urls = [] if url is None else [each.strip().rstrip("/") for each in url.split(",")]
+    for each in urls:
+        if not _is_url(each):
+            raise AdminUsage(f"{each!r} is not a URL such as http://10.0.0.5:8001")
     clusters = running_clusters(runtime_folder(environ))
-    if url is None:
+    if not urls:
         admin_urls, own_token = _only_cluster(clusters)
         return admin_urls, token or own_token
-    url = url.rstrip("/")
+    found = [_on_this_machine(clusters, each) for each in urls]
+    if token is None:
+        for each, (_, own_token) in zip(urls, found, strict=True):
+            if not own_token:
+                raise AdminUsage(
+                    f"no `kvrelay up` of this user is at {each}: set {TOKEN_VARIABLE} to the cluster's admin token"
+                )
+    return list(dict.fromkeys(admin_url for admin_url, _ in found)), token or found[0][1]
+
+
+def _on_this_machine(clusters: list[RunningCluster], url: str) -> tuple[str, str]:
+    """The admin URL of the router that has `url`, and its cluster's token; `url` and "" if no `kvrelay up` of this user has."""
     for cluster in clusters:
         if (own := _admin_url(cluster, url)) is not None:
-            return [own], token or cluster.token
-    if token is None:
-        raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
-    return [url], token
+            return own, cluster.token
+    return url, ""
 
 
 def _is_url(url: str) -> bool:

@@ -55,7 +55,12 @@ def check_seconds(value: float) -> float:
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        envvar=ADMIN_URL_VARIABLE,
+        help="Admin address of a router, or of several, separated by commas.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]

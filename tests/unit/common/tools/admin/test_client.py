@@ -16,7 +16,15 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.base.process import start_ticks
-from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
+from common.tools.admin.client import (
+    AdminClient,
+    AdminRefused,
+    AdminUnreachable,
+    AdminUsage,
+    connect,
+    pick_node,
+    router_urls,
+)
 from common.tools.admin.running_clusters import RunningCluster, announced, running_clusters, runtime_folder
 
 
@@ -135,6 +143,25 @@ def test_the_named_router_is_asked_else_the_first_that_answers(tmp_path: Path) -
             assert connect(None, environ).url == alive
             assert connect("http://127.0.0.1:0/", environ).url == connect(first, environ).url == first
             assert connect("http://127.0.0.1:1", environ).url == connect(alive, environ).url == alive
+
+
+def test_routers_of_several_hosts_are_all_named_and_the_first_that_answers_is_asked(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "KVRELAY_ADMIN_TOKEN": "hush"}
+    with socket.create_server(("127.0.0.1", 0)) as ended, admin_port() as alive:
+        gone = f"http://127.0.0.1:{ended.getsockname()[1]}"
+        ended.close()
+        both = f"{gone}/, {alive}"
+        assert connect(both, environ).url == alive
+        assert router_urls(both, environ) == ([gone, alive], "hush")
+        with announced(RunningCluster(os.getpid(), {URL: ADMIN_URL}, "own"), runtime_folder(environ)):
+            assert router_urls(f"{alive},{URL}", environ) == ([ADMIN_URL, alive], "hush")
+            del environ["KVRELAY_ADMIN_TOKEN"]
+            with pytest.raises(
+                AdminUsage, match=f"no `kvrelay up` of this user is at {alive}: set KVRELAY_ADMIN_TOKEN"
+            ):
+                connect(f"{URL},{alive}", environ)
+    with pytest.raises(AdminUsage, match="'' is not a URL"):
+        connect(f"{alive},", environ)
 
 
 def test_a_service_that_accepts_and_says_nothing_is_given_up_within_the_budget_of_all_questions() -> None:
