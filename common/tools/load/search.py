@@ -13,7 +13,7 @@ class RateSearch:
     """
 
     def __init__(self, first: float, precision: float, *, lowest: float, highest: float) -> None:
-        self._next: float | None = first
+        self._next: float | None = min(first, highest)
         self._precision = precision
         self._lowest, self._highest = lowest, highest
         self.best = 0.0

@@ -62,8 +62,8 @@ def _run_page(result: Mapping[str, Any]) -> str:
 
 
 def run_charts(result: Mapping[str, Any]) -> list[Chart]:
-    """The charts of one run."""
-    samples, slo = result["samples"], result["summary"]["slo"]
+    """The charts of one run; like its tables, they are about the requests that succeeded."""
+    samples, slo = _succeeded(result["samples"]), result["summary"]["slo"]
     gaps = [(1000 * value, float(index)) for index, value in enumerate(result["itl_quantiles_s"])]
     over_time = [
         Chart(
@@ -80,14 +80,20 @@ def run_charts(result: Mapping[str, Any]) -> list[Chart]:
         Chart("Between tokens", "ms", "% of gaps", [Series("gaps", gaps)], y_max=100),
         Chart("Whole request", "ms", "% of requests", [Series("requests", _shares(samples["e2e_s"]))], y_max=100),
         *over_time,
-        _throughput(result),
+        _throughput(samples, min(result["samples"]["sent_s"], default=0.0), result["summary"]["wall_s"]),
     ]
 
 
-def _throughput(result: Mapping[str, Any]) -> Chart:
-    samples, wall_s = result["samples"], result["summary"]["wall_s"]
+def _succeeded(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """The columns without the requests that failed."""
+    return {
+        name: [value for value, error in zip(column, samples["error"], strict=True) if not error]
+        for name, column in samples.items()
+    }
+
+
+def _throughput(samples: Mapping[str, Sequence[Any]], first_s: float, wall_s: float) -> Chart:
     tokens = [0.0] * _PARTS
-    first_s = min(samples["sent_s"], default=0.0)
     for sent_s, e2e_s, count in zip(samples["sent_s"], samples["e2e_s"], samples["output_tokens"], strict=True):
         if wall_s:
             tokens[min(_PARTS - 1, int((sent_s + e2e_s - first_s) / wall_s * _PARTS))] += count
@@ -140,12 +146,13 @@ def _comparison_page(result: Mapping[str, Any]) -> str:
         ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else "-"
         sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
         rows.append((row["name"], *sides, ratio, interval, row["verdict"]))
+    samples = {side: _succeeded(result[side]["samples"]) for side in ("a", "b")}
     charts = [
         Chart(
             title,
             "ms",
             "% of requests",
-            [Series(side.upper(), _shares(result[side]["samples"][key])) for side in ("a", "b")],
+            [Series(side.upper(), _shares(samples[side][key])) for side in ("a", "b")],
             y_max=100,
         )
         for title, key in _LATENCIES

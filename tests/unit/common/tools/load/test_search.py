@@ -28,6 +28,7 @@ def test_the_capacity_is_found_to_the_wanted_precision(capacity: float, first: f
 def test_the_search_stays_within_its_bounds() -> None:
     fast, _ = search_for(1e9)
     assert (fast.best, fast.next_rate) == (1000.0, None)
+    assert RateSearch(8.0, 0.1, lowest=0.01, highest=2.0).next_rate == 2.0
     dead, tried = search_for(0.0)
     assert dead.best == 0.0
     assert min(tried) == 0.01

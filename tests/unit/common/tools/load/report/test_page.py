@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from common.tools.load.outcome import RequestOutcome
 from common.tools.load.plan import LoadPlan
-from common.tools.load.report.page import render
+from common.tools.load.report.page import render, run_charts
 from common.tools.load.results import run_result
 from common.tools.load.sweep import SweepPlan, sweep
 
@@ -82,3 +83,16 @@ def test_a_sweeps_report_names_the_highest_rate() -> None:
     result = results()["sweep"]
     assert result["best_rate"] == 2.0
     assert "2 requests/s is the highest rate" in render(result)
+
+
+def test_charts_are_about_the_requests_that_succeeded() -> None:
+    good = outcomes()
+    refused = [replace(good[0], number=90, ended_s=0.001, ttft_s=None, output_tokens=0, error="HTTP 429")] * 40
+    broken = [replace(good[0], number=91, ended_s=3.9, error="connection", output_tokens=5000)]
+    charts = {
+        chart.title: chart.series
+        for chart in run_charts(run_result(PLAN, [good + refused + broken], (None, None), began=0.0))
+    }
+    whole = [x for x, _ in charts["Whole request"][0].points]
+    assert (min(whole), max(whole)) == (pytest.approx(250), pytest.approx(310))
+    assert max(y for _, y in charts["Output of requests as they end"][0].points) < 500
