@@ -25,6 +25,8 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_LOST = 120
 _CHILDREN_END_S = 1.0
+SAME_SIGNAL_S = 0.5
+"""Programs such as `timeout` send a signal twice; a second one within this time is the same."""
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 """What our packages are imported from."""
 
@@ -254,26 +256,33 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end this process in order. SIGHUP, as of a terminal that was closed, is ignored under `nohup`."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service's coroutine until it returns. SIGTERM or SIGINT cancels it, which is a normal end. Child processes
-    end with it."""
+    """Run a service's coroutine until it returns. SIGTERM, SIGINT or SIGHUP (except under `nohup`) cancels it, which is a
+    normal end; one that comes `SAME_SIGNAL_S` later cancels what it does at its end. Child processes end with it."""
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
         loop = asyncio.get_running_loop()
-        stopping = False
+        stopped_s: float | None = None
 
         def stop() -> None:
-            nonlocal stopping
-            stopping = True
-            task.cancel()
+            nonlocal stopped_s
+            if stopped_s is None or loop.time() > stopped_s + SAME_SIGNAL_S:
+                stopped_s = loop.time()
+                task.cancel()
 
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in ending_signals():
             loop.add_signal_handler(signum, stop)
         try:
             await task
         except asyncio.CancelledError:
-            if not stopping:
+            if stopped_s is None:
                 raise
 
     try:

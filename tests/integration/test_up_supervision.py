@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.tools.up.supervisor import _SAME_SIGNAL_S
+from common.base.process import SAME_SIGNAL_S
 
 TESTS = Path(__file__).parents[1]
 READY = "kvrelay is ready at"
@@ -328,7 +328,7 @@ def test_child_that_ignores_sigterm_is_killed_at_the_second_ctrl_c(start, free_p
     pids = [entry["pid"] for entry in up.entries().values()]
     up.process.send_signal(signal.SIGTERM)
     up.wait_line("stopping")
-    time.sleep(_SAME_SIGNAL_S + 0.1)
+    time.sleep(SAME_SIGNAL_S + 0.1)
     up.process.send_signal(signal.SIGTERM)
     up.wait_line("killing prefill-0", 5)
     assert up.wait_end(15) == 0

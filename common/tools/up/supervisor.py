@@ -19,7 +19,7 @@ from typing import Any
 from common.base import logs
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
-from common.base.process import start_ticks
+from common.base.process import SAME_SIGNAL_S, ending_signals, start_ticks
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
@@ -47,7 +47,6 @@ from common.tools.up.run_folder import run_folder
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
-_SAME_SIGNAL_S = 0.5  # programs such as `timeout` send a signal twice
 _STOP_S = 10.0
 """Time between SIGTERM and SIGKILL for a child."""
 
@@ -146,10 +145,7 @@ class Supervisor:
         """Run until a signal or a failure. Raises: the failure."""
         logs.configure(self._config.log_level, self._config.log_format, self._console.log_line)
         loop = asyncio.get_running_loop()
-        ends = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            ends.append(signal.SIGHUP)
-        for signum in ends:
+        for signum in ending_signals():
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             hangs = HangWatch(self._children, self._console, self._answers)
@@ -173,7 +169,7 @@ class Supervisor:
             self._console.say(f"{signal.Signals(signum).name}: stopping")
             self._stop.set()
             self._signalled_s = time.monotonic()
-        elif time.monotonic() > self._signalled_s + _SAME_SIGNAL_S:
+        elif time.monotonic() > self._signalled_s + SAME_SIGNAL_S:
             self._kill_now.set()
 
     def _fail(self, error: BaseException) -> None:

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.paths import ROOT
 
-from common.base.process import module_command
+from common.base.process import SAME_SIGNAL_S, module_command
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,63 @@ end_process(0)
         process.send_signal(signal.SIGTERM)
         # To the end of the output that the compiler shares. It was waited for, as it takes its own children with it.
         assert process.communicate(timeout=30)[0] == "ended\nnode ended\n"
+        assert process.returncode == 0
+
+
+SERVICE = """
+import asyncio
+from common.base.process import end_process, run_service
+async def serve():
+    try:
+        print("serves", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("ends", flush=True)
+        await asyncio.sleep(float(WAIT_S))
+        print("ended", flush=True)
+run_service(serve)
+end_process(0)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_service_ends_in_order_and_a_signal_that_is_sent_twice_does_not_interrupt_that(first: signal.Signals) -> None:
+    program = SERVICE.replace("WAIT_S", "0.2")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serves\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == "ends\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == "ended\n"
+        assert process.returncode == 0
+
+
+def test_a_later_signal_interrupts_an_end_that_takes_long() -> None:
+    program = SERVICE.replace("WAIT_S", "60")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serves\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "ends\n"
+        time.sleep(SAME_SIGNAL_S + 0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == ""
+        assert process.returncode == 0
+
+
+def test_a_service_under_nohup_goes_on_without_its_terminal() -> None:
+    ignoring = [
+        sys.executable,
+        "-c",
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVICE.replace("WAIT_S", "0"),
+    ]
+    with subprocess.Popen(ignoring, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serves\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == "ends\nended\n"
         assert process.returncode == 0
 
 
