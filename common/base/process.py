@@ -262,6 +262,12 @@ def ending_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
+def ignore_terminal() -> None:
+    """Ignore Ctrl-C and the end of the terminal, which reach the parent too: it ends this process in order."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service's coroutine until it returns. SIGTERM, SIGINT or SIGHUP (except under `nohup`) cancels it, which is a
     normal end; one that comes `SAME_SIGNAL_S` later cancels what it does at its end. Child processes end with it."""

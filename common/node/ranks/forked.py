@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common.base.process import die_with_parent, flush_output, run_and_end
+from common.base.process import die_with_parent, flush_output, ignore_terminal, run_and_end
 
 RunRank = Callable[[dict[str, Any], int, str], None]
 """(fields of the configuration, rank, address of its leader): runs the rank to its end."""
@@ -80,6 +80,7 @@ class ForkedRank:
 
 def _be_rank(run: RunRank, orders: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
+    ignore_terminal()
     with os.fdopen(orders) as lines:
         fields, rank, leader = json.loads(lines.readline())
     run(fields, rank, leader)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.base.errors import KvRelayError
 from common.base.logs import configure
-from common.base.process import lasting_imports, name_process, prepare_compute
+from common.base.process import ignore_terminal, lasting_imports, name_process, prepare_compute
 
 if TYPE_CHECKING:
     from common.node.role import NodeRole
@@ -46,6 +46,7 @@ def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any]
 
 def main() -> None:
     """Run the rank that the command line names; its configuration comes from standard input."""
+    ignore_terminal()
     parser = argparse.ArgumentParser(description="One rank of a node; its leader starts it.")
     parser.add_argument("role", metavar="MODULE", help="module of the node's role")
     parser.add_argument("--rank", type=int, required=True)

@@ -104,3 +104,30 @@ def test_a_rank_that_was_killed_before_it_was_told_anything_has_an_exit_code() -
     """Where memory runs out, for example. Its node ended with a traceback about a broken pipe."""
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("-9\n", "")
+
+
+STOPPED = """
+import os, signal, time
+from common.node.ranks.forked import ForkedRank
+
+def run(fields, rank, leader):
+    print("runs", flush=True)
+    time.sleep(1)
+
+forks = [ForkedRank(run) for _ in range(2)]
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGHUP, lambda *_: None)
+forks[0].begin({}, 1, "tcp://leader")
+time.sleep(0.2)
+os.killpg(0, signal.SIGINT)
+os.killpg(0, signal.SIGHUP)
+print(forks[0].wait(30), forks[1].poll())
+"""
+
+
+def test_ctrl_c_and_the_end_of_the_terminal_are_left_to_the_leader() -> None:
+    """Each rank showed a traceback, and its node could take it for lost before it had told anyone that it ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60, check=False, start_new_session=True
+    )
+    assert (done.stdout, done.stderr) == ("runs\n0 None\n", "")
