@@ -90,6 +90,14 @@ def test_what_every_router_reports_about_a_node_counts_once() -> None:
                 assert not re.search(r"\bsum( by \([^)]*\))? ?\($", around), f"{title}: {found[0]}, of every router"
 
 
+def test_an_alert_is_about_routers_whose_name_has_no_address_any_more() -> None:
+    """Prometheus then has no target, and no `up` that could be 0."""
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    jobs = [scraped["job_name"] for scraped in config["scrape_configs"] if "dns_sd_configs" in scraped]
+    assert {f'absent(up{{job="{job}"}})' for job in jobs} <= set(queries().values())
+    assert jobs
+
+
 def test_a_role_whose_last_node_died_has_0_usable_nodes(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         async with httpx.AsyncClient(base_url=bench.stack.url) as http:
