@@ -129,20 +129,21 @@ class Roll:
         routers = self._cluster.routers()
         nodes = self._cluster.nodes(routers[0])
         services = chosen(names, nodes, routers)
-        without = gaps(services, nodes, len(routers))
-        if without and not force:
-            choice = "" if names else "name others to restart these alone, "
-            raise AdminRefused(
-                f"requests would fail: {'; '.join(without)}. Start another one first, {choice}or accept it with --force"
-            )
+        if not force:
+            _refuse(gaps(services, nodes, len(routers)), "" if names else "name others to restart these alone, ")
         reached = self._cluster.client(routers[0].address)
         rows: list[dict[str, Any]] = []
         for service in services:
             if service.role == "router":
                 rows.append(self._restart(service, service.address, self._await_router))
-            else:
-                known = next(node for node in nodes if node["incarnation"] == service.incarnation)
-                rows.append(self._restart(service, reached.address_of(known), self._await_node))
+                continue
+            now = self._cluster.nodes(routers[0])
+            if not force:  # another one may have died since
+                _refuse(gaps([service], now, len(routers)))
+            known = next((node for node in now if node["incarnation"] == service.incarnation), None)
+            if known is None:
+                raise AdminRefused(f"{service.name} has ended, or restarted by itself, since this began: run it again")
+            rows.append(self._restart(service, reached.address_of(known), self._await_node))
         return rows
 
     def _restart(
@@ -170,7 +171,8 @@ class Roll:
 
     def _await_node(self, service: RestartedService) -> Callable[[], str | None]:
         """Whether every router can use the node's successor."""
-        before = {node["incarnation"] for node in self._cluster.nodes(self._cluster.routers()[0])}
+        nodes = self._cluster.nodes(self._cluster.routers()[0])
+        before = {node["incarnation"]: node["node_id"] for node in nodes}
 
         def find() -> str | None:
             seen = {successor(service, before, self._cluster.nodes(router)) for router in self._cluster.routers()}
@@ -191,6 +193,14 @@ class Roll:
             return new[0].name
 
         return find
+
+
+def _refuse(gaps: Sequence[str], choice: str = "") -> None:
+    """Raises: AdminRefused if there are any."""
+    if gaps:
+        raise AdminRefused(
+            f"requests would fail: {'; '.join(gaps)}. Start another one first, {choice}or accept it with --force"
+        )
 
 
 def _usable(nodes: Sequence[dict[str, Any]]) -> int:

@@ -83,11 +83,13 @@ def gaps(services: Sequence[RestartedService], nodes: Sequence[Mapping[str, Any]
     return found
 
 
-def successor(service: RestartedService, before: set[str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+def successor(service: RestartedService, before: Mapping[str, str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """The incarnation of the usable node that has taken the service's place: one of its role and model that is not in
-    `before`. A node's id may change with its start."""
+    `before`, incarnations with their ids. A node's id may change with its start, but another known node that has restarted
+    meanwhile is not it."""
+    others = {name for name in before.values() if name != service.name}
     for node in nodes:
         same = (node["role"], node["model"]) == (service.role, service.model)
-        if same and node["usable"] and node["incarnation"] not in before:
+        if same and node["usable"] and node["incarnation"] not in before and node["node_id"] not in others:
             return str(node["incarnation"])
     return None

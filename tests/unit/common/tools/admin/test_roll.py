@@ -65,3 +65,32 @@ def test_who_names_services_is_not_told_to_name_some(
     monkeypatch.setattr(cluster, "nodes", lambda _: [])
     with pytest.raises(AdminRefused, match=advice):
         Roll(cluster, 1.0, 1.0, 0.0).run(names, force=False)
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        ([("d1", "i2")], "requests would fail: d1 is the only decode node of m"),
+        ([("d0", "i1"), ("d1", "i4")], "d1 has ended, or restarted by itself, since this began"),
+    ],
+)
+def test_a_node_that_has_become_the_only_one_or_another_one_is_not_restarted(
+    monkeypatch: pytest.MonkeyPatch, left: list[tuple[str, str]], reason: str
+) -> None:
+    """Restarts of several nodes may take hours, in which another one dies."""
+
+    def decode_nodes(named: list[tuple[str, str]]) -> list[dict[str, Any]]:
+        about = {"role": "decode", "model": "m", "usable": True, "admin_address": "http://10.0.0.2:1"}
+        return [{**about, "node_id": name, "incarnation": incarnation} for name, incarnation in named]
+
+    monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
+    cluster = RunningCluster("http://10.0.0.1:8001")
+    seen = [decode_nodes([("d0", "i0"), ("d1", "i2")])] * 2 + [decode_nodes(left)]
+    monkeypatch.setattr(cluster, "routers", lambda: [RestartedService("router", "", "r", "r", "http://10.0.0.1:8001")])
+    monkeypatch.setattr(cluster, "nodes", lambda _: seen.pop(0))
+    roll = Roll(cluster, 1.0, 1.0, 0.0)
+    restarted: list[str] = []
+    monkeypatch.setattr(roll, "_restart", lambda service, *_: restarted.append(service.name))
+    with pytest.raises(AdminRefused, match=reason):
+        roll.run(["decode"], force=False)
+    assert restarted == ["d0"]

@@ -50,12 +50,14 @@ def test_the_only_node_of_a_model_that_does_not_generate_is_a_gap() -> None:
 
 def test_the_successor_is_new_usable_and_of_the_same_role_and_model_whatever_its_id() -> None:
     service = node_service(NODES[1], "http://d0")
-    before = {each["incarnation"] for each in NODES}
+    before = {each["incarnation"]: each["node_id"] for each in NODES}
     assert successor(service, before, NODES) is None
     others = [
         node("p1", "prefill", "i4"),
         node("d2", "decode", "i5", "other"),
         node("d3", "decode", "i6", usable=False),
+        node("d1", "decode", "i8"),  # it died, and is back
     ]
     assert successor(service, before, [*NODES, *others]) is None
     assert successor(service, before, [*NODES, *others, node("d-new", "decode", "i7")]) == "i7"
+    assert successor(service, before, [*NODES, *others, node("d0", "decode", "i7")]) == "i7"
