@@ -24,7 +24,8 @@ STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode",
 
 _FIRST_START_S = 1800.0
 """Limit of a first start on GPUs: kernels that are not precompiled are compiled then, which takes minutes."""
-_FREE_PORTS = {"host": "127.0.0.1", "port": "0", "data_port": "0", "admin_port": "0"}
+_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "none", "port": "0", "data_port": "0", "admin_port": "0"}
+_ON_ONE_HOST = {"nnodes": "1", "node_rank": "0"}
 _YIELDING_ROLE = {"itl": "prefill", "ttft": "decode"}
 """The role that gets less processor time, by what `favor` favors."""
 _YIELDING_NICE = 5
@@ -93,7 +94,7 @@ def plan_children(
                 # In a shared Redis, plain names would collide with those of another `kvrelay up`.
                 node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
                 share = next(shares) if model.generates else None
-                own = {**of_all, **_FREE_PORTS, "model": model.model, "node_id": node_id}
+                own = {**of_all, **_ON_LOOPBACK, **_ON_ONE_HOST, "model": model.model, "node_id": node_id}
                 if model.generates or not generating:
                     own |= _role_options(cls.section, config, share)
                 own |= _host_options(cls, config, on_gpus=share is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
 from common.model.hub import DEMO_MODEL_PATH
 from common.tools.up.models import UpModel
@@ -153,6 +153,15 @@ def test_port_in_the_environment_applies_to_up_and_not_to_the_nodes() -> None:
     for spec in plan(resolved(environ=environ))[2:]:
         config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
         assert (config.port, config.host) == (0, "127.0.0.1")
+
+
+def test_variables_of_nodes_on_other_hosts_do_not_move_those_of_up() -> None:
+    """As of compose.multi-host.yaml: others looked for the nodes where they did not listen, and `kvrelay up` was never ready."""
+    environ = {"KVRELAY_ADVERTISE_HOST": "192.0.2.7", "KVRELAY_NNODES": "2", "KVRELAY_NODE_RANK": "1"}
+    for spec in plan(resolved(environ=environ))[2:]:
+        config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
+        assert isinstance(config, NodeConfig)
+        assert (config.advertise_host, config.nnodes, config.node_rank) == (None, 1, 0)
 
 
 def test_no_node_gives_up_its_start_before_the_supervisor_does() -> None:
