@@ -21,6 +21,7 @@ from common.model.pooling.open import load_pooling_model, read_pooling_config
 from kvrelay.engine import CLOSED
 from kvrelay.prompts import Prompt, as_list, checked_text, prompt_value
 from router.http.openai.build_request import Caller
+from router.http.openai.checks import FieldsError
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
 from router.http.pooling.inputs import comparison_work, embedding_work
@@ -80,8 +81,8 @@ class PoolingEngine:
         first, second = _texts(text_1, "text_1"), _texts(text_2, "text_2")
         try:
             check_lengths(len(first), len(second))
-        except ValueError as error:
-            raise BadRequest(str(error), param="text_1") from None
+        except FieldsError as error:
+            raise BadRequest(str(error), param=error.param) from None
         work: list[tuple[ScoreRequest, PoolWork]] = []
         for at in range(0, max(1, len(second)), MAX_INPUTS):
             part = slice(at, at + MAX_INPUTS)

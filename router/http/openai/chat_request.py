@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, field_validator, model_validator
 
 from router.http.openai.chat_messages import Message
-from router.http.openai.checks import MAX_INT, bounded, shorten
+from router.http.openai.checks import MAX_INT, FieldsError, bounded, shorten
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
 from router.http.openai.tools import MAX_TOOLS, AllowedToolChoice, NamedToolChoice, Tool
 
@@ -52,21 +52,23 @@ class ChatRequest(CompletionRequestBase):
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed with logprobs=true")
+            raise FieldsError("top_logprobs", "top_logprobs is only allowed with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt is not False:
-            raise ValueError("continue_final_message is only allowed with add_generation_prompt=false")
+            raise FieldsError(
+                "continue_final_message", "continue_final_message is only allowed with add_generation_prompt=false"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two functions have the same name")
+            raise FieldsError("tools", "tools: two functions have the same name")
         for chosen in self._chosen or ():
             if chosen not in names:
-                raise ValueError(f"tool_choice: tools has no function {shorten(chosen)}")
+                raise FieldsError("tool_choice", f"tool_choice: tools has no function {shorten(chosen)}")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: 'required' needs tools")
+            raise FieldsError("tool_choice", "tool_choice: 'required' needs tools")
         return self
 
     @property

@@ -25,6 +25,14 @@ _excerpt.maxlist = _excerpt.maxdict = 8
 _excerpt.maxlong = 40
 
 
+class FieldsError(ValueError):
+    """A check of several fields failed. `param`: the one of them that clients are told."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 def shorten(value: object) -> str:
     """`value` as error messages show it. The cost does not depend on its size."""
     text = repr(value[: ECHO_CHARS + 1]) if isinstance(value, str) else _excerpt.repr(value)

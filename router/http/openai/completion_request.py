@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from router.http.openai.checks import MAX_INT, texts_or_token_ids
+from router.http.openai.checks import MAX_INT, FieldsError, texts_or_token_ids
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
 
 MAX_PROMPTS = 64
@@ -33,9 +33,9 @@ class CompletionRequest(CompletionRequestBase):
     @model_validator(mode="after")
     def _check_suffix(self) -> CompletionRequest:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise ValueError("suffix is only allowed with prompts that are strings")
+            raise FieldsError("suffix", "suffix is only allowed with prompts that are strings")
         if self.suffix and self.truncate_prompt_tokens is not None:
-            raise ValueError("suffix is not allowed with truncate_prompt_tokens")
+            raise FieldsError("suffix", "suffix is not allowed with truncate_prompt_tokens")
         return self
 
     @property

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from common.base.errors import BadRequest
-from router.http.openai.checks import ECHO_CHARS, as_object, shorten, with_integers
+from router.http.openai.checks import ECHO_CHARS, FieldsError, as_object, shorten, with_integers
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 
@@ -61,7 +61,7 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
+        errors = error.errors(include_url=False)
         # A field of several forms has an error for each: the deepest one is that of the form that the client meant.
         first = max(
             (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]),
@@ -71,7 +71,6 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
         message = first["msg"].removeprefix("Value error, ")
         where = ".".join(place) + ": " if place else ""
         got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"
-        # The message of a check of several fields begins with the name of one of them.
-        field = place[0] if place else message.replace(":", " ").partition(" ")[0]
-        param = field if place or field in kind.model_fields else None
+        cause = first.get("ctx", {}).get("error")
+        param = place[0] if place else cause.param if isinstance(cause, FieldsError) else None
         raise BadRequest(f"{where}{message}{got}", param=param) from error

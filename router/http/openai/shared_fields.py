@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
-from router.http.openai.checks import MAX_INT, as_object, bounded, items
+from router.http.openai.checks import MAX_INT, FieldsError, as_object, bounded, items
 from router.http.openai.structured_fields import StructuredFields
 
 MAX_STOPS = 64
@@ -138,15 +138,19 @@ class CompletionRequestBase(StructuredFields):
         given = vars(self)  # quicker to read than attributes
         stream, n, best_of = given["stream"], given["n"] or 1, given["best_of"]
         if given["stream_options"] is not None and not stream:
-            raise ValueError("stream_options is only allowed with stream=true")
+            raise FieldsError("stream_options", "stream_options is only allowed with stream=true")
         if given["prompt_logprobs"] is not None and stream:
-            raise ValueError("prompt_logprobs is not allowed with stream=true; echo with logprobs is")
+            raise FieldsError(
+                "prompt_logprobs", "prompt_logprobs is not allowed with stream=true; echo with logprobs is"
+            )
         if given["detokenize"] is False and given["stop"]:
-            raise ValueError("stop strings need detokenize=true; stop_token_ids do not")
+            raise FieldsError("stop", "stop strings need detokenize=true; stop_token_ids do not")
         if best_of is not None and best_of < n:
-            raise ValueError(f"best_of is {best_of}, less than n, which is {n}")
+            raise FieldsError("best_of", f"best_of is {best_of}, less than n, which is {n}")
         if stream and (best_of or n) > n:
-            raise ValueError("best_of above n is not allowed with stream=true: the best answers are known at the end")
+            raise FieldsError(
+                "best_of", "best_of above n is not allowed with stream=true: the best answers are known at the end"
+            )
         return self
 
     @property

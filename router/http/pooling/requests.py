@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
-from router.http.openai.checks import MAX_INT, bounded, items, texts_or_token_ids
+from router.http.openai.checks import MAX_INT, FieldsError, bounded, items, texts_or_token_ids
 from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID, TruncateTokens
 
 MAX_INPUTS = 2048
@@ -121,8 +121,9 @@ class ScoreRequest(PoolingFields):
 
 
 def check_lengths(text_1: int, text_2: int) -> None:
-    """Raises: ValueError if so many texts cannot be compared."""
+    """Raises: FieldsError if so many texts cannot be compared."""
     if text_1 not in (1, text_2):
-        raise ValueError(
-            f"text_1 has {text_1} texts and text_2 {text_2}: text_1 must be one text, or both must have equally many"
+        raise FieldsError(
+            "text_1",
+            f"text_1 has {text_1} texts and text_2 {text_2}: text_1 must be one text, or both must have equally many",
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from common.base.errors import BadRequest
 from router.http.anthropic.messages_request import MessagesRequest
 from router.http.body_model import BodyModel
 from router.http.ollama.requests import EmbedRequest, OllamaChatRequest
 from router.http.openai.chat_request import ChatRequest
+from router.http.openai.checks import FieldsError
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.parse_body import validated
 from router.http.pooling.requests import EmbeddingRequest, RerankRequest
@@ -86,6 +87,15 @@ def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_mean
         validated(body, kind)
 
 
+class _Pair(BodyModel):
+    first: int = 2
+    last: int = 1
+
+    @model_validator(mode="after")
+    def _check_together(self) -> _Pair:
+        raise FieldsError("last", "first must not be above last")
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "param"),
     [
@@ -96,6 +106,7 @@ def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_mean
         (ChatRequest, {**ASKED, "top_logprobs": 1}, "top_logprobs"),
         (ChatRequest, {**ASKED, "detokenize": False, "stop": "a"}, "stop"),
         (EmbeddingRequest, {}, None),
+        (_Pair, {}, "last"),
     ],
 )
 def test_errors_about_several_fields_name_one(kind: type[BaseModel], fields: Any, param: str | None) -> None:
