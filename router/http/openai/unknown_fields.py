@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel
 
 from common.base.errors import BadRequest
 from router.http.openai.checks import as_object, shorten
@@ -45,7 +45,9 @@ def known_fields(kind: type[BaseModel]) -> frozenset[str]:
     unsupported = UNSUPPORTED.keys() if issubclass(kind, CompletionRequestBase) else frozenset[str]()
     passed_on: frozenset[str] = getattr(kind, "PASSED_ON", frozenset())
     without_effect: frozenset[str] = getattr(kind, "WITHOUT_EFFECT", frozenset())
-    return frozenset(kind.model_fields) | passed_on | unsupported | WITHOUT_EFFECT | without_effect
+    aliases = [field.validation_alias for field in kind.model_fields.values()]
+    others = {str(name) for each in aliases if isinstance(each, AliasChoices) for name in each.choices}
+    return frozenset(kind.model_fields) | others | passed_on | unsupported | WITHOUT_EFFECT | without_effect
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:

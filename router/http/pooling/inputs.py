@@ -170,7 +170,7 @@ def _pair_work(
     """What a cross-encoder computes: one score for each pair."""
     limit = _limit(body, model)
     second_limit = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
-    param = "documents" if isinstance(body, RerankRequest) else "text_2"
+    param = "documents" if isinstance(body, RerankRequest) else body.names[1]
     inputs: list[PoolInput] = []
     for first, seconds in pairs_of(body):
         for ids, second_at in model.tokenizer.encode_pairs(first, seconds, limit=limit, second_limit=second_limit):
@@ -192,7 +192,7 @@ def _compared_work(
     if isinstance(body, RerankRequest):
         params, second_limit = ("query", "documents"), body.max_tokens_per_doc
     else:
-        params, second_limit = ("text_1", "text_2"), None
+        params, second_limit = body.names, None
     inputs: list[PoolInput] = []
     for side, param, limit, number in zip(texts, params, (None, second_limit), first_numbers, strict=True):
         limits = [each for each in (cut, limit) if each is not None and each > 0]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
@@ -101,29 +109,43 @@ class RerankRequest(PoolingFields):
         return [each if isinstance(each, str) else Document.model_validate(each).text for each in documents]
 
 
+_NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+"""What vLLM calls the two fields of `/v1/score`."""
+
+
 class ScoreRequest(PoolingFields):
     """Body of `POST /v1/score`: one text against each of several, or two lists of the same length pair by pair. Both are lists
     once validated.
     """
 
-    text_1: Annotated[list[str], Field(min_length=1)]
-    text_2: Annotated[list[str], Field(min_length=1)]
+    text_1: Annotated[list[str], Field(min_length=1, validation_alias=AliasChoices(*_NAMES[0]))]
+    text_2: Annotated[list[str], Field(min_length=1, validation_alias=AliasChoices(*_NAMES[1]))]
+    _names: tuple[str, str] = PrivateAttr(("text_1", "text_2"))
 
     @field_validator("text_1", "text_2", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else bounded(value, MAX_INPUTS, "texts in one request")
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> ScoreRequest:
-        check_lengths(len(self.text_1), len(self.text_2))
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_lengths(cls, value: Any, handler: ModelWrapValidatorHandler[ScoreRequest]) -> ScoreRequest:
+        body = handler(value)
+        first, second = (next(name for name in names if name in value) for names in _NAMES)
+        body._names = first, second
+        check_lengths(len(body.text_1), len(body.text_2), body.names)
+        return body
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the client calls the two fields."""
+        return self._names
 
 
-def check_lengths(text_1: int, text_2: int) -> None:
+def check_lengths(first: int, second: int, names: tuple[str, str] = ("text_1", "text_2")) -> None:
     """Raises: FieldsError if so many texts cannot be compared."""
-    if text_1 not in (1, text_2):
+    if first not in (1, second):
+        one, other = names
         raise FieldsError(
-            "text_1",
-            f"text_1 has {text_1} texts and text_2 {text_2}: text_1 must be one text, or both must have equally many",
+            one, f"{one} has {first} texts and {other} {second}: {one} must be one text, or both must have equally many"
         )

@@ -11,6 +11,7 @@ from support.paths import ROOT
 
 from common.base.errors import BadRequest
 from router.http.openai.parse_body import validated
+from router.http.openai.unknown_fields import unknown_fields
 from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 
 
@@ -46,6 +47,9 @@ def test_every_shape_of_input_becomes_a_list(given: Any, expected: Any) -> None:
         (RerankRequest, {"documents": ["b"]}, "query", "required"),
         (ScoreRequest, {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "text_1 has 2 texts and text_2 1"),
         (ScoreRequest, {"text_1": "a", "text_2": []}, "text_2", "at least 1 item"),
+        (ScoreRequest, {"queries": ["a", "b"], "items": ["c"]}, "queries", "queries has 2 texts and items 1"),
+        (ScoreRequest, {"queries": "a", "documents": []}, "documents", "at least 1 item"),
+        (ScoreRequest, {"documents": "a"}, "text_1", "required"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(
@@ -55,6 +59,14 @@ def test_what_is_wrong_is_refused_by_name(
         validated(body, kind)
     assert refusal.value.param == param
     assert len(refusal.value.message) < 400
+
+
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_vllms_other_names_of_what_is_scored_are_known(names: tuple[str, str]) -> None:
+    fields = {names[0]: "a", names[1]: ["b", "c"]}
+    body = validated(fields, ScoreRequest)
+    assert (body.text_1, body.text_2, body.names) == (["a"], ["b", "c"], names)
+    assert unknown_fields(fields, ScoreRequest) == []
 
 
 def test_documents_are_texts_or_objects_with_a_text() -> None:

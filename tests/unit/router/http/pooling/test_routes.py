@@ -105,6 +105,7 @@ def test_texts_that_are_too_long_to_be_compared_are_refused_by_their_field(folde
             ("/v1/rerank", {"query": "fox", "documents": [long]}, "documents"),
             ("/v1/score", {"text_1": long, "text_2": "fox"}, "text_1"),
             ("/v1/score", {"text_1": "fox", "text_2": long}, "text_2"),
+            ("/v1/score", {"queries": "fox", "documents": long}, "documents"),
         ):
             error = await client.refused(path, **body)
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
