@@ -591,7 +591,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "request_id": "x" * 257}, 400, "request_id", "256"),
     ("completions", {"prompt": "a", "kv_transfer_params": {"host": "x"}}, 400, "kv_transfer_params", "not supported"),
     ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "2"),
-    ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "0"),
+    ("completions", {"prompt": "a", "top_p": -0.1}, 400, "top_p", "0"),
     ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
     ("completions", {"prompt": ["a"] * 65}, 400, "prompt", "64"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),

@@ -191,7 +191,7 @@ class MessagesRequest(CountTokensRequest):
     ) = None
     stream: bool | None = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     metadata: Metadata | None = None
 

@@ -31,7 +31,7 @@ class _Body(BodyModel):
 
 class Options(_Body):
     """How tokens are drawn. `num_predict`: the most tokens; 0 or negative: no limit. The context's size is the server's.
-    `top_p`: 0 or negative leaves the most likely token; as `min_p`, it is cut to 0 to 1."""
+    `top_p` and `min_p` are cut to 0 to 1."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: int | None = None
@@ -56,9 +56,6 @@ class Options(_Body):
         given = self.model_dump(exclude_none=True, exclude={"mirostat"})
         if given.get("num_predict", 1) < 1:
             del given["num_predict"]
-        if given.get("top_p", 1) <= 0:
-            given["top_k"] = 1
-            del given["top_p"]
         for name in given.keys() & {"top_p", "min_p"}:
             given[name] = min(max(given[name], 0), 1)
         return {_NAMES.get(name, name): value for name, value in given.items()}

@@ -13,6 +13,9 @@ from common.control.messages import SamplingParams
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.sampling_defaults import NEUTRAL, SamplingDefaults
 
+_LEAST_TOP_P = 1e-6
+"""What 0 means: less than the probability of the most likely token, whatever the vocabulary."""
+
 
 def sampling_params(
     body: CompletionRequestBase,
@@ -41,7 +44,7 @@ def sampling_params(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         max_tokens=max_tokens,
         temperature=float(defaults.temperature if temperature is None else temperature),
-        top_p=float(defaults.top_p if top_p is None else top_p),
+        top_p=float(defaults.top_p if top_p is None else top_p or _LEAST_TOP_P),
         top_k=defaults.top_k if given["top_k"] is None else max(0, given["top_k"]),
         min_p=float(defaults.min_p if min_p is None else min_p),
         presence_penalty=float(given["presence_penalty"] or 0.0),

@@ -52,7 +52,7 @@ class CompletionRequestBase(StructuredFields):
     model: Annotated[str, Field(max_length=1024)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

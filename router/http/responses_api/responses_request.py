@@ -115,7 +115,7 @@ class ResponsesRequest(BodyModel):
     stream: bool | None = False
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Discriminator("type")] | None

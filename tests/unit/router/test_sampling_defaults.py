@@ -78,6 +78,7 @@ def test_what_a_client_says_holds_even_if_it_is_neutral(folder: Path) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.max_tokens) == (0.0, 1.0, 40)
     assert asked(chat(top_k=-1), model).top_k == 0
+    assert 0 < asked(chat(top_p=0), model).top_p < 1 / 262_144, "less than what the most likely of so many tokens has"
     assert asked(chat(max_completion_tokens=50), model).max_tokens == 50
 
 

@@ -75,8 +75,8 @@ def test_options_may_write_every_number_as_a_float() -> None:
 @pytest.mark.parametrize(
     ("options", "top_p", "min_p", "top_k"),
     [
-        ({"top_p": 0}, None, None, 1),
-        ({"top_p": -0.5, "top_k": 40}, None, None, 1),
+        ({"top_p": 0}, 0, None, None),
+        ({"top_p": -0.5, "top_k": 40}, 0, None, 40),
         ({"top_p": 0.5, "top_k": 40}, 0.5, None, 40),
         ({"top_p": 1.5, "min_p": 2}, 1, 1, None),
         ({"min_p": -1}, None, 0, None),
