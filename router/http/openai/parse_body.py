@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -29,6 +30,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
     Raises: BadRequest when it is something else.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)  # of files from Windows' editors
     try:
         body = as_object(from_json(data, allow_inf_nan=False, cache_strings=False))
     except ValueError as error:

@@ -14,7 +14,7 @@ from router.http.ollama.requests import EmbedRequest, OllamaChatRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import FieldsError
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.parse_body import validated
+from router.http.openai.parse_body import read_object, validated
 from router.http.pooling.requests import EmbeddingRequest, RerankRequest
 from router.http.responses_api.responses_request import ResponsesRequest
 
@@ -66,6 +66,12 @@ def test_every_model_of_a_body_ends_lists_at_the_first_wrong_item() -> None:
         for kind in found
         if not issubclass(kind, BodyModel) and kind.__module__.rpartition(".")[2] != "answer_types"
     ]
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert read_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        read_object(b"\xef\xbb\xbf\xef\xbb\xbf{}")
 
 
 @pytest.mark.parametrize(
