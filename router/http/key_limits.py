@@ -33,6 +33,10 @@ _CHECK_S = 1.0
 """The file is looked at again after this many seconds."""
 _MAX_LIMIT = 10**15
 _HASHED = "sha256:"
+LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{name}-{unit}" for name in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+)
+"""All headers of `KeyUse.headers`."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
 from router.http.https import https_certificate
-from router.http.key_limits import ApiKeys
+from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
 from router.http.responses import error_response
@@ -54,7 +54,7 @@ _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
 _SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
-_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", *OWN_HEADERS)
+_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", *LIMIT_HEADERS, *OWN_HEADERS)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ from common.base.errors import ConfigError, RateLimited
 from common.config.service_configs import RouterConfig
 from router.http.api_keys import KeyGuard
 from router.http.client import client_of, count_tokens
-from router.http.key_limits import ApiKeys, KeyClass, KeyUse, digest_of, read_keys
+from router.http.key_limits import LIMIT_HEADERS, ApiKeys, KeyClass, KeyUse, digest_of, read_keys
 
 FILE = f"""
 [classes.batch]
@@ -171,6 +171,8 @@ def test_requests_come_back_evenly_and_the_refusal_says_when() -> None:
     }
     now = 30.0
     use.begin()
+    limited = KeyUse("k", KeyClass(requests_per_minute=2, tokens_per_minute=60), lambda: now)
+    assert {name.decode() for name, _ in limited.headers()} == set(LIMIT_HEADERS)
 
 
 def test_tokens_are_charged_when_they_are_known() -> None:
