@@ -87,7 +87,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_generates(ChatCompletion, ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "chatcmpl")
+        assign_ids(request, "chatcmpl-")
         body, size = await parse(request, services, ChatRequest)
         chat = await prepare_chat(request, services, body, size)
         options = format_options(request, body, chat.model)
@@ -97,7 +97,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Continue each prompt, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "cmpl")
+        assign_ids(request, "cmpl-")
         body, size = await parse(request, services, CompletionRequest)
         model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body.user, body.priority)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from router.requests.generation import Generation
 
-OF_MESSAGES = "msg"
+OF_MESSAGES = "msg_"
 """Prefix of the ids of Anthropic's calls."""
 _ID_BYTES = 12
 _pool: list[str] = []
@@ -39,7 +39,7 @@ class RequestIds(NamedTuple):
     @staticmethod
     def make(prefix: str, client: str) -> RequestIds:
         """A new unique id, which nobody can guess."""
-        return RequestIds(f"{prefix}-{_random_hex()}", printable(client))
+        return RequestIds(f"{prefix}{_random_hex()}", printable(client))
 
     def headers(self) -> RawHeaders:
         """`x-request-id` is the client's own if it gave one. Anthropic's clients look for `request-id`."""

@@ -48,7 +48,7 @@ for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -(ARGV[4] + 1))) do
 end
 """
 )
-_ID = re.compile(r"resp-[0-9a-f]{24}")
+_ID = re.compile(r"resp_[0-9a-f]{24}")
 
 
 class StoredResponse(NamedTuple):

@@ -223,6 +223,7 @@ def test_every_answer_has_the_header_in_which_clients_look_for_its_id(folder: Pa
             answer = await http.post(f"/v1/messages{path}", json=body, headers=headers)
             assert answer.status_code == status
             (request_id,) = answer.headers.get_list("request-id")
+            assert request_id.startswith("msg_")
             assert answer.headers["x-request-id"] == headers.get("x-request-id", request_id)
             seen.add(request_id)
         assert len(seen) == 8

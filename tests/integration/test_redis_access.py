@@ -42,7 +42,7 @@ def works_with(url: str) -> None:
 async def stores_responses(url: str) -> None:
     """The oldest makes room, and a deleted one leaves nothing."""
     store = ResponseStore(url, "c", max_entries=2)
-    ids = [f"resp-{number:024x}" for number in range(3)]
+    ids = [f"resp_{number:024x}" for number in range(3)]
     for response_id in ids:
         await store.put("a", StoredResponse({"id": response_id}, []))
     with pytest.raises(NotFound):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -166,8 +167,8 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
                 assert refused.status_code == 400
                 assert said in refused.json()["error"]["message"]
 
-            assert (await http.get("/v1/responses/resp-0")).status_code == 404
-            assert (await http.put("/v1/responses/resp-0")).headers["allow"] == "DELETE, GET, HEAD"
+            assert (await http.get("/v1/responses/resp_0")).status_code == 404
+            assert (await http.put("/v1/responses/resp_0")).headers["allow"] == "DELETE, GET, HEAD"
 
     _play(folder, "sun", scene, None)
 
@@ -176,6 +177,7 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
     async def scene(bench: Bench) -> None:
         create = bench.client.responses.create
         first = await create(model="stub-model", input="one?", instructions="Be brief")
+        assert re.fullmatch(r"resp_[0-9a-f]{24}", first.id), "LangChain and pydantic-ai continue no others"
         async with bench.client.responses.stream(
             input="two?", model="stub-model", previous_response_id=first.id
         ) as two:
@@ -187,7 +189,7 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
         assert (await bench.client.responses.retrieve(second.id)).output_text == "sun"
         with pytest.raises(openai.BadRequestError, match="not streamed"):
             await bench.client.responses.retrieve(second.id, stream=True)
-        for response_id, client in ((first.id, bench.other), (third.id, bench.client), ("resp-../x", bench.client)):
+        for response_id, client in ((first.id, bench.other), (third.id, bench.client), ("resp_../x", bench.client)):
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(response_id)
             with pytest.raises(openai.NotFoundError):
@@ -249,7 +251,7 @@ def test_a_long_stored_conversation_is_rendered_on_a_thread(
     async def scene(bench: Bench) -> None:
         monkeypatch.setattr(ServedTokenizer, "render_chat", noting)
         create = bench.client.responses.create
-        await create(model="stub-model", input="two?", previous_response_id="resp-1", store=False)
+        await create(model="stub-model", input="two?", previous_response_id="resp_1", store=False)
         assert rendered_on_loop == [on_loop]
 
     _play(folder, "sun", scene, Store("redis://127.0.0.1:1/0", "c", 10))
@@ -269,7 +271,7 @@ def test_without_redis_answers_are_given_and_only_continuing_fails(folder: Path)
 def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, cluster: str) -> None:
     async def main() -> None:
         store = ResponseStore(redis_server.url, cluster, 2)
-        ids = [f"resp-{index:024x}" for index in range(4)]
+        ids = [f"resp_{index:024x}" for index in range(4)]
         for response_id in ids[:3]:
             await store.put("t", StoredResponse({"id": response_id}, []))
         await store.put("t", StoredResponse({"id": ids[3], "text": "x" * MAX_ENTRY_BYTES}, []))
@@ -287,13 +289,13 @@ def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_a
 ) -> None:
     """Where the list's key had another type, responses were stored without a bound on their number. Where the list was full of
     entries from a router whose clock was ahead, each new response was removed at once, as the oldest."""
-    ids = [f"resp-{index:024x}" for index in range(4)]
+    ids = [f"resp_{index:024x}" for index in range(4)]
     key = Keys(cluster).responses
     redis = Redis.from_url(redis_server.url)
     if what == "text":
         redis.set(key, "text")
     else:
-        redis.zadd(key, {f"t:resp-{index:024x}": time.time() + 1e7 for index in range(10, 12)})
+        redis.zadd(key, {f"t:resp_{index:024x}": time.time() + 1e7 for index in range(10, 12)})
 
     async def main() -> None:
         store = ResponseStore(redis_server.url, cluster, 2)

@@ -29,7 +29,7 @@ def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
     )
     async def ollama_embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The vector of each input, like ollama's endpoint of the same name."""
-        assign_ids(request, "ollama")
+        assign_ids(request, "ollama-")
         began_s = time.perf_counter()
         body, size = await parse_as(request, services, EmbedRequest, validated)
         wanted = validated(body.embedding_request(), EmbeddingRequest)
@@ -51,7 +51,7 @@ def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
     )
     async def ollama_embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The vector of a prompt, like ollama's endpoint of the same name; it is not normalized."""
-        assign_ids(request, "ollama")
+        assign_ids(request, "ollama-")
         body, size = await parse_as(request, services, OllamaEmbeddingsRequest, validated)
         wanted = validated(body.embedding_request(), EmbeddingRequest)
         return await serve_embeddings(

@@ -49,7 +49,7 @@ def add_ollama_model_routes(app: FastAPI, services: Services) -> None:
     @app.post("/api/show", openapi_extra=described(OllamaModel, body=ShowRequest, errors=OF_BODIES, error=OllamaError))
     async def ollama_show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Describe a model, like ollama's endpoint of the same name."""
-        assign_ids(request, "ollama")
+        assign_ids(request, "ollama-")
         body, _ = await parse_as(request, services, ShowRequest, validated)
         model = model_for(catalog, body.wanted, "generate", "embed", "score")
         return JsonResponse(_shown(model), headers=warnings_of(request))

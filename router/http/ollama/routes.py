@@ -37,7 +37,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
     @app.post("/api/chat", openapi_extra=_generates(OllamaChatRequest))
     async def ollama_chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like ollama's endpoint of the same name."""
-        assign_ids(request, "ollama")
+        assign_ids(request, "ollama-")
         body, size = await parse_as(request, services, OllamaChatRequest, validated)
         if not body.messages:
             return _loaded(services, body, {"message": {"role": "assistant", "content": ""}})
@@ -46,7 +46,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
     @app.post("/api/generate", openapi_extra=_generates(GenerateRequest))
     async def ollama_generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a prompt, like ollama's endpoint of the same name."""
-        assign_ids(request, "ollama")
+        assign_ids(request, "ollama-")
         body, size = await parse_as(request, services, GenerateRequest, validated)
         if not body.prompt:
             return _loaded(services, body, {"response": ""})

@@ -38,7 +38,7 @@ def _add_vector_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/embeddings", openapi_extra=_pools(Embeddings, EmbeddingRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The vector of each input, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "embd")
+        assign_ids(request, "embd-")
         body, size = await parse_as(request, services, EmbeddingRequest, validated)
         coded = body.encoding_format == "base64"
 
@@ -52,7 +52,7 @@ def _add_vector_routes(app: FastAPI, services: Services) -> None:
         """What the model computes for each input, like vLLM's endpoint of the same name: one vector per token, or with `task`
         a vector per input.
         """
-        assign_ids(request, "pool")
+        assign_ids(request, "pool-")
         body, size = await parse_as(request, services, PoolingRequest, validated)
         if body.task in ("classify", "score"):
             raise BadRequest(f"the task {body.task!r} is not one of this call; use /v1/score", param="task")
@@ -71,7 +71,7 @@ def _add_vector_routes(app: FastAPI, services: Services) -> None:
 def _add_score_routes(app: FastAPI, services: Services) -> None:
     async def rerank(request: Request) -> Response:
         """The documents that fit the query best, like the endpoints of Cohere and Jina."""
-        assign_ids(request, "rerank")
+        assign_ids(request, "rerank-")
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)
@@ -85,7 +85,7 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
 
     async def score(request: Request) -> Response:
         """How well pairs of texts fit: by a cross-encoder, or the cosine of their embeddings; like vLLM's endpoint."""
-        assign_ids(request, "score")
+        assign_ids(request, "score-")
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)

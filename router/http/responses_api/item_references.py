@@ -38,7 +38,7 @@ async def looked_up(
         named = _ID.fullmatch(item.id)
         if named is None:
             raise _unknown(item.id)
-        response_id, place = f"resp-{named[1]}", int(named[2])
+        response_id, place = f"resp_{named[1]}", int(named[2])
         if response_id not in outputs:
             if len(outputs) == _MAX_RESPONSES:
                 raise BadRequest(f"input refers to more than {_MAX_RESPONSES} responses", param="input")

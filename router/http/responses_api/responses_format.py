@@ -107,7 +107,7 @@ class ResponsesFormat(ParsedFormat):
 
     def _start(self, kind: str, **fields: object) -> list[Json]:
         closed = self._close("completed")
-        unique = self.options.request_id.rpartition("-")[2]
+        unique = self.options.request_id.rpartition("_")[2]
         item: Json = {"id": f"{_ID_PREFIXES[kind]}_{unique}{len(self._items)}", "type": kind, "status": "in_progress"}
         self._items.append({**item, **_OWN_FIELDS[kind], **fields})
         self._open = True

@@ -43,7 +43,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     )
     async def create_response(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "resp")
+        assign_ids(request, "resp_")
         body, size = await parse_as(request, services, ResponsesRequest, validated)
         earlier: list[Json] = []
         if body.previous_response_id is not None:
