@@ -268,7 +268,7 @@ class Dispatcher:
             raise Unavailable(self._stopping.message)
         most = self._config.max_waiting
         if count > most:
-            raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="prompt")
+            raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="n")
         state = self.state(model)
         if state.table.waiting + count <= most:
             return []

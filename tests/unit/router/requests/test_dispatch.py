@@ -230,8 +230,9 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
 
 def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
     async def scene(dispatcher: Dispatcher) -> None:
-        with pytest.raises(BadRequest, match="at most 256 prompts times n, not 257"):
+        with pytest.raises(BadRequest, match="at most 256 prompts times n, not 257") as refusal:
             dispatcher.check_room("m", 257)
+        assert refusal.value.param == "n", "both completion calls have it"
         dispatcher.check_room("m", 256)
 
     play(scene)
