@@ -25,8 +25,8 @@ def sampling_params(
     bad_words: list[Ids],
     defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
-    """The sampling parameters of a request; `defaults` for fields left out. Draws a seed if the request has none.
-    `bad_words`: the request's, tokenized.
+    """The sampling parameters of a request; `defaults` for fields left out. Draws a seed if the request has none or -1, as vLLM
+    and ollama do. `bad_words`: the request's, tokenized.
 
     Raises: BadRequest.
     """
@@ -41,7 +41,7 @@ def sampling_params(
     repetition_penalty = given["repetition_penalty"]
     biases: dict[str, float] = given["logit_bias"] or {}
     return SamplingParams(
-        seed=secrets.randbits(63) if seed is None else seed % 2**64,
+        seed=secrets.randbits(63) if seed in (None, -1) else seed % 2**64,
         max_tokens=max_tokens,
         temperature=float(defaults.temperature if temperature is None else temperature),
         top_p=float(defaults.top_p if top_p is None else top_p or _LEAST_TOP_P),

@@ -82,6 +82,12 @@ def test_what_a_client_says_holds_even_if_it_is_neutral(folder: Path) -> None:
     assert asked(chat(max_completion_tokens=50), model).max_tokens == 50
 
 
+def test_a_seed_of_minus_one_is_a_new_one_for_each_request(folder: Path) -> None:
+    model = served(folder)
+    assert len({asked(chat(seed=seed), model).seed for seed in (-1, -1, None, None)}) == 4
+    assert [asked(chat(seed=seed), model).seed for seed in (0, -2, 2**64 + 1)] == [0, 2**64 - 2, 1]
+
+
 def test_the_default_length_never_makes_a_prompt_too_long(folder: Path) -> None:
     model = served(folder)
     assert asked(chat(), model, model.max_model_len - 3).max_tokens == 3
