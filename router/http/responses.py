@@ -12,6 +12,7 @@ from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.error_shapes import MESSAGES_PATH, shaped_error
 from router.http.json_body import to_json
+from router.http.own_names import by_own_name
 from router.http.request_headers import header
 from router.http.response_headers import OF_MESSAGES, RawHeaders, RequestIds
 
@@ -50,7 +51,8 @@ class JsonResponse(Response):
 
 
 def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None) -> JsonResponse:
-    """An error with its status, in the shape of the API that the path belongs to."""
+    """An error with its status, in the shape and by the names of the API that the path belongs to."""
+    error = by_own_name(error, scope)
     extra = list(headers or [])
     if scope["path"].startswith(MESSAGES_PATH) and all(name != b"request-id" for name, _ in extra):
         extra += RequestIds.make(OF_MESSAGES, header(scope, b"x-request-id")).headers()

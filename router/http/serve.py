@@ -26,6 +26,7 @@ from router.http.openai.parse_body import ModelT, RequestT, completion_request, 
 from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unknown_fields import names_in_header, refuse_unknown, unknown_fields
+from router.http.own_names import note_names
 from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
@@ -92,6 +93,7 @@ async def parse_by(
     def work(data: bytes) -> tuple[_T, list[str]]:
         fields = read_object(data)
         kind = kind_of(fields)
+        note_names(request.scope, kind)
         unknown = unknown_fields(fields, kind)
         if services.strict_parameters:
             refuse_unknown(unknown, kind)

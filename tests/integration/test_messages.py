@@ -179,11 +179,19 @@ def test_errors_have_anthropics_shape_and_its_header_is_a_key(folder: Path) -> N
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         key = {"x-api-key": "secret"}
         image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+        unordered = {"format": {"type": "json_schema", "schema": {"uniqueItems": True}}}
         for body, headers, status, kind, said in (
             (ASKED, {}, 401, "authentication_error", "API key"),
             (ASKED | {"model": "other"}, key, 404, "not_found_error", "other"),
             (ASKED | {"max_tokens": None}, key, 400, "invalid_request_error", "max_tokens"),
             (ASKED | {"messages": image}, key, 400, "invalid_request_error", "image"),
+            (
+                ASKED | {"output_config": unordered},
+                key,
+                400,
+                "invalid_request_error",
+                "output_config.format: the grammar",
+            ),
             (
                 ASKED | {"tools": [{"type": "bash_20250124", "name": "bash"}]},
                 key,

@@ -153,6 +153,7 @@ def test_items_reach_the_template_as_the_conversation_they_mean(folder: Path) ->
 def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+        unordered = {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
         async with httpx.AsyncClient(base_url=bench.url, headers={"authorization": "Bearer one"}) as http:
             for field, said in (
                 ({"input": image}, "input_image"),
@@ -162,10 +163,14 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
                 ({"prompt": {"id": "p"}}, "prompt"),
                 ({"truncation": "auto"}, "truncation"),
                 ({"top_logprobs": 2}, "top_logprobs"),
+                ({"text": {"format": unordered}}, "text.format: the grammar"),
+                ({"input": "hi " * 2 * MAX_LEN}, "maximum context length"),
+                ({"min_tokens": 9, "max_output_tokens": 2}, "min_tokens is 9"),
             ):
                 refused = await http.post("/v1/responses", json={"input": "hi", **field})
                 assert refused.status_code == 400
                 assert said in refused.json()["error"]["message"]
+                assert refused.json()["error"]["param"] == next(iter(field))
 
             assert (await http.get("/v1/responses/resp_0")).status_code == 404
             assert (await http.put("/v1/responses/resp_0")).headers["allow"] == "DELETE, GET, HEAD"

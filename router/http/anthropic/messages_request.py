@@ -133,6 +133,8 @@ class CountTokensRequest(_Body):
     """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
     KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"output_config": frozenset(OutputConfig.model_fields)}
     """Names within objects; others are unknown."""
+    OWN_NAMES: ClassVar[dict[str, str]] = {"response_format": "output_config.format"}
+    """Where these calls have what the chat call calls otherwise."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -74,6 +74,13 @@ class _Named(_Body):
 
 
 class _Call(_Named):
+    OWN_NAMES: ClassVar[dict[str, str]] = {
+        **{_NAMES.get(name, name): f"options.{name}" for name in Options.model_fields},
+        "response_format": "format",
+        "reasoning_effort": "think",
+    }
+    """Where these calls have what the chat call calls otherwise."""
+
     stream: bool | None = True
     options: Options | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None

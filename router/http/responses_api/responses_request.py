@@ -106,6 +106,12 @@ class ResponsesRequest(BodyModel):
     """Fields of OpenAI's call that have no effect here, beside those of all calls."""
     KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"text": frozenset(TextConfig.model_fields)}
     """Names within objects; others are unknown, such as OpenAI's `text.verbosity`."""
+    OWN_NAMES: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+    """Where this call has what the chat call calls otherwise."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
