@@ -41,8 +41,8 @@ class GrammarChecker:
         """The sources whose result somebody waits for."""
         self._one_at_a_time = asyncio.Lock()
 
-    async def check(self, source: str, param: str) -> None:
-        """Raises: BadRequest naming `param` if the grammar cannot be used, Overloaded if that is not known in time."""
+    async def check(self, source: str, place: str) -> None:
+        """Raises: BadRequest if the grammar at this place of the body cannot be used, Overloaded if that is not known in time."""
         problem = self._results.get(source)
         if problem is None:
             problem = await self._compile(source)
@@ -52,7 +52,7 @@ class GrammarChecker:
         else:
             self._results.move_to_end(source)
         if problem:
-            raise BadRequest(f"{param}: {problem}", param=param)
+            raise BadRequest(f"{place}: {problem}", param=place.partition(".")[0])
 
     async def _compile(self, source: str) -> str:
         tokenizer = self._tokenizer

@@ -46,6 +46,9 @@ def test_results_are_remembered_and_computed_off_the_loop(monkeypatch: pytest.Mo
             with pytest.raises(BadRequest, match=r"guided_regex: [^$]*unclosed group") as caught:
                 await checker.check("start: /(/", "guided_regex")
             assert caught.value.param == "guided_regex"
+            with pytest.raises(BadRequest, match=r"structured_outputs\.regex: ") as caught:
+                await checker.check("start: /(/", "structured_outputs.regex")
+            assert caught.value.param == "structured_outputs", "as of errors that are found earlier"
 
     asyncio.run(run())
     assert len(compiling.threads) == 2
