@@ -124,8 +124,8 @@ class ModelConfig:
 def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
     """The config of the model in directory or GGUF file `path`.
 
-    `headless`: it needs no LM head; it may also be of a family's class without one (`Qwen3Model`), whose files name tensors
-    without the first part of their names. Raises: ConfigError, one sentence, for a missing or corrupt file, an unsupported architecture or feature.
+    `headless`: it needs no LM head; it may also be of a family's class without one (`Qwen3Model`). Raises: ConfigError, one
+    sentence, for a missing or corrupt file, an unsupported architecture or feature.
     """
     if is_gguf(path):
         # Imported here because it costs a fifth of a second, which other models need not pay.
@@ -133,13 +133,7 @@ def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
 
         return _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
     file = path / "config.json"
-    if not headless:
-        return _describe(ConfigFile(file), path, None)
-    described = _describe(ConfigFile(file, _with_head(read_json_object(file))), path, None)
-    names = described.weight_names
-    first_part = names.embedding.partition(".")[0] + "."
-    others = (*names.other_beginnings, (first_part, ""))
-    return replace(described, weight_names=replace(names, other_beginnings=others))
+    return _describe(ConfigFile(file, _with_head(read_json_object(file)) if headless else None), path, None)
 
 
 def _with_head(raw: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +150,7 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
     if family.nested_config is not None:
         config = config.with_nested(family.nested_config)
     config = config.with_defaults(family.config_defaults).renamed(family.config_keys)
-    names = weight_names or family.weight_names
+    names = weight_names or _also_headless(family.weight_names)
     quantization = _read_quantization(config)
     if quantization is not None and names.is_transposed:
         raise config.error(f"quantized weights of {architecture} are not supported")
@@ -180,6 +174,12 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
         weight_names=names,
         ends=family.describe_ends(config),
     )
+
+
+def _also_headless(names: WeightNames) -> WeightNames:
+    """`names`, of which checkpoints of a class without an LM head lack the first part, as in transformers."""
+    first_part = names.embedding.partition(".")[0] + "."
+    return replace(names, other_beginnings=(*names.other_beginnings, (first_part, "")))
 
 
 def _max_position(config: ConfigFile, family: Family, layer: LayerDescription) -> int:

@@ -64,7 +64,6 @@ GEMMA3_TEXT_PART = replace(
         other_beginnings=(
             ("language_model.model.", "model.language_model."),
             ("language_model.model.", "language_model."),
-            ("language_model.", ""),
         ),
     ),
 )

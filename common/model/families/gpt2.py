@@ -30,7 +30,6 @@ _NAMES = WeightNames(
     up="mlp.c_fc",
     down="mlp.c_proj",
     is_transposed=True,
-    other_beginnings=(("transformer.", ""),),
 )
 _KEYS = {
     "hidden_size": "n_embd",

@@ -25,7 +25,6 @@ _NAMES = WeightNames(
     mlp_norm="final_layer_norm",
     up="fc1",
     down="fc2",
-    other_beginnings=(("model.", ""),),
 )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.oracle import LONGROPE, OF_ANY_LENGTH, TINY, greedy, make_tiny
 from support.runner_cases import check, drive, make_runner, prompt
 
@@ -38,6 +40,17 @@ def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: st
     vocab = TINY[name].vocab_size
     prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
+
+
+@pytest.mark.parametrize("name", ["mqa", "gemma2", "gemma3-vision", "opt", "gpt2"])
+def test_names_of_tensors_may_lack_the_part_that_stands_for_a_class_without_lm_head(
+    tiny_dirs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_dirs[name], tmp_path / name))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key.partition(".")[2]: tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+    prompts = [prompt(17, TINY[name].vocab_size)]
+    check(tiny_dirs[name], prompts, drive(make_runner(folder), prompts, 16, 4), 4)
 
 
 @pytest.mark.skipif(find_native() is None, reason="no native kernels")
