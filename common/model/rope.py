@@ -95,7 +95,10 @@ def _original_max_position(config: ConfigFile, scaling: dict[str, Any]) -> int:
     """Beside the rope parameters, else in them, else the context's length, as in transformers."""
     key = "original_max_position_embeddings"
     default = None if config.raw.get("max_position_embeddings") is None else config.integer("max_position_embeddings")
-    return int(config.number(key, config.number(key, default, within=scaling)))
+    original = int(config.number(key, config.number(key, default, within=scaling)))
+    if original < 2:
+        raise config.error(f"{key} must be at least 2, not {original}")
+    return original
 
 
 def _read_yarn(config: ConfigFile, scaling: dict[str, Any], rope: RopeConfig) -> RopeConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.base.errors import ConfigError
 from common.model.config import token_ids
-from common.model.config_file import ConfigFile, read_json_object
+from common.model.config_file import MOST_LAYERS, ConfigFile, read_json_object
 from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
 from common.model.generic.config import GenericConfig
 from common.model.generic.library import load
@@ -38,8 +38,10 @@ def describe(path: Path) -> GenericConfig:
     file = ConfigFile(path / "config.json")
     cls, config = read_class(path)
     _check_kinds(config, cls.__name__)
+    _check_layers(config, file, cls.__name__)
     dtype = str(config.dtype or "float32").removeprefix("torch.")  # the model that is built next changes it
     model, calls = probe(cls, config)
+    _check_parameters(model, file, cls.__name__)
     layers = _layers(cls.__name__, config, model, calls)
     find_parts(model, tuple(call.module for call in calls))
     generation_file = path / "generation_config.json"
@@ -101,7 +103,8 @@ def read_config(path: Path) -> Any:
     try:
         config = load().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers thinks of the file
-        reason = str(error).strip().partition("\n")[0]
+        first, _, rest = str(error).strip().partition("\n")
+        reason = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
         raise ConfigError(f"{path / 'config.json'}: transformers cannot read it: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -121,6 +124,18 @@ def _check_kinds(config: Any, name: str) -> None:
         raise ConfigError(f"{name} is an encoder-decoder; decoder-only architectures work")
 
 
+def _check_layers(config: Any, file: ConfigFile, name: str) -> None:
+    value = _of_text(config, "num_hidden_layers", name)
+    if not isinstance(value, int) or not 1 <= value <= MOST_LAYERS:
+        raise file.error(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, not {value!r}")
+
+
+def _check_parameters(model: Any, file: ConfigFile, name: str) -> None:
+    for parameter, tensor in model.named_parameters():
+        if not tensor.numel():
+            raise file.error(f"it makes {parameter} of {name} a tensor of shape {list(tensor.shape)}, without numbers")
+
+
 def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> tuple[LayerDescription, ...]:
     modules = [call.module for call in calls]
     num_layers = _of_text(config, "num_hidden_layers", name)
@@ -133,6 +148,10 @@ def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> t
         if call.soft_cap != calls[0].soft_cap:
             raise ConfigError(
                 f"the layers of {name} differ in their soft cap of attention scores, which is not supported"
+            )
+        if call.num_q_heads % call.num_kv_heads:
+            raise ConfigError(
+                f"{name} has {call.num_q_heads} query heads, no multiple of its {call.num_kv_heads} KV heads"
             )
         if call.v_dim > call.k_dim:
             raise ConfigError(

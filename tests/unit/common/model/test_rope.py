@@ -180,3 +180,10 @@ def test_a_part_of_heads_counts_without_scaling_where_it_does_in_transformers(
         theirs = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
     expected = theirs.rotary_emb.compute_default_rope_parameters(theirs.config)[0]
     torch.testing.assert_close(inverse_frequencies(rope_of_all, config.head_dim), expected)
+
+
+def test_an_original_context_of_one_token_is_refused(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    config = {**LLAMA, "max_position_embeddings": 8192, "rope_parameters": scaling}
+    with pytest.raises(ConfigError, match="original_max_position_embeddings must be at least 2, not 1"):
+        load_model_config(write(tmp_path, {**config, "original_max_position_embeddings": 1}))

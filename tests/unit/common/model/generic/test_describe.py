@@ -42,6 +42,27 @@ def test_a_class_that_needs_more_is_refused_with_the_reason(
         describe(folder_of(tmp_path, kind, architecture, **more))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 10000, not 0"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a whole number from 1 to 10000"),
+        ({"hidden_size": 0}, r"a tensor of shape \[250, 0\], without numbers"),
+        ({"intermediate_size": 0}, r"mlp\.gate_proj\.weight of LlamaForCausalLM a tensor of shape \[0, 64\]"),
+        ({"num_key_value_heads": 3}, "4 query heads, no multiple of its 3 KV heads"),
+        ({"hidden_size": "many"}, "cannot read it: .*'hidden_size': .*expected int"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_a_config_that_no_model_has_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    config = config_of("llama", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=reason):
+        describe(tmp_path)
+
+
 def test_code_that_comes_with_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MyModel"], "auto_map": {"AutoConfig": "mine.MyConfig"}}')
     (tmp_path / "mine.py").write_text("raise SystemExit(1)")
