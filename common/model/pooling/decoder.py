@@ -5,6 +5,7 @@ The layers are those that generate; attention sees only the texts of its own bat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from common.control.pooling import PoolInput
 from common.model.loader import load_model
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.pool import same_length
+
+_ROWS = 512
+"""Tokens of a text that attend in one product, where a sliding window is shorter than the text."""
 
 
 class PoolingDecoder:
@@ -54,7 +58,8 @@ class PoolingDecoder:
         lengths = [len(each.token_ids) for each in inputs]
         ids = torch.tensor([token for each in inputs for token in each.token_ids])
         positions = torch.cat([torch.arange(length) for length in lengths])
-        attention = _AttentionWithin(lengths, self._model.attention_shape(1).scale)
+        windows = [layer.attention.window for layer in self.config.model.layers]
+        attention = _AttentionWithin(lengths, self._model.attention_shape(1).scale, windows)
         return self._model.forward(ids, positions, attention).float(), lengths
 
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -64,9 +69,11 @@ class PoolingDecoder:
 class _AttentionWithin:
     """`AttentionBackend` of one batch of whole texts, causal within each, without a cache."""
 
-    def __init__(self, lengths: Sequence[int], scale: float | None) -> None:
+    def __init__(self, lengths: Sequence[int], scale: float | None, windows: Sequence[int | None]) -> None:
+        """`windows`: tokens that a row sees, for each layer; None: all before it."""
         self._groups = same_length(lengths)
         self._scale = scale
+        self._windows = windows
 
     def plan(self, metadata: AttentionMetadata) -> None:
         raise NotImplementedError("planned when it was made")
@@ -79,8 +86,21 @@ class _AttentionWithin:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, length in self._groups:
             own_q, own_k, own_v = (each[rows].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
-            mixed = fn.scaled_dot_product_attention(
-                own_q, own_k, own_v, is_causal=True, scale=self._scale, enable_gqa=True
-            )
+            mixed = self._attend(own_q, own_k, own_v, self._windows[layer])
             out[rows] = mixed.transpose(1, 2).flatten(0, 1)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q, k, v: [texts, heads, tokens, head_dim], of texts of equal length."""
+        attend = functools.partial(fn.scaled_dot_product_attention, scale=self._scale, enable_gqa=True)
+        length = q.size(2)
+        if window is None or length <= window:
+            return attend(q, k, v, is_causal=True)
+        out = torch.empty_like(q)
+        for first in range(0, length, _ROWS):  # a mask of all rows would take the square of the length
+            end, seen_from = min(first + _ROWS, length), max(0, first - window + 1)
+            row, seen = torch.arange(first, end)[:, None], torch.arange(seen_from, end)
+            mask = (seen <= row) & (seen > row - window)
+            keys, values = (side[:, :, seen_from:end] for side in (k, v))
+            out[:, :, first:end] = attend(q[:, :, first:end], keys, values, attn_mask=mask)
         return out

@@ -44,8 +44,6 @@ def read_pooling_decoder(path: Path) -> PoolingDecoderConfig:
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
         raise ConfigError(f"{path / 'config.json'}: a decoder whose attention is not causal is not supported")
     model = load_model_config(path, headless=True)
-    if any(layer.attention.window is not None for layer in model.layers):
-        raise ConfigError(f"{path / 'config.json'}: embeddings of a model with sliding windows are not supported")
     if model.attention.soft_cap is not None:
         raise ConfigError(f"{path / 'config.json'}: embeddings of a model with soft caps of scores are not supported")
     if not (path / "tokenizer.json").is_file():

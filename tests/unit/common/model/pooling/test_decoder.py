@@ -81,6 +81,23 @@ def test_gpt2_whose_class_with_a_head_is_called_a_model_embeds(tmp_path: Path, h
         torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("name", "architecture"), [("mistral", "MistralModel"), ("gemma3", "Gemma3TextModel")])
+def test_texts_longer_than_a_sliding_window_embed_as_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, architecture: str
+) -> None:
+    monkeypatch.setattr("common.model.pooling.decoder._ROWS", 32)
+    path = make_tiny(name, tmp_path / "model")
+    oracle = transformers.AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    change(path, architectures=[architecture])
+    inputs = [PoolInput(pack_ids([(5 + 7 * i) % 250 for i in range(length)])) for length in (100, 24, 25, 100, 41, 40)]
+    hidden, lengths = load(path).hidden(inputs)
+    for each, rows in zip(inputs, hidden.split(lengths), strict=True):
+        with torch.no_grad():
+            expected = oracle(torch.tensor([each.token_ids])).last_hidden_state[0]
+        torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_pooling_of_sentence_transformers_replaces_that_of_the_last_token(tmp_path: Path) -> None:
     path = embedding_model(tmp_path / "model")
     assert read_pooling_decoder(path).pooling == "lasttoken"
@@ -95,8 +112,7 @@ def test_the_pooling_of_sentence_transformers_replaces_that_of_the_last_token(tm
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("mistral", {}, "sliding windows are not supported"),
-        ("gemma3", {"architectures": ["Gemma3TextModel"]}, "sliding windows are not supported"),
+        ("gemma2", {}, "soft caps of scores are not supported"),
         ("qwen3", {"is_causal": False}, "not causal is not supported"),
         ("qwen3", {"use_bidirectional_attention": True}, "not causal is not supported"),
         ("qwen3", {"architectures": ["FalconModel"]}, "FalconModel.* is not supported"),
