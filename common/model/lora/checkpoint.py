@@ -27,6 +27,8 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose adapters belong to base weights that were changed too."""
 _DTYPES = ("F32", "F16", "BF16")
+_MAX_ALPHA = 1e30
+"""The native kernels take scales in float32."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def linear_shapes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]
 def _read_settings(file: Path) -> dict[str, Any]:
     try:
         found: object = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds no JSON object")
@@ -194,9 +196,9 @@ def _find_modules(
         if len(pair) < 2 or any(len(shapes[name]) != 2 for name in pair.values()):
             raise ConfigError(f"{path} has no matrices A and B for {full_names[at]}")
         rank = shapes[pair["A"]][0]
-        modules[at] = LoraModule(pair["A"], pair["B"], rank, _scale(settings, full_names[at], rank, path))
         if rank < 1 or shapes[pair["B"]][1] != rank:
             raise ConfigError(f"{path}: A of {full_names[at]} has rank {rank}, its B {shapes[pair['B']][1]}")
+        modules[at] = LoraModule(pair["A"], pair["B"], rank, _scale(settings, full_names[at], rank, path))
     return modules
 
 
@@ -206,8 +208,8 @@ def _scale(settings: dict[str, Any], name: str, rank: int, path: Path) -> float:
     alpha = _by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha"))
     if promised != rank:
         raise ConfigError(f"{path}: {name} has rank {rank}, and {_CONFIG} says {promised}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{path}: lora_alpha {alpha!r} is no number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
+        raise ConfigError(f"{path}: lora_alpha {repr(alpha)[:100]} is no number up to {_MAX_ALPHA:g}")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

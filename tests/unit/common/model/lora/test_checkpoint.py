@@ -44,6 +44,9 @@ def config(model: Path) -> ModelConfig:
         ({"peft_type": "LOHA"}, "no LoRA adapter"),
         ({"r": 5}, "has rank 4, and adapter_config.json says 5"),
         ({"lora_alpha": None}, "is no number"),
+        ({"lora_alpha": 10**400}, "is no number"),
+        ({"lora_alpha": -math.inf}, "is no number"),
+        ({"alpha_pattern": {"up_proj": math.nan}}, "is no number"),
     ],
 )
 def test_what_the_config_asks_for_beyond_lora_is_refused(
@@ -51,6 +54,12 @@ def test_what_the_config_asks_for_beyond_lora_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         open_adapter(write_adapter(tmp_path, model, **settings), config)
+
+
+def test_a_config_that_is_nested_too_deeply_is_refused(model: Path, config: ModelConfig, tmp_path: Path) -> None:
+    (write_adapter(tmp_path, model) / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_adapter(tmp_path, config)
 
 
 def test_an_adapter_of_another_model_is_refused(config: ModelConfig, tmp_path: Path) -> None:
@@ -73,6 +82,8 @@ def test_layers_of_another_tower_are_not_taken_for_those_of_the_text(
 def test_ranks_beyond_what_the_node_accepts_are_refused(model: Path, config: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 32, and this node accepts at most 16"):
         open_adapter(write_adapter(tmp_path, model, rank=32), config, max_rank=16)
+    with pytest.raises(ConfigError, match="has rank 0"):
+        open_adapter(write_adapter(tmp_path, model, rank=0), config)
 
 
 def test_tensors_of_no_linear_layer_and_halves_of_pairs_are_refused(
