@@ -156,24 +156,24 @@ class AdapterAdmin:
         except ConfigError as error:
             raise BadRequest(error.message) from error
         done: Future[int] = Future()
-        was_served = await asyncio.wrap_future(self._ask(lambda: self._begin_load(source, done)))
+        await asyncio.wrap_future(self._ask(lambda: self._begin_load(source, done)))
         try:
             await asyncio.wrap_future(done)
         except KvRelayError as error:
-            if not was_served:
-                await asyncio.wrap_future(self._ask(lambda: self._withdraw(source)))
             self._changed(name)
             raise BadRequest(error.message) if isinstance(error, ConfigError) else error from error
         self._changed(name)
         log.info("LoRA adapter %r was loaded from %s", name, source.path)
         return {"name": name, "digest": source.adapter.digest}
 
-    def _begin_load(self, source: AdapterSource, done: Future[int]) -> bool:
-        """Returns whether requests could name the adapter before."""
+    def _begin_load(self, source: AdapterSource, done: Future[int]) -> None:
+        """An adapter that requests could not name before cannot be named after a failure, either."""
         was_served = source.adapter in self._table.adapters
         self._table.register(source)
 
         def on_loaded(result: int | KvRelayError) -> None:
+            if isinstance(result, KvRelayError) and not was_served:
+                self._withdraw(source)
             if not done.set_running_or_notify_cancel():  # the call was given up
                 return
             if isinstance(result, KvRelayError):
@@ -184,7 +184,6 @@ class AdapterAdmin:
         adapter_id = self._table.take(source.adapter, monotonic(), on_loaded)
         if adapter_id is not None:
             on_loaded(adapter_id)
-        return was_served
 
     def _withdraw(self, source: AdapterSource) -> None:
         if source.adapter in self._table.adapters:

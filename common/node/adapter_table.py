@@ -1,7 +1,8 @@
 """The LoRA adapters that a node serves: which exist, which are in the ranks' memory, who waits for one. Engine thread.
 
 At most `max_loras` are in memory. A request whose adapter is not waits, beside the batch, until it is loaded; if there
-is no room, the least recently used one takes no new requests and leaves memory when its last one has ended.
+is no room, the least recently used one takes no new requests and leaves memory when its last one has ended, unless nobody
+waits for the room any more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LOAD_TIMEOUT_S = 60.0
 
 OnLoaded = Callable[[int | KvRelayError], None]
 """Called once, with the id by which steps name the adapter, or with why it cannot be used."""
+IsWanted = Callable[[], bool]
 
 
 class AdapterSource(NamedTuple):
@@ -68,14 +70,26 @@ class _Copy:
     is_leaving: bool = False
     """It takes no more requests."""
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes requests."""
+        return self.is_loaded and not self.is_leaving
+
+
+class _Waiting(NamedTuple):
+    """Who waits for an adapter, until when."""
+
+    due_s: float
+    on_loaded: OnLoaded
+    is_wanted: IsWanted
+
 
 @dataclass(eq=False)
 class _Wanted:
-    """An adapter that is not in memory, and who waits for it."""
+    """An adapter that takes no requests yet, and who waits for it."""
 
     source: AdapterSource
-    waiting: list[tuple[float, OnLoaded]] = field(default_factory=list[tuple[float, OnLoaded]])
-    """(deadline, callback)"""
+    waiting: list[_Waiting] = field(default_factory=list[_Waiting])
 
 
 class AdapterTable:
@@ -121,9 +135,7 @@ class AdapterTable:
         self._changed()
         if (copy := self._copies.get(source.adapter)) is not None:
             copy.is_leaving = True
-        wanted = self._wanted.pop(source.adapter, None)
-        for _, on_loaded in wanted.waiting if wanted else ():
-            on_loaded(AdapterMissing(f"LoRA adapter {name!r} was unloaded"))
+        self._tell(source.adapter, AdapterMissing(f"LoRA adapter {name!r} was unloaded"))
         return source.adapter
 
     def describe(self) -> list[dict[str, Any]]:
@@ -152,15 +164,18 @@ class AdapterTable:
         if source.adapter != adapter:
             raise AdapterMissing(f"this node has other weights as LoRA adapter {adapter.name!r}")
 
-    def take(self, adapter: Adapter, now_s: float, on_loaded: OnLoaded) -> int | None:
-        """The id of an adapter that `check` accepted; None if it is not in memory: then `on_loaded` gets it later."""
+    def take(
+        self, adapter: Adapter, now_s: float, on_loaded: OnLoaded, is_wanted: IsWanted = lambda: True
+    ) -> int | None:
+        """The id of an adapter that `check` accepted; None if it is not in memory: then `on_loaded` gets it later, or an error
+        as soon as it is no longer `is_wanted`."""
         copy = self._copies.get(adapter)
-        if copy is not None and copy.is_loaded and not copy.is_leaving:
+        if copy is not None and copy.is_usable:
             self._clock += 1
             copy.used = self._clock
             return copy.adapter_id
         wanted = self._wanted.setdefault(adapter, _Wanted(self._sources[adapter.name]))
-        wanted.waiting.append((now_s + LOAD_TIMEOUT_S, on_loaded))
+        wanted.waiting.append(_Waiting(now_s + LOAD_TIMEOUT_S, on_loaded, is_wanted))
         self._load_wanted()
         return None
 
@@ -178,11 +193,9 @@ class AdapterTable:
             self._loader.drop(copy.adapter_id)  # some ranks may have it
         elif copy.is_leaving:
             return  # it was unloaded meanwhile
-        wanted = self._wanted.pop(adapter, None)
-        for _, on_loaded in wanted.waiting if wanted else ():
-            self._clock += 1
-            copy.used = self._clock
-            on_loaded(event.error or copy.adapter_id)
+        self._clock += 1
+        copy.used = self._clock
+        self._tell(adapter, event.error or copy.adapter_id)
 
     @property
     def is_settled(self) -> bool:
@@ -196,14 +209,24 @@ class AdapterTable:
                 del self._copies[adapter]
                 self._loader.drop(copy.adapter_id)
         for adapter, wanted in list(self._wanted.items()):
-            over = [on_loaded for due_s, on_loaded in wanted.waiting if now_s > due_s]
-            wanted.waiting = [waiting for waiting in wanted.waiting if now_s <= waiting[0]]
-            if not wanted.waiting:
+            staying = [each for each in wanted.waiting if now_s <= each.due_s and each.is_wanted()]
+            over = [each for each in wanted.waiting if each not in staying]
+            wanted.waiting = staying
+            if not staying:
                 del self._wanted[adapter]
-            for on_loaded in over:
+            for each in over:
                 name = adapter.name
-                on_loaded(AdapterMissing(f"LoRA adapter {name!r} was not loaded within {LOAD_TIMEOUT_S:g} s"))
+                each.on_loaded(AdapterMissing(f"LoRA adapter {name!r} was not loaded within {LOAD_TIMEOUT_S:g} s"))
         self._load_wanted()
+        for adapter in list(self._wanted):
+            if (copy := self._copies.get(adapter)) is not None and copy.is_usable:
+                self._tell(adapter, copy.adapter_id)
+
+    def _tell(self, adapter: Adapter, result: int | KvRelayError) -> None:
+        """End the wait for an adapter."""
+        wanted = self._wanted.pop(adapter, None)
+        for each in wanted.waiting if wanted else ():
+            each.on_loaded(result)
 
     def _load_wanted(self) -> None:
         """Load what is wanted, as far as there is room; for the rest, have others leave."""
@@ -214,7 +237,10 @@ class AdapterTable:
             self._copies[wanted.source.adapter] = _Copy(self._last_id, self._clock)
             self._loader.load(self._last_id, wanted.source)
         lacking = sum(adapter not in self._copies for adapter in self._wanted)
-        staying = [copy for copy in self._copies.values() if copy.is_loaded and not copy.is_leaving]
-        lacking -= sum(copy.is_leaving for copy in self._copies.values())
-        for copy in sorted(staying, key=lambda copy: copy.used)[: max(0, lacking)]:
+        for adapter, copy in self._copies.items():
+            source = self._sources.get(adapter.name)
+            copy.is_leaving = source is None or source.adapter != adapter
+            lacking -= copy.is_leaving
+        staying = sorted((copy for copy in self._copies.values() if copy.is_usable), key=lambda copy: copy.used)
+        for copy in staying[: max(0, lacking)]:
             copy.is_leaving = True

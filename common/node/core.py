@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
@@ -46,7 +47,6 @@ from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
-
 
 _MAX_MARKS = 300
 
@@ -259,10 +259,10 @@ class NodeCore(ABC, Generic[AttemptT]):
         seq, adapter = attempt.seq, attempt.seq.request.adapter
         if adapter is not None and not seq.adapter_id and seq.key not in self._without_adapter:
             self.adapters.check(adapter)
-            adapter_id = self.adapters.take(adapter, self.clock(), lambda result: self._adapter_loaded(seq.key, result))
-            if adapter_id is None:
+            tell = partial(self._adapter_loaded, seq.key)
+            seq.adapter_id = self.adapters.take(adapter, self.clock(), tell, lambda: seq.key in self.attempts) or 0
+            if not seq.adapter_id:
                 self._without_adapter.add(seq.key)
-            seq.adapter_id = adapter_id or 0
         return seq.key not in self._without_adapter
 
     def _adapter_loaded(self, key: AttemptKey, result: int | KvRelayError) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support.certificates import made
 from support.fake_adapters import FakeLoader, source
 
-from common.base.errors import ConfigError
+from common.base.errors import AdapterMissing, BadRequest, ConfigError
 from common.cluster.records import LoadedAdapters, Records
 from common.config.option_groups import LoraOptions
 from common.control.admin_server import Call
@@ -56,6 +56,54 @@ def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.Mo
     asyncio.run(main())
     loader.finish(table)  # raised InvalidStateError
     assert loader.in_memory
+
+
+def test_an_adapter_that_is_unloaded_and_loaded_again_while_it_is_loaded_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of the first call took what the second one had registered."""
+    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
+    loader = FakeLoader()
+    table = AdapterTable(loader)
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    call = Call({}, {}, {"name": "a", "path": "/a"})
+
+    async def main() -> list[Any]:
+        first = asyncio.create_task(admin._load(call))
+        async with asyncio.timeout(20):
+            while not loader.loads:
+                await asyncio.sleep(0.01)
+        table.unregister("a")
+        answer: Future[int] = Future()
+        admin._begin_load(source("a"), answer)
+        await asyncio.gather(first, return_exceptions=True)
+        loader.finish(table)
+        table.settle(set(), 0.0)
+        return [first.exception(), await asyncio.wrap_future(answer)]
+
+    unloaded, adapter_id = asyncio.run(main())
+    assert isinstance(unloaded, AdapterMissing)
+    assert loader.in_memory == {adapter_id}
+    assert table.adapters == (source("a").adapter,)
+
+
+def test_what_failed_to_load_cannot_be_named_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
+    loader = FakeLoader()
+    table = AdapterTable(loader)
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+
+    async def main() -> None:
+        load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
+        async with asyncio.timeout(20):
+            while not loader.loads:
+                await asyncio.sleep(0.01)
+        loader.finish(table, ConfigError("no such file"))
+        with pytest.raises(BadRequest, match="no such file"):
+            await load
+
+    asyncio.run(main())
+    assert table.adapters == ()
 
 
 def listed(*sources: AdapterSource) -> LoadedAdapters:

@@ -106,6 +106,49 @@ def test_waiting_ends_with_an_error_when_no_room_comes_or_the_adapter_is_unloade
     assert table.is_settled
 
 
+def test_an_adapter_stays_when_nobody_waits_for_its_room_any_more() -> None:
+    """It took no requests until its last one had ended, for the room of one whose client had left."""
+    table, loader, requests = a_table("abc", 1)
+    requests.take("a", "a")
+    loader.finish(table)
+    connected = {"b"}
+    table.take(source("b").adapter, 0.0, lambda result: requests.told.update(b=result), lambda: "b" in connected)
+    assert requests.take("a2", "a") is None
+    table.settle({1}, 0.0)
+    assert set(requests.told) == {"a"}
+    connected.clear()
+    table.settle({1}, 0.0)
+    assert isinstance(requests.told["b"], AdapterMissing)
+    assert requests.told["a2"] == 1
+    assert table.is_settled
+    assert requests.take("a3", "a") == 1
+
+    requests.take("c", "c")
+    requests.take("a4", "a")
+    table.settle({1}, LOAD_TIMEOUT_S + 1)
+    assert isinstance(requests.told["c"], AdapterMissing)
+    assert isinstance(requests.told["a4"], AdapterMissing)
+    assert requests.take("a5", "a") == 1
+
+
+def test_an_adapter_that_was_unloaded_and_loaded_again_is_used_where_it_is() -> None:
+    table, loader, requests = a_table("ab", 1)
+    requests.take("a", "a")
+    loader.finish(table)
+    table.unregister("a")
+    table.register(source("a"))
+    assert requests.take("a2", "a") is None
+    table.settle({1}, 0.0)
+    assert requests.told["a2"] == 1
+    requests.take("b", "b")
+    table.unregister("b")
+    table.register(source("b"))
+    requests.take("b2", "b")
+    table.settle(set(), 0.0)
+    loader.finish(table)
+    assert requests.told["b2"] == 2
+
+
 def test_memory_stays_bounded_and_every_request_is_served_under_random_use() -> None:
     draw = random.Random(3)
     table, loader, requests = a_table("abcdefgh", 3)

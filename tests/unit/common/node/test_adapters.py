@@ -11,6 +11,7 @@ from support.node_pair import D_REF, KEY, P_REF, PROMPT, ROUTER, Pair
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import (
+    Abort,
     Adapter,
     AttemptFailed,
     AttemptKey,
@@ -77,6 +78,23 @@ def test_an_adapter_that_was_unloaded_leaves_memory_when_its_last_request_has_en
     pair.p._end(pair.p.attempts[KEY])  # pyright: ignore[reportPrivateUsage]
     pair.p.on_time(0.0)
     assert p_loader.dropped == [1]
+
+
+def test_a_request_that_is_over_makes_no_adapter_leave() -> None:
+    pair = Pair()
+    loader, core = FakeLoader(), pair.p
+    core.adapters = AdapterTable(loader, 1, [source("a"), source("b")])
+    keys = [AttemptKey(name, 1) for name in ("first", "left", "second")]
+    send(pair, source("a").adapter, keys[0])
+    loader.finish(core.adapters)
+    send(pair, source("b").adapter, keys[1])
+    send(pair, source("a").adapter, keys[2])
+    assert core.attempts[keys[2]].seq.adapter_id == 0
+    core.handle(FromClient(ROUTER, Abort(keys[1])))
+    core.on_time(0.0)
+    assert core.attempts[keys[2]].seq.adapter_id == 1
+    assert core.adapters.is_settled
+    assert not core._without_adapter  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(("p_blocks", "d_blocks"), [(32, 4), (4, 32)])
