@@ -133,11 +133,11 @@ class ModelCatalog:
         self.accept([record for record in self._records if record.model.name in self._registered])
 
     def get(self, name: str | None) -> ServedModel:
-        """The model that a client named; None: the one to use if the client names none.
+        """The model that a client named; None, or an empty name: the one to use if the client names none.
 
         Raises: NotFound for an unknown name; Unavailable for a model that is not loaded; BadRequest if a name is needed.
         """
-        if name is None:
+        if not name:
             return self.default("generate")
         model = self._by_name.get(name)
         if model is None:

@@ -11,11 +11,11 @@ _DOES = {"generate": "generates text", "embed": "embeds texts", "score": "scores
 
 
 def model_for(catalog: ModelCatalog, name: str | None, *tasks: Task) -> ServedModel:
-    """The model `name`, which must do one of `tasks`; without a name, as `ModelCatalog.default`.
+    """The model `name`, which must do one of `tasks`; without a name or with an empty one, as `ModelCatalog.default`.
 
     Raises: NotFound, Unavailable; BadRequest for a model that does something else, with those that would do.
     """
-    model = catalog.default(*tasks) if name is None else catalog.get(name)
+    model = catalog.get(name) if name else catalog.default(*tasks)
     if model.task in tasks:
         return model
     wanted = " or ".join(_DOES[task] for task in tasks)

@@ -17,6 +17,7 @@ from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router import registered_model, served_model
+from router.http.model_choice import model_for
 from router.model_catalog import ModelCatalog
 from router.served_model import LoadOptions, ServedModel
 
@@ -124,6 +125,7 @@ def test_a_request_without_a_name_gets_the_only_generating_model(monkeypatch: py
         catalog.accept([embeds, record("a0", "a", started_at=1.0)])
         await listed(catalog, "a", "e")
         assert (catalog.get(None).name, catalog.default("score", "embed").name) == ("a", "e")
+        assert (catalog.get("").name, model_for(catalog, "", "embed").name) == ("a", "e")
         catalog.accept([embeds, record("a0", "a", started_at=1.0), record("b0", "b", started_at=2.0)])
         await listed(catalog, "a", "e", "b")
         with pytest.raises(BadRequest, match="model is required: this server has 'a', 'b'"):
