@@ -18,14 +18,14 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
     "function_call": _only("none", "auto"),
     "routed_experts_prompt_start": _only(0),
+    "verbosity": _only("medium"),
+    "web_search_options": lambda value: value is None,  # {} asks for a search
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
         (
             "functions",
             "audio",
             "prediction",
-            "web_search_options",
-            "verbosity",
             "use_beam_search",
             "logits_processors",
             "chat_template",

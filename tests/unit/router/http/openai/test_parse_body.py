@@ -14,7 +14,7 @@ from router.http.ollama.requests import EmbedRequest, OllamaChatRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import FieldsError
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.parse_body import read_object, validated
+from router.http.openai.parse_body import completion_request, read_object, validated
 from router.http.pooling.requests import EmbeddingRequest, RerankRequest
 from router.http.responses_api.responses_request import ResponsesRequest
 
@@ -66,6 +66,15 @@ def test_every_model_of_a_body_ends_lists_at_the_first_wrong_item() -> None:
         for kind in found
         if not issubclass(kind, BodyModel) and kind.__module__.rpartition(".")[2] != "answer_types"
     ]
+
+
+def test_fields_that_would_change_the_answer_are_refused_unless_the_value_has_no_effect() -> None:
+    for harmless in ({"verbosity": "medium"}, {"verbosity": None}, {"web_search_options": None}, {"functions": []}):
+        completion_request({**ASKED, **harmless}, ChatRequest)
+    for wanted in ({"verbosity": "low"}, {"web_search_options": {}}, {"functions": [{"name": "f"}]}):
+        with pytest.raises(BadRequest, match="not supported") as refusal:
+            completion_request({**ASKED, **wanted}, ChatRequest)
+        assert [refusal.value.param] == list(wanted)
 
 
 def test_a_body_may_begin_with_a_byte_order_mark() -> None:
