@@ -194,6 +194,11 @@ class Metrics:
             "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
         )
         self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
+        self._unrenewed = Gauge(
+            "kvrelay_nodes_unrenewed",
+            "Nodes that answer this router although Redis has no record of them.",
+            registry=registry,
+        )
         self.attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
         self._by_model: dict[str, ModelMetrics] = {}
 
@@ -220,6 +225,10 @@ class Metrics:
         self._pending.set_function(running)
         self._pending_first.set_function(waiting)
         self._held.set_function(held)
+
+    def watch_records(self, unrenewed: Callable[[], int]) -> None:
+        """Export how many nodes answer although their records in Redis have ended."""
+        self._unrenewed.set_function(unrenewed)
 
     def ignored_fields(self, count: int) -> None:
         self._ignored_fields.value += count

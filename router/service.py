@@ -116,7 +116,7 @@ async def _take_requests(
 
 
 def _directory(router: Router, config: RouterConfig) -> Directory:
-    return Directory(
+    directory = Directory(
         config.redis_url,
         config.cluster,
         router.set_nodes,
@@ -126,3 +126,5 @@ def _directory(router: Router, config: RouterConfig) -> Directory:
         idle=lambda: router.dispatcher.nodes.idle,
         tls_dir=config.tls_dir,
     )
+    router.metrics.watch_records(lambda: len(directory.unrenewed))
+    return directory

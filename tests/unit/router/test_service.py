@@ -13,7 +13,8 @@ from support.stub_node import make_model_folder
 
 from common.base.errors import ConfigError
 from common.config.service_configs import RouterConfig
-from router.service import serve
+from router.router import Router
+from router.service import _directory, serve
 
 
 def test_router_imports_no_torch_no_transformers_and_no_kvtransfer() -> None:
@@ -46,3 +47,18 @@ def test_wrong_configuration_ends_the_start_and_frees_the_port(tmp_path: Path) -
             asyncio.run(serve(config))
     with socket.socket() as again:
         again.bind(("127.0.0.1", port))
+
+
+def test_metrics_show_how_many_nodes_answer_without_a_record_in_redis() -> None:
+    """As where Redis is full: it answers, so that `kvrelay_redis_away` is 0."""
+
+    async def main() -> None:
+        config = RouterConfig()
+        router = Router(config)
+        directory = _directory(router, config)
+        directory.unrenewed = ["d0", "d1"]
+        assert b"kvrelay_nodes_unrenewed 2.0" in router.metrics.render()
+        router.close()
+        await directory.close()
+
+    asyncio.run(main())
