@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +24,15 @@ from common.node.adapter_table import AdapterSource, AdapterTable
 log = logging.getLogger(__name__)
 
 
-def open_source(name: str, path: str, config: ModelConfig, max_rank: int) -> AdapterSource:
-    """Check an adapter and compute its digest. Reads all of its weights. Raises: ConfigError."""
+def open_source(
+    name: str, path: str, config: ModelConfig, max_rank: int, model_names: Collection[str]
+) -> AdapterSource:
+    """Check an adapter and compute its digest. Reads all of its weights. `model_names`: those of the base model.
+
+    Raises: ConfigError.
+    """
+    if name in model_names:
+        raise ConfigError(f"{name!r} is the name of the model: give the LoRA adapter another one")
     if isinstance(config, GenericConfig):
         raise ConfigError(
             f"LoRA adapters need a native family, and the layers of {config.architecture} are computed by transformers"
@@ -38,7 +45,7 @@ def open_source(name: str, path: str, config: ModelConfig, max_rank: int) -> Ada
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
 
 
-def configured_sources(options: LoraOptions, config: ModelConfig) -> list[AdapterSource]:
+def configured_sources(options: LoraOptions, config: ModelConfig, model_names: Collection[str]) -> list[AdapterSource]:
     """The adapters of `--lora`. Raises: ConfigError."""
     sources: dict[str, AdapterSource] = {}
     for text in listed("lora", options.lora):
@@ -47,12 +54,16 @@ def configured_sources(options: LoraOptions, config: ModelConfig) -> list[Adapte
             raise ConfigError(f"--lora {text!r} is not NAME=FOLDER")
         if name in sources:
             raise ConfigError(f"--lora names two adapters {name!r}")
-        sources[name] = open_source(name, path, config, options.max_lora_rank)
+        sources[name] = open_source(name, path, config, options.max_lora_rank, model_names)
     return list(sources.values())
 
 
 async def loaded_sources(
-    loaded: LoadedAdapters | None, configured: Sequence[AdapterSource], options: LoraOptions, config: ModelConfig
+    loaded: LoadedAdapters | None,
+    configured: Sequence[AdapterSource],
+    options: LoraOptions,
+    config: ModelConfig,
+    model_names: Collection[str],
 ) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
     """The adapters that an operator had loaded into the last process of this node: those that can be used, without names that
     are `configured` now, and those that cannot, which are logged. None for these: it is unknown what was `loaded`."""
@@ -65,7 +76,9 @@ async def loaded_sources(
         try:
             if adapter.name in taken:
                 raise ConfigError("another one has its name")
-            source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_lora_rank)
+            source = await asyncio.to_thread(
+                open_source, adapter.name, path, config, options.max_lora_rank, model_names
+            )
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")
         except ConfigError as error:
@@ -103,6 +116,7 @@ class AdapterAdmin:
         options: LoraOptions,
         config: ModelConfig,
         node: AdministeredNode,
+        model_names: Collection[str],
     ) -> None:
         """configured: those of `--lora`. missing: of `loaded_sources`."""
         self._table = table
@@ -110,6 +124,7 @@ class AdapterAdmin:
         self._missing = None if missing is None else {source.adapter.name: source for source in missing}
         self._options = options
         self._config = config
+        self._model_names = model_names
         self._node = node
         self._ask = node.ask
 
@@ -152,7 +167,9 @@ class AdapterAdmin:
         room for it in time."""
         name, path = _text(call, "name"), _text(call, "path")
         try:
-            source = await asyncio.to_thread(open_source, name, path, self._config, self._options.max_lora_rank)
+            source = await asyncio.to_thread(
+                open_source, name, path, self._config, self._options.max_lora_rank, self._model_names
+            )
         except ConfigError as error:
             raise BadRequest(error.message) from error
         done: Future[int] = Future()

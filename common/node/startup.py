@@ -17,6 +17,7 @@ from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.address import advertised
 from common.cluster.loaded_adapters import read_loaded_adapters
+from common.config.fields import listed
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
@@ -61,9 +62,10 @@ async def _serve(
     """Run until cancelled. Raises: as `run_node`."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
-    configured = configured_sources(config, plan.model_config)
+    names = {plan.model.name, *listed("served_model_name", config.served_model_name)}
+    configured = configured_sources(config, plan.model_config, names)
     before = await read_loaded_adapters(config.redis_url, config.cluster, server.node_id, config.tls_dir)
-    loaded, missing = await loaded_sources(before, configured, config, plan.model_config)
+    loaded, missing = await loaded_sources(before, configured, config, plan.model_config, names)
     grammars = make_grammars(plan, server.post)
     grammars.preload()
     leader = Leader(config, role, plan, forked)
@@ -73,7 +75,7 @@ async def _serve(
         incarnation = server.me.incarnation
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
         adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
-        lora = AdapterAdmin(adapters, configured, missing, config, plan.model_config, server)
+        lora = AdapterAdmin(adapters, configured, missing, config, plan.model_config, server, names)
         transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
         try:
             await leader.start_ranks(incarnation, advertised(transfers.address, config))

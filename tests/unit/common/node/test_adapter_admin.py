@@ -16,7 +16,7 @@ from common.cluster.records import LoadedAdapters, Records
 from common.config.option_groups import LoraOptions
 from common.control.admin_server import Call
 from common.node import adapter_admin
-from common.node.adapter_admin import AdapterAdmin, loaded_sources
+from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterSource, AdapterTable
 
 
@@ -42,7 +42,7 @@ def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
 
     async def main() -> None:
         load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
@@ -65,7 +65,7 @@ def test_an_adapter_that_is_unloaded_and_loaded_again_while_it_is_loaded_stays(
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
     call = Call({}, {}, {"name": "a", "path": "/a"})
 
     async def main() -> list[Any]:
@@ -91,7 +91,7 @@ def test_what_failed_to_load_cannot_be_named_by_requests(monkeypatch: pytest.Mon
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
 
     async def main() -> None:
         load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
@@ -126,10 +126,10 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
     async def main() -> AdapterAdmin:
         configured = [source("sql", "22")]
-        usable, missing = await loaded_sources(before, configured, LoraOptions(), None)  # type: ignore[arg-type]
+        usable, missing = await loaded_sources(before, configured, LoraOptions(), None, ())  # type: ignore[arg-type]
         assert [each.adapter.name for each in usable] == ["usable"]
         table = AdapterTable(FakeLoader(), sources=[*configured, *usable])
-        admin = AdapterAdmin(table, configured, missing, LoraOptions(), None, node)  # type: ignore[arg-type]
+        admin = AdapterAdmin(table, configured, missing, LoraOptions(), None, node, ())  # type: ignore[arg-type]
         assert admin.loaded == listed(*map(source, ("usable", "unmounted", "changed", "sql")))
         for name in ("unmounted", "usable"):
             await admin._unload(Call({}, {}, {"name": name}))
@@ -140,7 +140,7 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
 
 def test_what_could_not_be_read_is_left_as_it_is() -> None:
-    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, LoraOptions(), None, FakeNode())  # type: ignore[arg-type]
+    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
     assert admin.loaded is None
     assert Records("c", None).decode_loaded(b"junk", "d0") is None
     records = Records("c", str(made() / "node"))
@@ -153,4 +153,16 @@ def test_what_could_not_be_read_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("path", ["~nouser/x", "/no/such/folder"])
 def test_a_path_that_is_no_folder_is_refused(path: str) -> None:
     with pytest.raises(ConfigError):
-        adapter_admin.open_source("a", path, None, 8)  # type: ignore[arg-type]
+        adapter_admin.open_source("a", path, None, 8, ())  # type: ignore[arg-type]
+
+
+def test_an_adapter_cannot_have_the_name_of_the_model() -> None:
+    """Requests for it would be answered by the model without it."""
+    named = "'base' is the name of the model"
+    with pytest.raises(ConfigError, match=named):
+        configured_sources(LoraOptions(lora="base=/a"), None, {"base"})  # type: ignore[arg-type]
+    table = AdapterTable(FakeLoader())
+    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), {"base"})  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=named):
+        asyncio.run(admin._load(Call({}, {}, {"name": "base", "path": "/a"})))
+    assert table.adapters == ()
