@@ -9,8 +9,7 @@ cease, such as a service's end users, and those who were served once would starv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Mapping, Set
 
 
 class FairShares:
@@ -40,20 +39,16 @@ class FairShares:
                 ahead += min(tokens, max(0.0, begins - self._clocks.get(each, self._now)))
         return ahead
 
-    def serve(self, name: str, tokens: int, waiting: Collection[str], others: Sequence[Collection[str]]) -> None:
-        """One of those who wait, as for `next`, gets its turn. `others`: those who wait with less urgent requests, or with ones for
-        which there is no room. If they have no more, their clocks keep their distance to virtual time: they had no part in this
-        turn.
+    def serve(self, name: str, tokens: int, waiting: Set[str], queued: Set[str]) -> None:
+        """One of those who wait, as for `next`, gets its turn. `queued`: all with requests in the queue. Those of them who had no
+        part in this turn, since their requests are less urgent or find no room, keep their distance to virtual time.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens
         self._now = max(begun, before + tokens / (1 + len(waiting)))
-        apart = set(chain.from_iterable(others)).difference(waiting)
-        for each in apart & self._clocks.keys():
+        for each in (queued - waiting) & self._clocks.keys():
             self._clocks[each] += self._now - before
-        self._clocks = {
-            each: clock for each, clock in self._clocks.items() if clock > self._now or each in waiting or each in apart
-        }
+        self._clocks = {each: clock for each, clock in self._clocks.items() if clock > self._now or each in queued}
 
     def has_clock(self, name: str) -> bool:
         return name in self._clocks
