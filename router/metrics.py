@@ -285,12 +285,12 @@ class ModelMetrics:
         if count:
             self._itl.observe(gap_s / count)
 
-    def leg(self, role_is_prefill: bool, stats: AttemptStats) -> None:
+    def leg(self, role: Role, stats: AttemptStats) -> None:
         """A leg reported how it served its attempt."""
         if stats.prefill_s > 0:
             self._queue.observe(stats.queue_s)
             self._prefill.observe(stats.prefill_s)
-        if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver's count is used
+        if role == "decode":  # both legs may count the bytes of one relay; the receiver's count is used
             self._all.relayed.value += max(stats.relayed_bytes, 0)
 
     def failed(self, code: str) -> None:

@@ -49,7 +49,7 @@ class _PlaceNow(NamedTuple):
 class PoolPart:
     """One part. Call `enter`, then `start`; `on_end(part)` is called once, after `outcome` was set.
 
-    Invariant: from then on the part is in no registry of the router, and no node works on it.
+    Invariant: from then on the part is in no table of the router, and no node works on it.
     """
 
     def __init__(
@@ -91,11 +91,8 @@ class PoolPart:
     # -- for the dispatcher
 
     def enter(self) -> None:
-        """Enter the router's registries."""
-        router = self._router
-        router.stories.enter(self._story)
-        router.deadlines.add(self.request_id)
-        router.table.add(self.request_id, self)
+        """Enter the router's tables."""
+        self._router.enter(self.request_id, self, self._story)
 
     def start(self) -> None:
         """Place the first attempt; call once. Like `feed`, it never raises."""
@@ -290,8 +287,7 @@ class PoolPart:
         self.outcome = outcome
         self._abort()
         router, work = self._router, self.work
-        for registry in router.registries:
-            registry.remove(self.request_id)
+        router.leave(self.request_id)
         data = {"inputs": len(work.inputs), "prompt_tokens": work.num_tokens}
         if outcome.error is not None:
             self._story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)

@@ -34,7 +34,7 @@ Answer = Callable[[f.Event], None]
 
 class Attempts:
     """One request's attempts. Invariant: the request waits for at most one thing at a time, and for nothing once it is
-    removed from the registries of `RouterState`.
+    removed from the tables of `RouterState`.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Attempts:
         *,
         deadline_s: float,
         story: Story,
-        siblings: Siblings | None = None,
+        siblings: Siblings,
     ) -> None:
         """`token_ids`: what was generated so far; grows with the request. `deadline_s`: when the request must be over."""
         self.request_id = request_id
@@ -74,7 +74,7 @@ class Attempts:
         self._router = router
         self._deadline_s = deadline_s
         self._story = story
-        self._siblings = siblings or Siblings()
+        self._siblings = siblings
         self._chain = HashChain(request.engine.cache_salt, request.engine.lora_id)
         self._placement: Placement | None = None
         self.decision: Decision | None = None
@@ -129,13 +129,13 @@ class Attempts:
         return PlacementRequest(
             request.engine.prompt_ids + pack_ids(token_ids),
             self._chain,
-            request.engine.sampling.max_tokens - len(token_ids),
-            request.session,
-            wanted.avoid | self._router.breakers.not_admitted(),
-            wanted.last,
-            frozenset(self._unproven),
-            self._kv_kind if token_ids else "",
-            wanted.attempt > 1 or self._siblings.begun,
+            max_new_tokens=request.engine.sampling.max_tokens - len(token_ids),
+            session=request.session,
+            avoid=wanted.avoid | self._router.breakers.not_admitted(),
+            last=wanted.last,
+            unproven=frozenset(self._unproven),
+            kv_kind=self._kv_kind if token_ids else "",
+            begun=wanted.attempt > 1 or self._siblings.begun,
             adapter=request.engine.adapter,
         )
 

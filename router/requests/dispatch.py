@@ -37,7 +37,7 @@ from router.requests.request import GenerationRequest
 from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
 from router.requests.router_state import RouterState
-from router.requests.story import Stories, Story
+from router.requests.story import Stories
 from router.text.detokenizer import TokenPieces
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RunningRequest(Protocol):
     """A generation, or a part of a pooling call. None of these methods raises."""
 
     def enter(self) -> None:
-        """Enter the router's registries."""
+        """Enter the router's tables."""
         ...
 
     def start(self) -> None:
@@ -191,7 +191,19 @@ class Dispatcher:
         try:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-                generations.append(self._enter(state, own_id, request, pieces, on_news, client_id, siblings))
+                generation = Generation(
+                    own_id,
+                    request,
+                    pieces,
+                    state,
+                    max_attempts=self.max_attempts,
+                    deadline_s=self.new_deadline_s(),
+                    on_news=on_news,
+                    client_id=client_id,
+                    siblings=siblings,
+                )
+                generation.enter()
+                generations.append(generation)
         except Exception:
             for generation in generations:
                 generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
@@ -213,33 +225,6 @@ class Dispatcher:
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._start_fresh)
         self._fresh += requests
-
-    def _enter(
-        self,
-        state: RouterState,
-        request_id: str,
-        request: GenerationRequest,
-        pieces: TokenPieces,
-        on_news: Callable[[], None],
-        client: str,
-        siblings: Siblings,
-    ) -> Generation:
-        story, engine = Story(request_id, client), request.engine
-        story.trace = request.trace
-        story.add("arrived", data={"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens})
-        generation = Generation(
-            request_id,
-            request,
-            pieces,
-            state,
-            max_attempts=self.max_attempts,
-            deadline_s=self.new_deadline_s(),
-            on_news=on_news,
-            story=story,
-            siblings=siblings,
-        )
-        generation.enter()
-        return generation
 
     def _start_fresh(self) -> None:
         """Start what was submitted. A burst is started in portions, so that streams continue in between."""

@@ -36,6 +36,7 @@ from common.control.messages import (
     PeerRef,
     PrefillRequest,
     PromptLogprobs,
+    Role,
     TokenChunk,
 )
 from router.requests.flow_events import (
@@ -88,6 +89,7 @@ _Row = dict[type, Callable[..., Instructions]]
 
 @dataclass
 class _Leg:
+    role: Role
     peer: PeerRef
     open: bool = True
 
@@ -156,13 +158,13 @@ class Flow:
     def _on_placed(self, event: Placed) -> Instructions:
         self.state = State.PREFILL
         self._enough = len(self.token_ids) + (event.prefill is not None)
-        self._decode = _Leg(event.decode)
+        self._decode = _Leg("decode", event.decode)
         generated, timeout_s = pack_ids(self.token_ids), event.timeout_s
         # The decode node first, so that it knows the attempt when the prefill node's offer arrives.
         ask = DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s)
         instructions: Instructions = [Send(event.decode, ask)]
         if event.prefill is not None:
-            self._prefill = _Leg(event.prefill)
+            self._prefill = _Leg("prefill", event.prefill)
             order = PrefillRequest(self.key, self.request, generated, event.decode, timeout_s)
             instructions.append(Send(event.prefill, order))
         return instructions
@@ -225,7 +227,7 @@ class Flow:
             return self._on_lost_logprobs(leg)
         instructions: Instructions = []
         if chunk.stats is not None:
-            instructions.append(Report(leg is self._prefill, chunk.stats, leg.peer.incarnation))
+            instructions.append(Report(leg.role, chunk.stats, leg.peer.incarnation))
         known = len(self.token_ids) - chunk.start
         fresh = chunk.token_ids[known:]
         if fresh:
@@ -235,10 +237,7 @@ class Flow:
             self.token_ids += fresh
             instructions.append(Emit(start, fresh, logprobs, ended))
         if chunk.finish_reason is not None:
-            leg.open, closed = False, leg.open
-            if closed:
-                instructions.append(Release(leg.peer.incarnation, self.key))
-            instructions += self._end(Finish(chunk.finish_reason))
+            instructions += [*self._close_leg(leg), *self._end(Finish(chunk.finish_reason))]
         return instructions
 
     def _on_prompt_logprobs(self, leg: _Leg, start: int, part: list[PromptLogprobs]) -> Instructions:
@@ -271,11 +270,10 @@ class Flow:
             return []
         if leg is self._prefill and self.state is State.DECODE:
             return []
-        leg.open = False
         error = from_code(event.failure.code, event.failure.message)
         blamed = self._blamed(leg, error)
         failed: Instructions = [
-            Release(leg.peer.incarnation, self.key),
+            *self._close_leg(leg),
             self._note("leg_failed", leg, f"{error.code}: {error.message}", blamed=blamed.peer.node_id),
             Blame(blamed.peer.incarnation, error),
         ]
@@ -296,10 +294,9 @@ class Flow:
         leg = self._leg(event.incarnation)
         if leg is None or (leg is self._prefill and self.state is State.DECODE):
             return []
-        leg.open = False
         error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
         # The node may be alive behind a broken link: the abort waits for a new link.
-        gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
+        gone: Instructions = [*self._close_leg(leg), Send(leg.peer, Abort(self.key))]
         return [*gone, self._note("node_lost", leg, event.reason), *self._retry(error, leg)]
 
     def _retry(self, error: KvRelayError, blamed: _Leg | None) -> Instructions:
@@ -321,16 +318,13 @@ class Flow:
         return [*closed, note, *self._place()]
 
     def _note(self, event: str, leg: _Leg, reason: str = "", **data: object) -> Note:
-        about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": self._role(leg), **data}
+        about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": leg.role, **data}
         return Note(event, reason, about)
 
     @property
     def _first_event(self) -> str:
         """Name of the story event for the current attempt's first token."""
         return "resumed" if self.token_ids else "first_token"
-
-    def _role(self, leg: _Leg) -> str:
-        return "prefill" if leg is self._prefill else "decode"
 
     def _on_client_gone(self, _: ClientGone) -> Instructions:
         return self._end(Cancelled())

@@ -19,6 +19,7 @@ from common.control.messages import (
     PeerRef,
     PrefillRequest,
     PromptLogprobs,
+    Role,
     TokenChunk,
     TokenLogprobs,
 )
@@ -138,7 +139,7 @@ class EmitPrompt(NamedTuple):
 class Report(NamedTuple):
     """A leg reported how it served the attempt."""
 
-    role_is_prefill: bool
+    role: Role
     stats: AttemptStats
     incarnation: str
 

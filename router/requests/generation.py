@@ -49,7 +49,7 @@ class Generation:
     """The answer to one prompt. Call `enter`, then `start`.
 
     `on_news()` is called whenever there are new deltas or the outcome. Invariants: `outcome` is set exactly once, and no
-    delta follows; from then on the request is in no registry of the router.
+    delta follows; from then on the request is in no table of the router.
     """
 
     def __init__(
@@ -62,13 +62,15 @@ class Generation:
         max_attempts: int,
         deadline_s: float,
         on_news: Callable[[], None],
-        story: Story | None = None,
-        siblings: Siblings | None = None,
+        siblings: Siblings,
+        client_id: str = "",
     ) -> None:
         self.request_id = request_id
         self.request = request
-        self.story = story or Story(request_id)
-        engine = request.engine
+        engine, self.story = request.engine, Story(request_id, client_id)
+        self.story.trace = request.trace
+        sizes = {"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens}
+        self.story.add("arrived", data=sizes)
         if router.stories.watched:
             engine, self.story.token_times = engine._replace(timeline=True), array("f")
         self.flow = Flow(request_id, engine, max_attempts)
@@ -131,11 +133,8 @@ class Generation:
     # -- for the dispatcher
 
     def enter(self) -> None:
-        """Enter the router's registries; `_end` takes the request out of all of them."""
-        router = self._router
-        router.stories.enter(self.story)
-        router.deadlines.add(self.request_id)
-        router.table.add(self.request_id, self)
+        """Enter the router's tables; `_end` takes the request out of all of them."""
+        self._router.enter(self.request_id, self, self.story)
 
     def start(self) -> None:
         """Place the first attempt; call once. Like `feed`, it never raises."""
@@ -253,11 +252,11 @@ class Generation:
         stats = report.stats
         # Later attempts hit blocks that the first one left in the caches, so the client is told the first one's hits. If
         # the first attempt ended without a report, these are the hits that its placement expected.
-        if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
+        if not self._cached_known and (report.role == "prefill" or self.flow.prefill_peer is None):
             hits = stats.cached_tokens if self.flow.attempt == 1 else self._expected_hit or 0
             self.cached_tokens = min(hits, len(self.request.engine.prompt_ids))
             self._cached_known = True
-        if report.role_is_prefill:
+        if report.role == "prefill":
             self.served.prefill_hit_tokens = stats.cached_tokens
         else:  # both legs may count the bytes of one relay; the receiver's count is used
             self.served.decode_hit_tokens = stats.cached_tokens
@@ -269,18 +268,12 @@ class Generation:
                 self.request.shared.held_at(report.incarnation)
         router = self._router
         if stats.timeline:
-            role = "prefill" if report.role_is_prefill else "decode"
-            marks = {
-                "attempt": self.flow.attempt,
-                "incarnation": report.incarnation,
-                "role": role,
-                "marks": stats.timeline,
-            }
-            self.story.add("timeline", "", marks)
+            about = {"attempt": self.flow.attempt, "incarnation": report.incarnation, "role": report.role}
+            self.story.add("timeline", "", {**about, "marks": stats.timeline})
         router.breakers.succeeded(report.incarnation)
-        router.metrics.leg(report.role_is_prefill, stats)
+        router.metrics.leg(report.role, stats)
         self.attempts.reported(report.incarnation)
-        router.placer.reported("prefill" if report.role_is_prefill else "decode", report.incarnation, stats)
+        router.placer.reported(report.role, report.incarnation, stats)
 
     def _finished(self, reason: FinishReason) -> Outcome:
         if self._stop is not None:
@@ -296,50 +289,43 @@ class Generation:
         return Outcome(reason)
 
     def _end(self, outcome: Outcome) -> None:
-        """End the request and remove it from all registries. A second call does nothing: a stop string in the chunk that
+        """End the request and remove it from all tables. A second call does nothing: a stop string in the chunk that
         ends the attempt has already decided the outcome.
         """
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self._tell_end(outcome)
         router = self._router
-        for registry in router.registries:
-            registry.remove(self.request_id)
+        router.leave(self.request_id)
+        self._record_end(outcome)
         if self.request.shared is not None:
             self.request.shared.leave(self.request_id, ends_request=outcome.finish_reason is None)
         if outcome.finish_reason is not None:
             router.placer.answered(len(self.flow.token_ids))
         router.stories.end(self.story)
-        self._count_end(outcome)
         self._on_news()
 
     def _release(self, leg: f.Release) -> None:
         self._router.nodes.release(leg.incarnation, leg.key)
         self._router.admission_queue.release_soon()
 
-    def _tell_end(self, outcome: Outcome) -> None:
+    def _record_end(self, outcome: Outcome) -> None:
+        """Add the end to the story and to the metrics."""
+        engine, metrics = self.request.engine, self._router.metrics
         data = {
-            "prompt_tokens": len(self.request.engine.prompt_ids),
+            "prompt_tokens": len(engine.prompt_ids),
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "relayed_bytes": self.served.relayed_bytes,
         }
         if outcome.error is not None:
             self.story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)
-        elif outcome.finish_reason is None:
-            self.story.add("cancelled", "the client disconnected", data)
-        else:
-            self.story.add("finished", outcome.finish_reason, data)
-
-    def _count_end(self, outcome: Outcome) -> None:
-        metrics = self._router.metrics
-        if outcome.error is not None:
             metrics.failed(outcome.error.code)
         elif outcome.finish_reason is None:
+            self.story.add("cancelled", "the client disconnected", data)
             metrics.cancelled()
         else:
-            engine = self.request.engine
+            self.story.add("finished", outcome.finish_reason, data)
             numbers = Finished(
                 len(engine.prompt_ids),
                 time.perf_counter() - self._arrived_s,

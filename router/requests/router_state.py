@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.clock import Clock
 from router.metrics import ModelMetrics
@@ -15,20 +15,12 @@ from router.requests.deadlines import Deadlines
 from router.requests.placement import Placer
 from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
-from router.requests.story import Stories
-
-
-class RequestRegistry(Protocol):
-    """Knows requests by id until they end."""
-
-    def remove(self, request_id: str, /) -> None:
-        """The request is over; one that is not here is ignored."""
-        ...
+from router.requests.story import Stories, Story
 
 
 @dataclass(frozen=True, eq=False)
 class RouterState:
-    """The nodes, what is known of them, and the registries that know requests by id.
+    """The nodes, what is known of them, and the tables that know requests by id.
 
     `fleets`, `placer`, `metrics`, `table` and `admission_queue` are the model's own, so that requests for one model never go
     to nodes of another, nor wait or are refused because of its load. The rest is the router's.
@@ -46,7 +38,13 @@ class RouterState:
     retry_wait: RetryWait
     clock: Clock
 
-    @property
-    def registries(self) -> tuple[RequestRegistry, ...]:
-        """The registries that a request leaves when it ends. Stories are kept for later questions."""
-        return self.table, self.deadlines, self.admission_queue, self.retry_wait
+    def enter(self, request_id: str, request: object, story: Story) -> None:
+        """A request was accepted."""
+        self.stories.enter(story)
+        self.deadlines.add(request_id)
+        self.table.add(request_id, request)
+
+    def leave(self, request_id: str) -> None:
+        """A request is over; one that is not here is ignored. Its story is kept for later questions."""
+        for table in (self.table, self.deadlines, self.admission_queue, self.retry_wait):
+            table.remove(request_id)

@@ -30,6 +30,7 @@ from router.requests import flow_events as f
 from router.requests.attempt_placing import Attempts
 from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
+from router.requests.queued_request import Siblings
 from router.requests.request import Delta, GenerationRequest, Outcome
 from router.requests.story import Stories
 from router.text.detokenizer import TokenPieces
@@ -142,7 +143,14 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
             request = GenerationRequest(EngineRequest(pack_ids([0]), SamplingParams(seed=0, max_tokens=tokens)))
             state = SimpleNamespace(stories=Stories())
             generation = Generation(
-                "r", request, PIECES, cast("Any", state), max_attempts=1, deadline_s=1.0, on_news=answer.on_news
+                "r",
+                request,
+                PIECES,
+                cast("Any", state),
+                max_attempts=1,
+                deadline_s=1.0,
+                on_news=answer.on_news,
+                siblings=Siblings(),
             )
             generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
             generation.outcome = Outcome("length")
