@@ -225,43 +225,10 @@ class CostModel:
         """This incarnation is gone."""
         self._nodes.pop(incarnation, None)
 
-    # -- estimates
-
     def factors(self, incarnation: str) -> tuple[float, float, float]:
         """(`slowness`, `link_slowness`, `step_slowness`) of a node."""
         node = self._nodes.get(incarnation)
         return _USUAL if node is None else (node.prefill.value, node.link.value, node.step.value)
-
-    def slowness(self, incarnation: str) -> float:
-        """Factor on the fleet's prefill costs."""
-        node = self._nodes.get(incarnation)
-        return 1.0 if node is None else node.prefill.value
-
-    def link_slowness(self, incarnation: str) -> float:
-        """Factor on the fleet's transfer costs."""
-        node = self._nodes.get(incarnation)
-        return 1.0 if node is None else node.link.value
-
-    def step_slowness(self, incarnation: str) -> float:
-        """Factor on the fleet's step costs."""
-        node = self._nodes.get(incarnation)
-        return 1.0 if node is None else node.step.value
-
-    def prefill_s(self, incarnation: str, tokens: int, context: int = 0) -> float:
-        """Seconds to compute `tokens` after `context` cached ones."""
-        return self.slowness(incarnation) * self._prefill.at(_prefill_inputs(tokens, context))
-
-    def queue_s(self, incarnation: str, tokens: float) -> float:
-        """Seconds until `tokens` of queued prompts are computed."""
-        return self.slowness(incarnation) * self.costs.queued_token_s * tokens
-
-    def transfer_s(self, incarnation: str, size_bytes: float) -> float:
-        """Seconds that a relay of `size_bytes` to this node adds."""
-        return self.link_slowness(incarnation) * self._transfer.at((1.0, size_bytes))
-
-    def step_s(self, incarnation: str, running: int) -> float:
-        """Duration of a decode step over `running` sequences."""
-        return self.step_slowness(incarnation) * self._step.at((1.0, float(running)))
 
     # -- inside
 

@@ -314,11 +314,8 @@ class Fleet:
         """A node's load report, and this router's requests in flight there that the report cannot include."""
         row = self._rows[incarnation]
         node = self._nodes[row]
-        node.waiting, node.running, node.queued_tokens = (
-            float(load.waiting),
-            float(load.running),
-            float(load.queued_tokens),
-        )
+        node.waiting, node.running = float(load.waiting), float(load.running)
+        node.queued_tokens = float(load.queued_tokens)
         node.free_blocks = float(load.kv_blocks_total - load.kv_blocks_used)
         node.total_blocks = float(max(1, load.kv_blocks_total))  # a divisor
         node.in_flight, node.in_flight_tokens = float(in_flight), float(in_flight_tokens)
@@ -376,9 +373,7 @@ class Fleet:
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node has cached."""
-        if isinstance(
-            hits, PrefixHits
-        ):  # avoids a Python step per node: all nodes may have the first block of a system prompt
+        if isinstance(hits, PrefixHits):  # no Python step per node: all may have the first block of a system prompt
             if hits.slots is not self._hit_slots:
                 self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
             return hits.column(self._hit_places)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import Fleet, Memory, Query, place
+from router.policy import Fleet, Memory, Query, kv_aware, place
 from router.policy.costs import CostModel, Line
 
 
@@ -20,19 +20,23 @@ def observe(model: CostModel, incarnation: str, rng: random.Random, *, slow: flo
         model.prefilled(incarnation, tokens, context, seconds * rng.uniform(0.9, 1.1))
 
 
+def prefill_s(model: CostModel, incarnation: str, tokens: int, context: int = 0) -> float:
+    return model.factors(incarnation)[0] * kv_aware.compute_s(model.costs, tokens, Query(context + tokens))
+
+
 def test_coefficients_are_found_whatever_the_prior_said() -> None:
     model = CostModel()
     observe(model, "a", random.Random(0))
     for tokens, context in ((100, 0), (3000, 0), (1000, 8000)):
         truth = 0.01 + 1e-4 * tokens + 2e-8 * tokens * (context + tokens / 2)
-        assert model.prefill_s("a", tokens, context) == pytest.approx(truth, rel=0.1)
+        assert prefill_s(model, "a", tokens, context) == pytest.approx(truth, rel=0.1)
 
 
 def test_a_node_nobody_has_measured_costs_what_the_fleet_costs() -> None:
     model = CostModel()
     observe(model, "a", random.Random(0))
-    assert model.slowness("new") == 1.0
-    assert model.prefill_s("new", 1000) == pytest.approx(model.prefill_s("a", 1000), rel=0.1)
+    assert model.factors("new") == (1.0, 1.0, 1.0)
+    assert prefill_s(model, "new", 1000) == pytest.approx(prefill_s(model, "a", 1000), rel=0.1)
 
 
 def test_a_slow_node_is_known_by_its_factor_and_a_restart_forgets_it() -> None:
@@ -40,25 +44,25 @@ def test_a_slow_node_is_known_by_its_factor_and_a_restart_forgets_it() -> None:
     for _ in range(60):
         observe(model, "fast", rng, count=3)
         observe(model, "slow", rng, slow=4.0, count=1)
-    assert model.prefill_s("slow", 2000) / model.prefill_s("fast", 2000) == pytest.approx(4.0, rel=0.2)
+    assert prefill_s(model, "slow", 2000) / prefill_s(model, "fast", 2000) == pytest.approx(4.0, rel=0.2)
     model.drop("slow")
-    assert model.slowness("slow") == 1.0
+    assert model.factors("slow")[0] == 1.0
 
 
 def test_one_stall_of_a_minute_moves_nothing_far() -> None:
     model = CostModel()
     observe(model, "a", random.Random(0))
-    before = model.prefill_s("a", 1000)
+    before = prefill_s(model, "a", 1000)
     model.prefilled("a", 500, 0, 60.0)
-    assert model.prefill_s("a", 1000) < before * 1.3
+    assert prefill_s(model, "a", 1000) < before * 1.3
 
 
 def test_a_change_of_speed_is_followed() -> None:
     model, rng = CostModel(), random.Random(2)
     observe(model, "a", rng)
-    before = model.prefill_s("a", 1000)
+    before = prefill_s(model, "a", 1000)
     observe(model, "a", rng, slow=3.0, count=60)
-    assert model.prefill_s("a", 1000) == pytest.approx(3 * before, rel=0.25)
+    assert prefill_s(model, "a", 1000) == pytest.approx(3 * before, rel=0.25)
 
 
 def test_transfers_steps_and_answers_are_learned() -> None:
@@ -69,10 +73,11 @@ def test_transfers_steps_and_answers_are_learned() -> None:
         model.stepped("d", running, 0.01 + 0.001 * running)
         model.answered(40)
         model.computed(500, 0.1)
-    assert model.transfer_s("d", 5e8) == pytest.approx(0.102, rel=0.05)
-    assert model.step_s("d", 32) == pytest.approx(0.042, rel=0.05)
-    assert model.costs.output_tokens == pytest.approx(40, rel=0.1)
-    assert model.queue_s("d", 1000) == pytest.approx(0.2)
+    costs, (_, link_slowness, step_slowness) = model.costs, model.factors("d")
+    assert link_slowness * (costs.transfer_base_s + 5e8 * costs.transfer_byte_s) == pytest.approx(0.102, rel=0.05)
+    assert step_slowness * (costs.step_base_s + 32 * costs.step_seq_s) == pytest.approx(0.042, rel=0.05)
+    assert costs.output_tokens == pytest.approx(40, rel=0.1)
+    assert costs.queued_token_s == pytest.approx(2e-4)
 
 
 def test_nonsense_teaches_nothing() -> None:
@@ -114,7 +119,7 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
             model.prefilled(name, tokens, 0, took_s)
             model.computed(tokens, took_s)
             prefill.costs = model.costs
-            prefill.update(name, slowness=model.slowness(name))
+            prefill.update(name, slowness=model.factors(name)[0])
         tokens = rng.randrange(300, 700)
         decision = place(Query(tokens), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=memory)
         assert decision.prefill is not None
@@ -136,4 +141,4 @@ def test_what_is_no_number_teaches_nothing(seconds: float) -> None:
     model.stepped("a", 4, seconds)
     model.computed(100, seconds)
     assert model.costs == before
-    assert (model.slowness("a"), model.link_slowness("a"), model.step_slowness("a")) == (1.0, 1.0, 1.0)
+    assert model.factors("a") == (1.0, 1.0, 1.0)
