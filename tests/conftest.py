@@ -19,11 +19,11 @@ import pytest
 from support import warm_start
 from support.paths import TESTS
 from support.rank_processes import helper_pid
+from support.redis_server import RedisServer
 from zmq.utils.garbage import GarbageCollectorThread
 
+from common.base import free_port as ports
 from common.base.log_limits import LimitedHandler
-from common.cluster import redis_server as embedded
-from common.cluster.redis_server import RedisServer
 from common.kernels.native.build import build_library
 
 # Before anything imports torch: test processes share the cores.
@@ -107,7 +107,7 @@ def cluster() -> str:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
-    return embedded.free_port()
+    return ports.free_port()
 
 
 @pytest.fixture

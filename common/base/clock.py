@@ -23,16 +23,3 @@ def until_next(period_s: float, now_s: float) -> float:
     """
     left_s = period_s - now_s % period_s
     return left_s if left_s > _EARLY_S else left_s + period_s
-
-
-class MockClock:
-    """A clock that advances only when told to."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.now_s = start_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds

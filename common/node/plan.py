@@ -235,6 +235,3 @@ def warm_up(num_tables: int = 1) -> StepInput:
         num_decodes=1,
         samples=[sample],
     )
-
-
-WARM_UP = warm_up()

@@ -6,7 +6,6 @@ Its queue is bounded by the SDK (`OTEL_BSP_MAX_QUEUE_SIZE`); spans that find it 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +13,6 @@ from common.base.errors import ConfigError
 from router.requests.request import TraceContext
 from router.tracing.spans import Span, spans_of
 
-Record = Callable[[dict[str, Any], TraceContext], None]
 _NS = 1_000_000_000
 
 

@@ -10,9 +10,9 @@ import asyncio
 import statistics
 import time
 
+from support.mock_clock import MockClock
 from support.simulated_nodes import SimulatedNodes
 
-from common.base.clock import MockClock
 from common.config.service_configs import RouterConfig
 from router.fast import gc_policy
 from router.router import Router

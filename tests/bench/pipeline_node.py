@@ -29,7 +29,7 @@ from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
-from common.node.plan import WARM_UP, make_grammars, make_scheduler, plan_node
+from common.node.plan import make_grammars, make_scheduler, plan_node, warm_up
 from common.node.ranks.launch import share_cores
 from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
@@ -243,7 +243,7 @@ class SingleProcess:
         worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
         worker.allocate_kv(_KV_BLOCKS)
         self._runner = worker.runner
-        self._runner.execute(WARM_UP)
+        self._runner.execute(warm_up())
 
     def replay(self, record: str) -> tuple[float, float]:
         """Seconds of forward, and of processor time, for the steps that `PipelineNode.measure` wrote."""

@@ -23,8 +23,9 @@ from bench.results import Result, Target, median, percentile
 from bench.session import Session
 from bench.shape import random_prompt, random_text
 from bench.worker import ROOT, Worker, child_env
+from support.redis_server import RedisServer
 
-from common.cluster.redis_server import RedisServer, free_port
+from common.base.free_port import free_port
 
 _PROMPT = 512
 _MAX_LEN = 16_384

@@ -41,9 +41,10 @@ from bench.client import run
 from bench.results import Result, Target, median, percentile
 from bench.stub_service import stub_nodes
 from bench.worker import ROOT, child_env
+from support.redis_server import RedisServer
 from support.stub_node import make_model_folder
 
-from common.cluster.redis_server import RedisServer, free_port
+from common.base.free_port import free_port
 
 VOCAB = 4096
 PROMPT_WORDS = 24

@@ -20,9 +20,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 
 from bench.peers.environments import Environment, Unavailable, reason_in, run_step  # noqa: E402
+from support.redis_server import RedisServer  # noqa: E402
 from support.system import running_system, wait_until  # noqa: E402
 
-from common.cluster.redis_server import RedisServer  # noqa: E402
 from common.model.hub import DEMO_MODEL_PATH  # noqa: E402
 
 _DOCS, _RESULTS = _ROOT / "docs" / "compatibility.md", _ROOT / "bench-results" / "clients.json"

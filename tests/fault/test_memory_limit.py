@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.system import System, running_system
 
-from common.cluster.redis_server import free_port
+from common.base.free_port import free_port
 
 _LIMIT_BYTES = 2 * 2**30
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import redis
 from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+from support.redis_server import RedisServer
 from support.redis_servers import ask, redis_server_with
 
 from common.cluster.redis_keys import Keys
-from common.cluster.redis_server import RedisServer
 
 REBUILT_S = 10.0
 KEYS = Keys("c")

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 from support import warm_start
 from support.oracle import make_tiny
+from support.redis_server import RedisServer
 from support.system import System, running_system, wait_until
 
-from common.cluster.redis_server import RedisServer, free_port
+from common.base.free_port import free_port
 
 STREAMS = 6
 NEW_TOKENS = 200

@@ -17,7 +17,7 @@ from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
 from common.kv.cuda_pages import cuda_library
 from common.node.kv_budget import CONTEXT_BYTES
-from common.node.plan import WARM_UP, plan_node
+from common.node.plan import plan_node, warm_up
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 
@@ -40,7 +40,7 @@ def started(config: DecodeConfig) -> Worker:
     worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
     worker.allocate_kv(worker.max_blocks)
     worker.capture_graphs()
-    worker.runner.execute(WARM_UP)
+    worker.runner.execute(warm_up())
     return worker
 
 

@@ -14,8 +14,7 @@ from support import warm_start
 from support.generic_models import config_of
 from support.lora_files import write_adapter
 from support.oracle import make_tiny, write_model
-
-from common.cluster.redis_server import RedisServer
+from support.redis_server import RedisServer
 
 pytestmark = pytest.mark.thorough
 

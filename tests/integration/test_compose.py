@@ -21,7 +21,7 @@ from support.retrying_clients import CLIENTS, Clients, body, stream
 from support.system import wait_until
 from typer.testing import CliRunner
 
-from common.cluster.redis_server import free_port
+from common.base.free_port import free_port
 from common.tools.keys.cli import app as keys_app
 
 REASON = why_not()

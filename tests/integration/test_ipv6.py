@@ -12,8 +12,9 @@ import httpx
 import pytest
 from support.system import wait_until
 
+from common.base.free_port import free_port
 from common.base.process import tied_command
-from common.cluster.redis_server import find_redis_binary, free_port
+from common.cluster.redis_server import find_redis_binary
 
 pytestmark = pytest.mark.thorough
 

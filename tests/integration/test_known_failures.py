@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from support.redis_server import RedisServer
 from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 
 from common.cluster.membership import Directory, Registrar
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord
 

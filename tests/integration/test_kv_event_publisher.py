@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+from support.redis_server import RedisServer
 from support.steady import SteadyTime
 
 from common.cluster.kv_event_publisher import STREAM_LENGTH
 from common.cluster.membership import Registrar
 from common.cluster.redis_keys import Keys
-from common.cluster.redis_server import RedisServer
 from common.control.messages import NodeLoad
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from support.redis_server import RedisServer
 
 import common.node.admin
 from common.base.errors import RestartRequested
 from common.cluster.membership import Directory
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
 from common.control.links import Link
 from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong

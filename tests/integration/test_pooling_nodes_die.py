@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from support.redis_server import RedisServer
 from support.tiny_encoders import WORDS, make_encoder
 
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from router.service import serve
 

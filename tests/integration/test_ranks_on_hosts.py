@@ -13,9 +13,10 @@ import httpx
 import pytest
 from support import warm_start
 from support.oracle import greedy, make_tiny
+from support.redis_server import RedisServer
 from support.system import wait_until
 
-from common.cluster.redis_server import RedisServer, free_port
+from common.base.free_port import free_port
 
 
 @contextmanager

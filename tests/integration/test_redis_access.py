@@ -14,8 +14,8 @@ from support.redis_cluster_of_nodes import ANode, ARouter, make_record, names, r
 from support.redis_servers import ask, binary_with_tls, redis_server_with
 
 from common.base.errors import ConfigError, NotFound
+from common.base.free_port import free_port
 from common.cluster.redis_client import check_redis
-from common.cluster.redis_server import free_port
 from router.http.response_store import ResponseStore, StoredResponse
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"

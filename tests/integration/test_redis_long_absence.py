@@ -6,12 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 
+from support.mock_clock import MockClock
 from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
 from support.redis_servers import ask, redis_server_with
 
-from common.base.clock import MockClock
+from common.base.free_port import free_port
 from common.cluster.redis_keys import Keys
-from common.cluster.redis_server import free_port
 
 _STEP_S, _STEPS = 30.0, 20
 

@@ -16,13 +16,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from redis import Redis
+from support.redis_server import RedisServer
 from support.router_bench import script_of
 from support.stub_node import MAX_LEN, StubNode, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
 from common.cluster.redis_keys import Keys
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
 from router.text.tokenizer import Tokenizer as ServedTokenizer

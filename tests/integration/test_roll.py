@@ -8,7 +8,7 @@ import pytest
 from support.retrying_clients import CLIENTS, NEW_TOKENS, Clients, body, stream
 from support.system import System, running_system
 
-from common.cluster.redis_server import free_port
+from common.base.free_port import free_port
 
 pytestmark = pytest.mark.thorough
 

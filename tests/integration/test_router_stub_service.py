@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from support.certificates import made
+from support.redis_server import RedisServer
 from support.stub_node import StubNode, make_model_folder
 from tokenizers import Tokenizer
 
 from common.cluster.membership import Registrar
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from common.security.tls import Credentials
 from router.service import serve

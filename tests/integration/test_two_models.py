@@ -15,9 +15,8 @@ import httpx
 import pytest
 from support import warm_start
 from support.oracle import first_difference, greedy, make_tiny
+from support.redis_server import RedisServer
 from support.system import System, running_system, wait_until
-
-from common.cluster.redis_server import RedisServer
 
 NEW_TOKENS = 24
 PROMPT = [5 + index % 90 for index in range(100)]

@@ -11,7 +11,7 @@ from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
 from support.quantized_checkpoints import STYLES, quantize
 
-from common.cluster.redis_server import free_port
+from common.base.free_port import free_port
 
 
 def failed_start(model: Path, *args: str) -> str:

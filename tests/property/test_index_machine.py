@@ -7,8 +7,8 @@ import hashlib
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from router.index.prefix_index import EXPECTATION_S, PrefixIndex
 
 BLOCKS = [hashlib.sha256(bytes([i])).digest()[:16] for i in range(14)]

@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fake_engine import VOCAB, FakeRunner, FakeWire, generate
+from support.mock_clock import MockClock
 from support.node_pair import core_parts
 
-from common.base.clock import MockClock
 from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,

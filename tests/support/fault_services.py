@@ -10,7 +10,8 @@ from pathlib import Path
 from support import warm_start
 from support.network_hosts import Host, Network
 
-from common.cluster.redis_server import find_redis_binary, free_port
+from common.base.free_port import free_port
+from common.cluster.redis_server import find_redis_binary
 from common.security.certificates import Authority
 
 LEASE_S = 3.0

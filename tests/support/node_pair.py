@@ -6,8 +6,9 @@ from typing import Any
 
 from support.fake_engine import VOCAB, FakeRunner, FakeWire
 from support.grammars import FakeGrammars
+from support.mock_clock import MockClock
 
-from common.base.clock import Clock, MockClock
+from common.base.clock import Clock
 from common.control.ids import pack_ids
 from common.control.messages import (
     AttemptKey,

@@ -14,8 +14,9 @@ import pytest
 import redis
 from support.certificates import made
 
+from common.base.free_port import free_port
 from common.base.process import tied_command
-from common.cluster.redis_server import find_redis_binary, free_port
+from common.cluster.redis_server import find_redis_binary
 
 _START_S = 15.0
 

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import httpx
+from support.redis_server import RedisServer
 from support.router_bench import script_of
 from support.stub_node import StubNode, make_model_folder, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
 from router.http.response_store import ResponseStore
 

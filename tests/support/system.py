@@ -19,7 +19,7 @@ import psutil
 from support import warm_start
 from typer.testing import CliRunner
 
-from common.cluster.redis_server import free_port
+from common.base.free_port import free_port
 from common.tools.admin.cli import app as admin
 
 START_TIMEOUT_S = 120.0

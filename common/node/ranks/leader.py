@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from common.base.errors import ConfigError
+from common.base.free_port import free_port
 from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
 from common.cluster.address import rank_host
-from common.cluster.redis_server import free_port
 from common.config.service_configs import NodeConfig
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent

@@ -19,10 +19,11 @@ from typing import Any
 from common.base import logs
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
+from common.base.free_port import free_port
 from common.base.process import SAME_SIGNAL_S, ending_signals, start_ticks
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
-from common.cluster.redis_server import free_port, redis_command
+from common.cluster.redis_server import redis_command
 from common.config.service_configs import UpConfig
 from common.config.sources import Source
 from common.control.messages import NodeRecord, Task

@@ -23,7 +23,8 @@ from support.fault_services import Service
 from support.network_hosts import Host, Network
 from support.system import wait_until
 
-from common.cluster.redis_server import find_redis_binary, free_port
+from common.base.free_port import free_port
+from common.cluster.redis_server import find_redis_binary
 
 _NAMES = ("first", "second")
 _START_S = 300.0

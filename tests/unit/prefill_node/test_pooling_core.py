@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,

@@ -6,11 +6,11 @@ import asyncio
 import logging
 
 import pytest
+from support.redis_server import RedisServer
 
 from common.base.errors import ConfigError
 from common.cluster import address
 from common.cluster.address import advertised, mesh_interface, one_interface, rank_host, source_address
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
 from common.config.sources import resolve
 from common.control.links import Link

@@ -17,14 +17,14 @@ import msgpack
 import pytest
 import redis
 from support.certificates import made
+from support.mock_clock import MockClock
+from support.redis_server import RedisServer
 from support.steady import SteadyTime
 
-from common.base.clock import MockClock
 from common.base.errors import ConfigError
 from common.cluster import membership
 from common.cluster.membership import Directory, Registrar
 from common.cluster.redis_keys import Keys
-from common.cluster.redis_server import RedisServer
 from common.control.codec import PROTOCOL_VERSION, encode
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.rank_layout import KVLayout

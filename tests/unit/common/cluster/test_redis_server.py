@@ -11,9 +11,10 @@ import psutil
 import pytest
 import redis
 from support.paths import ROOT
+from support.redis_server import RedisServer, answers_ping
 
 from common.base.errors import ConfigError
-from common.cluster.redis_server import RedisServer, answers_ping, find_redis_binary
+from common.cluster.redis_server import find_redis_binary
 
 
 def test_it_is_a_real_server_with_every_redis_feature_in_use() -> None:
@@ -66,11 +67,11 @@ def test_port_taken_by_a_silent_program_is_reported() -> None:
 
 def test_it_dies_with_its_parent_however_the_parent_dies() -> None:
     code = (
-        "import sys, time\nfrom common.cluster.redis_server import RedisServer\n"
+        "import sys, time\nfrom support.redis_server import RedisServer\n"
         "s = RedisServer(); s.start(); print(s.pid, flush=True); time.sleep(60)"
     )
-    root = str(ROOT)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={"PYTHONPATH": root}) as parent:
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={"PYTHONPATH": path}) as parent:
         assert parent.stdout is not None
         redis_process = psutil.Process(int(parent.stdout.readline()))
         parent.kill()

@@ -22,7 +22,7 @@ from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput
 from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
-from common.node.plan import WARM_UP
+from common.node.plan import warm_up
 
 
 class Slow:
@@ -53,7 +53,7 @@ def test_outputs_and_failures_are_posted_in_the_order_of_their_start() -> None:
     local = LocalExecutor(Slowly(*steps))
     executor = AsyncExecutor(local, events.put)
     for step in steps:
-        executor.submit(replace(WARM_UP, step_id=step.step_id))
+        executor.submit(replace(warm_up(), step_id=step.step_id))
     for step in reversed(steps):
         assert events.empty(), "nothing is posted before the first is done"
         step.done.set()
@@ -91,7 +91,7 @@ def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(
 
 def test_a_step_with_placeholders_of_another_step_than_the_last_fails(model_path: Path) -> None:
     runner = make_runner(model_path, overlaps=True)
-    runner.execute(WARM_UP)
+    runner.execute(warm_up())
     with pytest.raises(EngineError, match="placeholders refer to step 5"):
         runner.launch(StepInput(6, [0], [0], [[16]], [1], [1], [[[1]]], placeholder_step=5, placeholders=[(0, 0)]))
 
@@ -145,7 +145,7 @@ def test_a_card_that_fails_ends_the_rank_and_not_only_the_step(
 
     monkeypatch.setattr(runner._attention, "plan", fail)
     with pytest.raises(RankLost, match="illegal memory access"):
-        runner.launch(WARM_UP)
+        runner.launch(warm_up())
     with pytest.raises(RankLost, match="illegal memory access"):
         LaunchedStep(1, LostOutput(), 0.0).wait()
 
@@ -173,6 +173,6 @@ class Watched(HostSampler):
 def test_a_step_that_draws_nothing_is_waited_for_too(model_path: Path) -> None:
     sampler = Watched()
     runner = make_runner(model_path, overlaps=True, sampler=sampler)
-    assert runner.execute(replace(WARM_UP, samples=[])).sampled == []
+    assert runner.execute(replace(warm_up(), samples=[])).sampled == []
     assert sampler.ends == 1
     assert DeviceSampler().empty(torch.device("cpu")).wait() == []

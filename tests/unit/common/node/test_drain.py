@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.engine.loop import EngineLoop
 from common.node.drain import Drain
 

@@ -29,7 +29,7 @@ from common.node.kv_budget import (
     adapter_bytes,
     kv_blocks_on_gpu,
 )
-from common.node.plan import WARM_UP, plan_node
+from common.node.plan import plan_node, warm_up
 from common.node.profile_run import Largest, decode_step, largest_steps
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
@@ -267,7 +267,7 @@ def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> Non
     for worker in (capturing, plain):
         worker.allocate_kv(worker.max_blocks)
         worker.capture_graphs()
-        outputs.append(worker.runner.execute(WARM_UP))
+        outputs.append(worker.runner.execute(warm_up()))
     assert (capturing.max_blocks, capturing.storage.num_blocks) == (20, 21)
     assert (plain.max_blocks, plain.storage.num_blocks) == (20, 20)
     assert outputs[0].sampled == outputs[1].sampled
@@ -286,7 +286,7 @@ def test_a_model_that_reads_values_on_the_cpu_runs_without_captured_steps(
     worker.allocate_kv(20)
     worker.capture_graphs()
     assert "not captured as CUDA graphs, which makes small ones slower: the model waits for the GPU" in caplog.text
-    assert worker.runner.execute(WARM_UP).sampled
+    assert worker.runner.execute(warm_up()).sampled
 
 
 def test_a_step_that_cannot_be_captured_says_what_helps(model: str) -> None:

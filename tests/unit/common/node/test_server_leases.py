@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.redis_server import RedisServer
 
-from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
 from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.links import Link

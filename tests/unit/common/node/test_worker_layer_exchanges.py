@@ -10,7 +10,7 @@ from support.oracle import TINY, make_tiny
 from torch import Tensor
 
 from common.config.service_configs import DecodeConfig
-from common.node.plan import WARM_UP, plan_node
+from common.node.plan import plan_node, warm_up
 from common.node.worker import load_worker
 from common.parallel.mesh import RankPlace
 
@@ -57,7 +57,7 @@ def test_a_step_sums_after_attention_and_after_the_mlp_and_nowhere_else(
     mesh = CountingMesh(plan.place(rank))
     worker = load_worker(plan, config, mesh, small_batches=False)
     worker.allocate_kv(4)
-    worker.runner.execute(WARM_UP)
+    worker.runner.execute(warm_up())
     layers = worker.shard.layer_hi - worker.shard.layer_lo
     assert 0 < layers < TINY[name].config.num_hidden_layers
     assert (mesh.sums, mesh.gathers, mesh.sent) == (2 * layers + embeddings, heads, 1 - heads)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import transports
+from support.mock_clock import MockClock
 from support.transfer_harness import Rank, Recorder, layout, wait_until
 
-from common.base.clock import MockClock
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey

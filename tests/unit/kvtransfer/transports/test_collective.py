@@ -14,10 +14,10 @@ import torch
 import zmq
 from support import transports
 from support.fake_receivers import FakeRouter
+from support.mock_clock import MockClock
 from support.single_transport import gloo_receiver
 from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
-from common.base.clock import MockClock
 from common.base.errors import PeerLost
 from common.control.messages import PeerRef
 from common.engine.kv_transfer import SourceReleased

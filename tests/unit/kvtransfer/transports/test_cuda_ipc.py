@@ -20,9 +20,9 @@ import pytest
 from support import transports
 from support.host_device import HostDevice
 from support.kv_words import kv_words
+from support.mock_clock import MockClock
 from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
-from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost, TransferAborted
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, PeerRef

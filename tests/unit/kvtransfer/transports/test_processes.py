@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import warm_start
 from support.kv_words import kv_words
+from support.mock_clock import MockClock
 from support.paths import TESTS
 from support.transfer_harness import Recorder, wait_until
 from support.transport_processes import (
@@ -30,7 +31,6 @@ from support.transport_processes import (
     storage_of,
 )
 
-from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef

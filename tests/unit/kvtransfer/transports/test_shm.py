@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from support import transports
 from support.fake_receivers import FakeShmReceiver
+from support.mock_clock import MockClock
 from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
-from common.base.clock import MockClock
 from common.base.errors import PeerLost, ProtocolError
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import SourceReleased

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support import transports
 from support.fake_receivers import FakeShmReceiver, FakeZmqReceiver
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import SourceReleased

@@ -14,11 +14,11 @@ import pytest
 import zmq
 from support import transports
 from support.fake_receivers import FakeZmqReceiver
+from support.mock_clock import MockClock
 from support.single_transport import zmq_receiver, zmq_sender
 from support.transfer_harness import DEADLINE_S, Recorder, layout, wait_until
 
 import kvtransfer.transports.zmq
-from common.base.clock import MockClock
 from common.base.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import SourceReleased

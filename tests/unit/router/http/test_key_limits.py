@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from support.mock_clock import MockClock
 from support.stub_node import StubNode, make_model_folder, running_stack
 
-from common.base.clock import MockClock
 from common.base.errors import ConfigError, RateLimited
 from common.config.service_configs import RouterConfig
 from router.http.api_keys import KeyGuard

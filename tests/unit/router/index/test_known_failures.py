@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.base.hashing import hash_blocks, root_hash
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.rank_layout import KVLayout

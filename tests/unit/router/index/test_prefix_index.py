@@ -8,9 +8,9 @@ import random
 import time
 
 import pytest
+from support.mock_clock import MockClock
 
 import router.index.prefix_index
-from common.base.clock import MockClock
 from common.base.errors import ConfigError
 from router.index.prefix_index import EXPECTATION_S, PrefixIndex, block_keys
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from support.mock_clock import MockClock
 from support.stub_node import StubNode
 
-from common.base.clock import MockClock
 from common.base.errors import Unavailable
 from common.control import links
 from common.control.ids import pack_ids

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.mock_clock import MockClock
 from support.stub_node import Stack, StubNode, running_stack
 from support.stub_pooling import pooled
 
-from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, EngineError, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.ids import pack_ids

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.base.errors import Overloaded
 from common.control.messages import Adapter, Role
 from router.policy import Fleet, Memory, Query, place

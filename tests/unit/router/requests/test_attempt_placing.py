@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import MockClock
 from common.base.errors import Overloaded, Unavailable
 from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams

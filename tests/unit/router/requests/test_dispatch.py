@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.mock_clock import MockClock
 
-from common.base.clock import Clock, MockClock, monotonic
+from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.ids import pack_ids

@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable
 
+from support.mock_clock import MockClock
 from support.simulated_nodes import SimulatedNodes
 
-from common.base.clock import MockClock
 from common.config.service_configs import RouterConfig
 from router.router import Router
 from router.ui.snapshot import Snapshots

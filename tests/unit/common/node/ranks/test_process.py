@@ -16,7 +16,7 @@ from common.base.errors import EngineError, PeerLost, RankLost
 from common.config.service_configs import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.node.plan import WARM_UP
+from common.node.plan import warm_up
 from common.node.ranks import main
 from common.node.ranks.links import MultiRankExecutor
 from common.node.ranks.messages import LeaderBeat
@@ -39,9 +39,9 @@ def test_an_executor_adds_up_what_its_steps_took_and_a_failed_step_adds_nothing(
     executor = LocalExecutor(Runner(0.25, 0.5))
     assert executor.busy_s == 0.0
     for _ in range(2):
-        executor.submit(WARM_UP)
+        executor.submit(warm_up())
     with pytest.raises(EngineError):
-        executor.submit(WARM_UP)
+        executor.submit(warm_up())
     assert executor.busy_s == 0.75
 
 
@@ -57,7 +57,7 @@ def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception
 
     executor = MultiRankExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
     with pytest.raises(RankLost):
-        executor.submit(WARM_UP)
+        executor.submit(warm_up())
 
 
 def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may_take(

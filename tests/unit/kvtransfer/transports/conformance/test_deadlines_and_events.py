@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from support.kv_words import kv_words
+from support.mock_clock import MockClock
 from support.transfer_harness import Cluster, Recorder, wait_until
 
-from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import (
