@@ -76,7 +76,7 @@ class Int4Weight:
         return self.num_in // self.factors.size(1)
 
     def can_multiply(self, num_rows: int) -> bool:
-        """Whether a kernel multiplies `num_rows` rows without widening the weights."""
+        """Whether a kernel multiplies `num_rows` rows without dequantizing the weights."""
         return self.is_tiled and num_rows <= _MOST_ROWS and self.factors.dtype != torch.float32
 
 
@@ -89,7 +89,7 @@ class QuantizedKernels:
         self._calls.kvq_error.restype = c_char_p
         pointer, number = c_void_p, c_int
         self._calls.kvq_multiply.argtypes = [number, pointer, number, *[pointer] * 5, *[number] * 4]
-        self._calls.kvq_widen.argtypes = [number, pointer, number, *[pointer] * 3, *[number] * 4]
+        self._calls.kvq_dequantize.argtypes = [number, pointer, number, *[pointer] * 3, *[number] * 4]
         self._calls.kvq_quantize.argtypes = [number, pointer, number, pointer, pointer, number, pointer, *[number] * 5]
         self._calls.kvq_scale.argtypes = [number, pointer, number, pointer, number, *[pointer] * 4, *[number] * 3]
 
@@ -103,13 +103,13 @@ class QuantizedKernels:
         self._check(self._calls.kvq_multiply(*_launch_target(x), *given, *sizes))
         return y
 
-    def widen(self, weight: Int4Weight) -> Tensor:
+    def dequantize(self, weight: Int4Weight) -> Tensor:
         """[out, in], of the dtype of its factors."""
         factors = weight.factors
         wide = torch.empty(weight.num_out, weight.num_in, dtype=factors.dtype, device=factors.device)
         given = weight.words.data_ptr(), factors.data_ptr(), wide.data_ptr()
         sizes = weight.num_out, weight.num_in, weight.group, weight.is_tiled
-        self._check(self._calls.kvq_widen(*_launch_target(wide), *given, *sizes))
+        self._check(self._calls.kvq_dequantize(*_launch_target(wide), *given, *sizes))
         return wide
 
     def quantize_int8(self, x: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

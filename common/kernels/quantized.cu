@@ -1,5 +1,5 @@
-// Linear layers on quantized weights, on a CUDA device: products of few rows with 4 bit weights in groups of inputs, widening
-// such weights, quantizing rows of activations, and applying scales to the sums of a product.
+// Linear layers on quantized weights, on a CUDA device: products of few rows with 4 bit weights in groups of inputs,
+// dequantizing such weights, quantizing rows of activations, and applying scales to the sums of a product.
 // Plain C functions for `common/kernels/cuda_quantized.py`, callable from any thread. Each returns 0, or a message in
 // `kvq_error` and -1 for arguments that no kernel takes, else CUDA's error. Every pointer is to contiguous memory of that
 // device, aligned to 16 bytes.
@@ -200,10 +200,10 @@ multiply(const T* x, const uint4* codes, const uint32_t* factors, const T* bias,
     }
 }
 
-// Each thread widens a word of eight codes of 4 bits. In tiles, words are in the order of `multiply`.
+// Each thread dequantizes a word of eight codes of 4 bits. In tiles, words are in the order of `multiply`.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-widen_int4(const uint32_t* words, const T* factors, T* wide, int64_t count, int num_in, int group, bool in_tiles) {
+dequantize_int4(const uint32_t* words, const T* factors, T* wide, int64_t count, int num_in, int group, bool in_tiles) {
     const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     if (index >= count) return;
     // Of four words that follow in a row, the lanes' are four apart.
@@ -351,10 +351,10 @@ int multiply_groups(cudaStream_t stream, const void* x, const void* codes, const
 }
 
 template <typename T>
-int widen_all(cudaStream_t stream, const void* codes, const void* factors, void* wide, int num_out, int num_in,
+int dequantize_all(cudaStream_t stream, const void* codes, const void* factors, void* wide, int num_out, int num_in,
               int group, bool in_tiles) {
     const int64_t count = int64_t(num_out) * num_in / 8;
-    widen_int4<T><<<unsigned((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+    dequantize_int4<T><<<unsigned((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
         static_cast<const uint32_t*>(codes), static_cast<const T*>(factors), static_cast<T*>(wide), count, num_in,
         group, in_tiles);
     return launched();
@@ -427,15 +427,15 @@ int kvq_multiply(int device, void* stream, int type, const void* x, const void* 
 
 // wide[num_out, num_in] = (code - 8) * scale + shift, as in kvq_multiply, or, not in tiles, of words in the inputs' order.
 // num_in and group: multiples of 8.
-int kvq_widen(int device, void* stream, int type, const void* codes, const void* factors, void* wide, int num_out,
+int kvq_dequantize(int device, void* stream, int type, const void* codes, const void* factors, void* wide, int num_out,
               int num_in, int group, int in_tiles) {
     if (num_in % 8 || group % 8 || num_in % group || (in_tiles && num_in % kChunk))
-        return failed("weights are widened in groups of a multiple of 8");
+        return failed("weights are dequantized in groups of a multiple of 8");
     if (cudaSetDevice(device) != cudaSuccess) return launched();
     const auto on_stream = static_cast<cudaStream_t>(stream);
-#define WIDEN(T) widen_all<T>(on_stream, codes, factors, wide, num_out, num_in, group, in_tiles)
-    return type == kBf16 ? WIDEN(Bf16) : type == kFp16 ? WIDEN(Fp16) : WIDEN(float);
-#undef WIDEN
+#define DEQUANTIZE(T) dequantize_all<T>(on_stream, codes, factors, wide, num_out, num_in, group, in_tiles)
+    return type == kBf16 ? DEQUANTIZE(Bf16) : type == kFp16 ? DEQUANTIZE(Fp16) : DEQUANTIZE(float);
+#undef DEQUANTIZE
 }
 
 // codes[padded_rows, width] of x[rows, num_in], int8 or e4m3, zeros elsewhere. A row's scale is its largest absolute value

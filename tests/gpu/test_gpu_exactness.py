@@ -125,7 +125,7 @@ def test_a_trained_model_with_quantized_weights_stays_near_float32(bits: str) ->
 
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel", "blocks of 128"])
 def test_a_trained_model_with_fp8_weights_stays_near_float32(style: str, tmp_path: Path) -> None:
-    """On a GPU the weights stay e4m3 and activations become it, so this is not the widened weights' product."""
+    """On a GPU the weights stay e4m3 and activations become it, so this is not the dequantized weights' product."""
     fp8, _ = quantise(DEMO_MODEL_PATH, STYLES.get(style) or blocks_style((128, 128)), tmp_path)
     sequences, prompts = drive_demo(fp8, 3, dtype="bfloat16", quantization="fp8")
     share = near(sequences, prompts, 3, FP8_TOLERANCE)

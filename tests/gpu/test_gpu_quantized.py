@@ -57,13 +57,13 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 4)
 def test_groups_are_multiplied(
     kernels: QuantizedKernels, num_out: int, num_in: int, group: int, dtype: torch.dtype
 ) -> None:
-    """The last three are not in tiles: their weights are widened first."""
+    """The last three are not in tiles: their weights are dequantized first."""
     weight, bias = random_groups(num_out, num_in, group), random(num_out)
     packed = Int4Weight.pack(weight.codes, weight.scale, weight.zero, dtype)
-    wide = kernels.widen(packed)
+    wide = kernels.dequantize(packed)
     # Scales and shifts are rounded to the dtype, each of the size of a code's step at most eight times, and the weight.
     step = float(weight.scale.max())
-    torch.testing.assert_close(wide.float(), weight.widened(), rtol=0, atol=(32 * ROUNDING[dtype] + 1e-5) * step)
+    torch.testing.assert_close(wide.float(), weight.dequantized(), rtol=0, atol=(32 * ROUNDING[dtype] + 1e-5) * step)
     for own_bias in (None, bias):
         linear = CudaInt4Linear(weight, own_bias, kernels, dtype)
         for num_rows in ROWS:
@@ -155,7 +155,7 @@ def test_fp8_layers_compute_what_they_should(
             else:
                 codes, scales = kernels.quantize_e4m3(x)
                 rounded = codes.double() * scales.double()[:, None]
-            exact = rounded @ weight.widened().double().t()
+            exact = rounded @ weight.dequantized().double().t()
             exact = exact if own_bias is None else exact + own_bias.double()
             close(ours.forward(x), exact, torch.bfloat16)
 

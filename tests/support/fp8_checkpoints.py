@@ -92,7 +92,7 @@ def quantise(
     (fp8 / "config.json").write_text(json.dumps({**raw, "quantization_config": style.config}))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
-        stored, widened = dict(tensors), dict(tensors)
+        stored, dequantized = dict(tensors), dict(tensors)
         for name, original in tensors.items():
             if name.split(".")[-2] not in LINEAR or not name.endswith("weight"):
                 continue
@@ -103,14 +103,14 @@ def quantise(
             stored[name] = values
             stored[name + style.suffix] = scale
             stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(1.0)
-            widened[name] = values.float() * each
+            dequantized[name] = values.float() * each
         if kv_scales is not None:
             layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
             for layer in layers:
                 for side, value in zip("kv", kv_scales, strict=True):
                     stored[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor([value])
         save_file({name: tensor.contiguous() for name, tensor in stored.items()}, fp8 / file.name)
-        save_file({name: tensor.contiguous() for name, tensor in widened.items()}, plain / file.name)
+        save_file({name: tensor.contiguous() for name, tensor in dequantized.items()}, plain / file.name)
     # The index of a sharded checkpoint names the scales' files as well.
     for index in fp8.glob("*.index.json"):
         weight_map = {name: file.name for file in fp8.glob("*.safetensors") for name in load_file(file)}

@@ -1,4 +1,4 @@
-"""Weights in e4m3 with scales: widened when they are read, or multiplied directly if the device supports it.
+"""Weights in e4m3 with scales: dequantized when they are read, or multiplied directly if the device supports it.
 
 Runs on a rank's main thread while it loads and on its engine thread.
 """
@@ -49,10 +49,10 @@ class Fp8Weight:
         """Whether matrix units take it."""
         return not any(side % (_BLOCK if self.is_blocked else _ALIGNED) for side in self.values.shape)
 
-    def widened(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """[out, in] float32."""
         block = (_BLOCK, _BLOCK) if self.is_blocked else (1, self.values.size(1))
-        return dequantise(self.values, self.scale, block, (0, 0))
+        return dequantize(self.values, self.scale, block, (0, 0))
 
 
 class Fp8Format:
@@ -67,12 +67,12 @@ class Fp8Format:
         return self._tensors.dtype(name) == "F8_E4M3"
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        """Widened on the device, times their scales."""
+        """Dequantized on the device, times their scales."""
         values = self._tensors.read(stored.name, stored.shape, stored.part)
         scale, block = self._scale(stored)
         lo, dim = (0, 0) if stored.part is None else (stored.part.lo, stored.part.dim)
         start = (0, lo) if dim else (lo, 0)
-        return dequantise(values.to(self._device), scale, block, start).to(dtype)
+        return dequantize(values.to(self._device), scale, block, start).to(dtype)
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Fp8Linear | None:
         """None also on a CPU: its FP8 products are slower than those of any other type."""
@@ -133,7 +133,7 @@ def _is_row_wise(block: tuple[int, int], stored: StoredTensor) -> bool:
     return block in ((1, stored.shape[1]), stored.shape)
 
 
-def dequantise(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
+def dequantize(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
     """`values` times the scale of each one's block, float32.
 
     values: [rows, columns] e4m3, cut out of a whole matrix at `start`; scale: the whole matrix' float32 scales,
@@ -271,15 +271,17 @@ def _multiplies(device: torch.device, blocked: bool) -> bool:
     values = torch.randn(2 * _BLOCK, 2 * _BLOCK, generator=generator).to(device).to(E4M3)
     scale = torch.rand((2, 2) if blocked else (2 * _BLOCK, 1), generator=generator).add_(0.5).to(device)
     weight = Fp8Weight(values, scale, blocked)
-    expected = x.float() @ weight.widened().t()
+    expected = x.float() @ weight.dequantized().t()
     try:
         linear = make_fp8_linear(weight, None)
         few, many = linear.forward(x[:5]).float() - expected[:5], linear.forward(x).float() - expected
         error = torch.stack((few.abs().max(), many.abs().max())).max() / expected.abs().max()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as reason:
-        log.warning("this device does not multiply FP8 weights, they are widened while loading: %s", reason)
+        log.warning("this device does not multiply FP8 weights, they are dequantized while loading: %s", reason)
         return False
     if not error < 0.1:
-        log.warning("this device multiplies FP8 weights wrongly (error %.2f), they are widened while loading", error)
+        log.warning(
+            "this device multiplies FP8 weights wrongly (error %.2f), they are dequantized while loading", error
+        )
         return False
     return True

@@ -135,10 +135,10 @@ class _Matrix:
         sizes = self.group_of.bincount(minlength=self.weight.scale.size(1))
         return self.group_of.argsort(stable=True) if bool((sizes == self.weight.group).all()) else None
 
-    def widened(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """[out, in] float32."""
         if self.group_of is None:
-            return self.weight.widened()
+            return self.weight.dequantized()
         scale, zero = (each.index_select(1, self.group_of) for each in (self.weight.scale, self.weight.zero))
         return self.weight.codes.float().sub_(zero).mul_(scale)
 
@@ -156,7 +156,7 @@ class GroupFormat:
         return name.endswith(".weight") and f"{name.removesuffix('weight')}{self._settings.codes_name}" in self._tensors
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        wide, part = self._matrix(stored).widened(), stored.part
+        wide, part = self._matrix(stored).dequantized(), stored.part
         own = wide if part is None else wide.narrow(part.dim, part.lo, part.hi - part.lo)
         return own.to(dtype).contiguous()
 
@@ -226,5 +226,5 @@ class ReorderedLinear:
 @functools.cache
 def _log_unordered() -> None:
     log.info(
-        "weights whose groups are scattered over inputs (desc_act) are widened where ranks split or layers merge them"
+        "weights whose groups are scattered over inputs (desc_act) are dequantized where ranks split or layers merge them"
     )

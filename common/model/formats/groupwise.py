@@ -50,7 +50,7 @@ class GroupWeight:
         """Consecutive inputs that share a scale."""
         return self.codes.size(1) // self.scale.size(1)
 
-    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]."""
         out, groups = self.scale.shape
         wide = self.codes.view(out, groups, -1).float()
@@ -128,28 +128,28 @@ def make_group_linear(weight: GroupWeight, bias: Tensor | None, target: LinearTa
         packed = pack_int4(weight.codes, weight.scale, weight.zero, is_paired=target.is_paired)
         return NativeLinear(kernels.native, packed, bias)
     dtype = target.precision.weight
-    _log_widened(weight.bits, str(dtype))
-    return float_linear(weight.widened(dtype), bias, target.precision, target.kernels, is_paired=target.is_paired)
+    _log_dequantized(weight.bits, str(dtype))
+    return float_linear(weight.dequantized(dtype), bias, target.precision, target.kernels, is_paired=target.is_paired)
 
 
 @functools.cache
-def _log_widened(bits: int, dtype: str) -> None:
+def _log_dequantized(bits: int, dtype: str) -> None:
     log.info(
-        "int%d weights are widened to %s while loading, because no kernel multiplies them here",
+        "int%d weights are dequantized to %s while loading, because no kernel multiplies them here",
         bits,
         dtype[len("torch.") :],
     )
 
 
 @functools.cache
-def _log_widened_always(num_in: int, group: int) -> None:
+def _log_dequantized_always(num_in: int, group: int) -> None:
     log.warning(
-        "4 bit weights of %d inputs in groups of %d are widened at each product, which is slower", num_in, group
+        "4 bit weights of %d inputs in groups of %d are dequantized at each product, which is slower", num_in, group
     )
 
 
 class GroupLinear:
-    """y = x W^T + b, on weights that are widened to x's dtype at each product. The reference of every implementation."""
+    """y = x W^T + b, on weights that are dequantized to x's dtype at each product. The reference of every implementation."""
 
     def __init__(self, weight: GroupWeight, bias: Tensor | None) -> None:
         """bias: [out]."""
@@ -168,11 +168,11 @@ class GroupLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         bias = None if self._bias is None else self._bias.to(x.dtype)
-        return F.linear(x, self.weight.widened(x.dtype), bias).to(dtype or x.dtype)
+        return F.linear(x, self.weight.dequantized(x.dtype), bias).to(dtype or x.dtype)
 
 
 class CudaInt4Linear:
-    """`GroupLinear` on a GPU, for 4 bits: one kernel multiplies few rows, another one widens the weights for more.
+    """`GroupLinear` on a GPU, for 4 bits: one kernel multiplies few rows, another one dequantizes the weights for more.
 
     Scales and zeros are rounded to the dtype of activations.
     """
@@ -183,12 +183,12 @@ class CudaInt4Linear:
         self._bias = None if bias is None else bias.to(dtype)
         self._kernels = kernels
         if not self._weight.is_tiled:
-            _log_widened_always(self._weight.num_in, self._weight.group)
+            _log_dequantized_always(self._weight.num_in, self._weight.group)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         if self._weight.can_multiply(x.size(0)):
             y = self._kernels.multiply(x, self._weight, self._bias)
         else:
-            y = F.linear(x, self._kernels.widen(self._weight), self._bias)
+            y = F.linear(x, self._kernels.dequantize(self._weight), self._bias)
         return y.to(dtype or x.dtype)

@@ -41,7 +41,7 @@ class Int8Weight:
         codes = self.codes.narrow(part.dim, part.lo, part.hi - part.lo)
         return Int8Weight(codes, self.scale[part.lo : part.hi] if part.dim == 0 else self.scale)
 
-    def widened(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """[out, in] float32."""
         return self.codes.float() * self.scale[:, None]
 

@@ -28,7 +28,7 @@ class Int8Format:
         return self._tensors.dtype(name) == "I8"
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        return self._weight(stored).widened().to(dtype)
+        return self._weight(stored).dequantized().to(dtype)
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear:
         return make_int8_linear(stack_int8([self._weight(stored) for stored in stacked]), bias, target)

@@ -1,6 +1,6 @@
 """The weights of a GGUF file. Used by a rank's main thread while it loads.
 
-Q8_0, Q4_0, Q4_1 and Q4_K matrices stay in groups of 32 inputs; others are widened.
+Q8_0, Q4_0, Q4_1 and Q4_K matrices stay in groups of 32 inputs; others are dequantized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.model.tensor_files import Part
 
 _Blocks = npt.NDArray[np.uint8]
 _CHUNK_WEIGHTS = 2**22
-"""Weights that are widened at a time."""
+"""Weights that are dequantized at a time."""
 
 
 def _from_q8_0(blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from common.kernels.cuda_quantized import Int4Weight, find_quantized_kernels
 
 
-def widened(weight: Int4Weight) -> Tensor:
+def dequantized(weight: Int4Weight) -> Tensor:
     """As a kernel does it, word by word."""
     words = weight.words.view(weight.num_out, -1, 4, 4).transpose(2, 3) if weight.is_tiled else weight.words
     words = words.reshape(weight.num_out, -1)
@@ -33,7 +33,7 @@ def test_packed_weights_are_the_given_ones(num_in: int, group: int, is_tiled: bo
     assert (weight.num_out, weight.num_in, weight.group) == (5, num_in, group)
     assert weight.is_tiled == is_tiled
     assert weight.words.numel() * 8 == codes.numel()
-    torch.testing.assert_close(widened(weight), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.07)
+    torch.testing.assert_close(dequantized(weight), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.07)
     assert [weight.can_multiply(rows) for rows in (1, 64, 65)] == [is_tiled and dtype != torch.float32] * 2 + [False]
 
 

@@ -22,7 +22,7 @@ from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
 from common.model.formats.base import LinearTarget, StoredTensor
-from common.model.formats.float8 import Fp8Format, Fp8Linear, Fp8Weight, dequantise, join
+from common.model.formats.float8 import Fp8Format, Fp8Linear, Fp8Weight, dequantize, join
 from common.model.formats.quantization import Fp8Quantization
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.loader import load_model
@@ -55,7 +55,7 @@ def weights_of(folder: Path) -> CheckpointWeights:
 def test_tokens_are_those_of_the_same_weights_in_float32(
     originals: dict[str, Path], tmp_path: Path, style: str, name: str
 ) -> None:
-    """The oracle runs the widened weights; the tolerance is that of any float32 checkpoint."""
+    """The oracle runs the dequantized weights; the tolerance is that of any float32 checkpoint."""
     fp8, plain = quantise(originals[name], STYLES[style], tmp_path)
     prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(fp8), prompts, 16, 12), 12)
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_same_weights_in_float32(
 
 @pytest.mark.parametrize("part", [None, Part(0, 5, 41), Part(1, 50, 101), Part(0, 32, 64), Part(1, 0, 48)])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_part_is_widened_by_its_own_scales(
+def test_a_part_is_dequantized_by_its_own_scales(
     originals: dict[str, Path], tmp_path: Path, style: str, part: Part | None
 ) -> None:
     fp8, plain = quantise(originals["llama-biases"], STYLES[style], tmp_path)
@@ -78,7 +78,7 @@ def _weight(generator: torch.Generator, rows: int, columns: int, blocked: bool) 
     return Fp8Weight(torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn), scale, blocked)
 
 
-def test_products_of_e4m3_rows_are_those_of_the_widened_weights() -> None:
+def test_products_of_e4m3_rows_are_those_of_the_dequantized_weights() -> None:
     """Within what e4m3 keeps of the activations: an error of a 16th of each at most, averaged over 256 of them."""
     generator = torch.Generator().manual_seed(3)
     weight = join([_weight(generator, rows, 256, blocked=False) for rows in (48, 16)])
@@ -87,7 +87,7 @@ def test_products_of_e4m3_rows_are_those_of_the_widened_weights() -> None:
     x = torch.randn(7, 256, generator=generator).bfloat16() * torch.logspace(-3, 3, 7)[:, None].bfloat16()
     out = Fp8Linear(weight, bias).forward(x)
     assert out.dtype == torch.bfloat16
-    expected = x.float() @ weight.widened().t()
+    expected = x.float() @ weight.dequantized().t()
     error = (out.float() - bias.float() - expected).norm(dim=1) / expected.norm(dim=1)
     # Of the smallest row only the bias is left in bfloat16.
     assert error[2:].max() < 0.05
@@ -101,7 +101,7 @@ def test_matrices_that_cannot_be_multiplied_as_one_are_not_joined() -> None:
     joined = join([blocks, _weight(generator, 256, 128, blocked=True)])
     assert joined is not None
     assert joined.scale.shape == (3, 1)
-    assert torch.equal(joined.widened()[:128], blocks.widened())
+    assert torch.equal(joined.dequantized()[:128], blocks.dequantized())
 
 
 def test_blocks_of_128_are_read_as_they_are_stored_unless_a_rank_cuts_them(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_blocks_of_128_are_read_as_they_are_stored_unless_a_rank_cuts_them(tmp_p
         assert found is not None
         assert found.is_blocked
         assert torch.equal(found.scale, scale)
-        assert torch.equal(found.widened(), fp8.read(StoredTensor("a.weight", (256, 384), part), torch.float32))
+        assert torch.equal(found.dequantized(), fp8.read(StoredTensor("a.weight", (256, 384), part), torch.float32))
     assert fp8.read_packed(StoredTensor("a.weight", (256, 384), Part(0, 64, 192))) is None
 
 
@@ -130,7 +130,7 @@ def test_a_single_column_of_blocks_is_not_taken_for_scales_of_rows(tmp_path: Pat
     found = fp8.read_packed(whole)
     assert found is not None
     assert found.is_blocked
-    assert torch.equal(found.widened(), fp8.read(whole, torch.float32))
+    assert torch.equal(found.dequantized(), fp8.read(whole, torch.float32))
 
 
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel"])
@@ -144,17 +144,19 @@ def test_kept_weights_give_each_rank_the_rows_and_columns_that_are_its_own(
         found = packed.read_packed(StoredTensor(NAME, (64, 112), part))
         assert found is not None
         expected = whole if part is None else whole.narrow(part.dim, part.lo, part.hi - part.lo)
-        assert torch.equal(found.widened(), expected)
+        assert torch.equal(found.dequantized(), expected)
     assert packed.holds(NAME)
     assert not Fp8Format(TensorFiles(plain), CPU, Fp8Quantization()).holds(NAME)
 
 
-def test_a_model_on_kept_weights_answers_like_the_widened_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_kept_weights_answers_like_the_dequantized_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, by PyTorch's CPU product of e4m3 rows: activations in e4m3 too."""
     fp8, _ = quantise(DEMO_MODEL_PATH, STYLES["compressed channel"], tmp_path)
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt_text(sample), add_special_tokens=False).ids for sample in SAMPLES]
-    widened = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
+    dequantized = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
     monkeypatch.setattr("common.model.formats.float8.can_multiply", lambda device, blocked: not blocked)
     kept = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
     output = StoredTensor("model.layers.0.self_attn.o_proj.weight", (256, 256))
@@ -162,8 +164,8 @@ def test_a_model_on_kept_weights_answers_like_the_widened_one(tmp_path: Path, mo
         weights_of(fp8).linear([output], None, LinearTarget(Precision.choose("bfloat16", small_batches=True), TORCH)),
         Fp8Linear,
     )
-    assert [s.generated for s in kept] == [s.generated for s in widened]
-    errors = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(kept, widened, strict=True)]
+    assert [s.generated for s in kept] == [s.generated for s in dequantized]
+    errors = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(kept, dequantized, strict=True)]
     print(f"largest change of a log-probability {max(errors):.3f}")
     assert 0 < max(errors) < 0.5
 
@@ -183,7 +185,7 @@ def test_kv_scales_come_from_the_checkpoint_one_pair_for_each_layer_of_the_rank(
     assert model.kv_scales == ((0.25, 0.5),) * 3
 
 
-def test_the_fingerprint_tells_fp8_from_its_widened_twin_and_sees_a_changed_scale(
+def test_the_fingerprint_tells_fp8_from_its_dequantized_twin_and_sees_a_changed_scale(
     blocked: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fp8, plain = blocked
@@ -211,10 +213,10 @@ def test_a_missing_or_misshapen_scale_is_named(blocked: tuple[Path, Path], tmp_p
         CheckpointWeights(fp8).read(NAME, (64, 112), torch.float32)
 
 
-def test_widening_takes_every_number_times_the_scale_of_its_block() -> None:
+def test_dequantizing_takes_every_number_times_the_scale_of_its_block() -> None:
     values = torch.ones(70, 100).to(torch.float8_e4m3fn)
     scale = torch.arange(1.0, 10.0).view(3, 3)
-    wide = dequantise(values, scale, BLOCK, (0, 0))
+    wide = dequantize(values, scale, BLOCK, (0, 0))
     assert wide[0, 0] == 1.0
     assert wide[31, 47] == 1.0
     assert wide[31, 48] == 2.0

@@ -271,13 +271,13 @@ def test_layers_that_a_checkpoint_leaves_unquantized_stay_floats(originals: dict
     assert torch.equal(found, tensors[f"{DOWN}.weight"])
 
 
-def test_weights_that_nothing_multiplies_here_are_widened_and_the_log_says_so(
+def test_weights_that_nothing_multiplies_here_are_dequantized_and_the_log_says_so(
     originals: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantized, _ = quantize(originals["llama-biases"], STYLES["gptq"], tmp_path)
-    groupwise._log_widened.cache_clear()
+    groupwise._log_dequantized.cache_clear()
     target = LinearTarget(FLOAT32, TORCH)
     with caplog.at_level("INFO"):
         layer = weights_of(quantized).linear([StoredTensor(f"{DOWN}.weight", (64, 112))], None, target)
     assert not isinstance(layer, GroupLinear)
-    assert "int4 weights are widened to float32 while loading" in caplog.text
+    assert "int4 weights are dequantized to float32 while loading" in caplog.text

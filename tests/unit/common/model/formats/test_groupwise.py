@@ -29,7 +29,7 @@ def drawn(out: int, columns: int, group: int, bits: int = 4, seed: int = 0) -> G
 def test_a_weight_is_its_scale_times_the_code_less_the_zero() -> None:
     weight = drawn(3, 16, 8)
     assert weight.group == 8
-    wide = weight.widened()
+    wide = weight.dequantized()
     for row, column in ((0, 0), (1, 7), (2, 8), (2, 15)):
         at = row, column // 8
         expected = weight.scale[at] * (float(weight.codes[row, column]) - weight.zero[at])
@@ -39,11 +39,11 @@ def test_a_weight_is_its_scale_times_the_code_less_the_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.inference_mode()
-def test_a_product_is_that_of_the_widened_weights(bits: int, dtype: torch.dtype) -> None:
+def test_a_product_is_that_of_the_dequantized_weights(bits: int, dtype: torch.dtype) -> None:
     weight = drawn(40, 96, 32, bits)
     generator = torch.Generator().manual_seed(1)
     x, bias = torch.randn(5, 96, generator=generator).to(dtype), torch.randn(40, generator=generator).to(dtype)
-    expected = x @ weight.widened(dtype).t() + bias
+    expected = x @ weight.dequantized(dtype).t() + bias
     target = LinearTarget(Precision(dtype, dtype, dtype), TORCH)
     for linear in (GroupLinear(weight, bias), make_group_linear(weight, bias, target)):
         found = linear.forward(x)
@@ -65,8 +65,8 @@ def test_four_bit_codes_are_kept_two_in_a_byte() -> None:
 def test_a_part_has_its_own_codes_and_groups_split_at_its_ends(part: Part | None, group: int) -> None:
     whole = drawn(12, 96, 32)
     cut = whole.cut(StoredTensor("a.weight", (12, 96), part))
-    expected = whole.widened() if part is None else whole.widened().narrow(part.dim, part.lo, part.hi - part.lo)
-    assert torch.equal(cut.widened(), expected)
+    expected = whole.dequantized() if part is None else whole.dequantized().narrow(part.dim, part.lo, part.hi - part.lo)
+    assert torch.equal(cut.dequantized(), expected)
     assert cut.group == group
 
 
@@ -84,7 +84,7 @@ def test_stacked_rows_keep_their_groups() -> None:
     first, second = drawn(4, 32, 16), drawn(8, 32, 16, seed=1)
     stacked = stack_groups([first, second])
     assert stacked is not None
-    assert torch.equal(stacked.widened(), torch.cat([first.widened(), second.widened()]))
+    assert torch.equal(stacked.dequantized(), torch.cat([first.dequantized(), second.dequantized()]))
     assert stack_groups([first, drawn(4, 32, 8)]) is None
     assert stack_groups([first, drawn(4, 32, 16, bits=8)]) is None
 
@@ -97,11 +97,11 @@ def test_quantized_weights_err_less_than_rounding_over_the_whole_range() -> None
     lo, hi = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = (hi - lo) / 15
     plain = (((groups - lo) / step).round() * step + lo).view(64, 256)
-    error, plain_error = ((each - weight).norm() / weight.norm() for each in (found.widened(), plain))
+    error, plain_error = ((each - weight).norm() / weight.norm() for each in (found.dequantized(), plain))
     assert error < plain_error < 0.1
 
 
 def test_groups_of_equal_weights_are_kept_as_they_are() -> None:
     weight = torch.full((2, 64), -0.25)
     weight[1] = 0
-    torch.testing.assert_close(quantize_int4(weight, 64).widened(), weight, atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(quantize_int4(weight, 64).dequantized(), weight, atol=1e-6, rtol=1e-3)

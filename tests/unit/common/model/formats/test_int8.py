@@ -56,7 +56,7 @@ def test_quantized_weights_are_within_half_a_step() -> None:
     weight = numbers(24, 56).bfloat16()
     found = quantize_int8(weight)
     assert int(found.codes.abs().max()) == 127
-    assert bool(((found.widened() - weight.float()).abs() <= found.scale[:, None] * 0.501).all())
+    assert bool(((found.dequantized() - weight.float()).abs() <= found.scale[:, None] * 0.501).all())
 
 
 def test_a_matrix_of_many_chunks_is_quantized_as_its_rows_are() -> None:
@@ -68,7 +68,7 @@ def test_a_matrix_of_many_chunks_is_quantized_as_its_rows_are() -> None:
 
 def test_parts_and_stacks_keep_each_rows_scale() -> None:
     whole = quantize_int8(numbers(12, 20))
-    assert torch.equal(whole.cut(Part(1, 5, 16)).widened(), whole.widened()[:, 5:16])
+    assert torch.equal(whole.cut(Part(1, 5, 16)).dequantized(), whole.dequantized()[:, 5:16])
     again = stack_int8([whole.cut(Part(0, 0, 7)), whole.cut(Part(0, 7, 12))])
     assert isinstance(again, Int8Weight)
-    assert torch.equal(again.widened(), whole.widened())
+    assert torch.equal(again.dequantized(), whole.dequantized())
