@@ -40,8 +40,8 @@ def _tensors(folder: Path) -> None:
             files.read(name)
 
 
-class FileDoor:
-    """Raises in `knock` whatever a reader raises that is not a `KvRelayError`."""
+class FileTarget:
+    """Raises in `send_case` whatever a reader raises that is not a `KvRelayError`."""
 
     name = "files"
 
@@ -66,7 +66,7 @@ class FileDoor:
             if (self._folder / kind.file).exists()
         }
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         kind = rng.choice([kind for kind in self._kinds if kind.file in self._good])
         path, good = self._folder / kind.file, self._good[kind.file]
         path.write_bytes(_changed(rng, kind, good))

@@ -1,6 +1,6 @@
-"""`scripts/fuzz`: sends changed traffic through every door of a local cluster, and watches that nothing but errors happens.
+"""`scripts/fuzz`: sends mutated messages to every interface of a local cluster, and watches that nothing but errors happens.
 
-A case is made from the seed and its number alone: `--seed S --only DOOR:NUMBER` repeats one. After every round of cases
+A case is made from the seed and its number alone: `--seed S --only TARGET:NUMBER` repeats one. After every round of cases
 each process must be alive, its loop free, its memory bounded; four streams run all the time and must not change.
 """
 
@@ -30,14 +30,14 @@ from support.system import System, running_system  # noqa: E402
 from common.cluster.records import Records  # noqa: E402
 from common.control.messages import NodeRecord  # noqa: E402
 from common.security.tls import open_credentials  # noqa: E402
-from fuzz.doors import ControlDoor, DataDoor, Door, HttpDoor, Place, RedisDoor, SharedMemoryDoor  # noqa: E402
-from fuzz.files import FileDoor  # noqa: E402
-from fuzz.tls_doors import TlsDoor, ZmtpDoor  # noqa: E402
+from fuzz.files import FileTarget  # noqa: E402
+from fuzz.targets import ControlTarget, DataTarget, HttpTarget, Place, RedisTarget, SharedMemoryTarget, Target  # noqa: E402
+from fuzz.tls_targets import TlsTarget, ZmtpTarget  # noqa: E402
 from fuzz.watch import Service, Watch  # noqa: E402
 
 _RESULTS = _ROOT / "bench-results" / "fuzz.json"
 _ROUND = 384
-"""Cases that are sent at once, one door each in turn."""
+"""Cases that are sent at once, one target each in turn."""
 _MOST_PROBLEMS = 20
 # Little memory for KV: all of its pages are there before memory is judged.
 _LAYOUT = ("--model", "demo", "--decode-tp", "2", "--kv-memory-gb", "0.1")
@@ -48,9 +48,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cases", type=int, default=10**9, help="stop after this many")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9))
-    parser.add_argument("--doors", default="http,control,data,zmtp,shm,redis,files,tls")
-    parser.add_argument("--tls", action="store_true", help="services have certificates; `tls` is a door only then")
-    parser.add_argument("--only", help="DOOR:NUMBER, to repeat one case")
+    parser.add_argument("--targets", default="http,control,data,zmtp,shm,redis,files,tls")
+    parser.add_argument("--tls", action="store_true", help="services have certificates; `tls` is a target only then")
+    parser.add_argument("--only", help="TARGET:NUMBER, to repeat one case")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with (
@@ -78,19 +78,19 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
     tls_dir = psutil.Process(system.process("router")["pid"]).environ().get("KVRELAY_TLS_DIR")
     credentials = open_credentials(tls_dir)
     place = Place(system.url, redis_url, _records(redis_url, tls_dir), credentials)
-    files = FileDoor()
-    doors: list[Door] = [
-        HttpDoor(place),
-        ControlDoor(place),
-        DataDoor(place),
-        SharedMemoryDoor(place),
-        RedisDoor(place),
-        ZmtpDoor(place),
+    files = FileTarget()
+    targets: list[Target] = [
+        HttpTarget(place),
+        ControlTarget(place),
+        DataTarget(place),
+        SharedMemoryTarget(place),
+        RedisTarget(place),
+        ZmtpTarget(place),
         files,
-        *([TlsDoor(place)] if arguments.tls else []),
+        *([TlsTarget(place)] if arguments.tls else []),
     ]
-    doors = [door for door in doors if door.name in arguments.doors.split(",")]
-    changes = any(door.name == "redis" for door in doors)
+    targets = [target for target in targets if target.name in arguments.targets.split(",")]
+    changes = any(target.name == "redis" for target in targets)
     watch = Watch(system.url, _services(system), credentials=credentials, redis_changes=changes)
     await watch.begin()
     streaming = asyncio.create_task(watch.keep_streaming())
@@ -99,18 +99,18 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
     number = 0
     if arguments.only:
         name, _, only = arguments.only.partition(":")
-        doors, number = [door for door in doors if door.name == name], int(only)
-        await _knock(doors[0], arguments.seed, number, watch)
+        targets, number = [target for target in targets if target.name == name], int(only)
+        await _run_case(targets[0], arguments.seed, number, watch)
         await watch.check()
     while not arguments.only and time.monotonic() < started_s + arguments.seconds and number < arguments.cases:
-        cases = [(doors[n % len(doors)], n) for n in range(number, number + _ROUND)]
-        await asyncio.gather(*(_knock(door, arguments.seed, n, watch) for door, n in cases))
-        counts.update(door.name for door, _ in cases)
+        cases = [(targets[n % len(targets)], n) for n in range(number, number + _ROUND)]
+        await asyncio.gather(*(_run_case(target, arguments.seed, n, watch) for target, n in cases))
+        counts.update(target.name for target, _ in cases)
         number += _ROUND
         known = len(watch.problems)
         await watch.check()
         if len(watch.problems) > known:
-            named = ", ".join(f"{door.name}:{n}" for door, n in cases)
+            named = ", ".join(f"{target.name}:{n}" for target, n in cases)
             watch.problems.append(f"... after cases {named}")
         if len(watch.problems) >= _MOST_PROBLEMS:
             break
@@ -130,14 +130,16 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
     }
 
 
-async def _knock(door: Door, seed: int, number: int, watch: Watch) -> None:
+async def _run_case(target: Target, seed: int, number: int, watch: Watch) -> None:
     try:
-        await door.knock(random.Random(f"{seed} {door.name} {number}"))
+        await target.send_case(random.Random(f"{seed} {target.name} {number}"))
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a reader of files raised something else than its own errors, or the door has a bug
+    except (
+        BaseException
+    ) as error:  # a reader of files raised something else than its own errors, or the target has a bug
         place = traceback.extract_tb(error.__traceback__)[-1]
-        watch.problems.append(f"{door.name}:{number}: {error!r:.300} at {place.filename}:{place.lineno}")
+        watch.problems.append(f"{target.name}:{number}: {error!r:.300} at {place.filename}:{place.lineno}")
 
 
 def _records(redis_url: str, tls_dir: str | None) -> list[NodeRecord]:

@@ -1,4 +1,4 @@
-"""Good traffic that the doors change: calls to the API, control messages, headers of KV."""
+"""Valid messages that the targets mutate: calls to the API, control messages, headers of KV."""
 
 from __future__ import annotations
 

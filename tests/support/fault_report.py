@@ -27,37 +27,36 @@ _HEAD = f"""
 Made by `make test-faults`, on the machine that it ran on. {STREAMS} streams run at once through two routers, two prefill
 nodes (one of two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network
 namespaces), in float32. Half of the streams are greedy, half sampled with seeds; among them are log-probabilities,
-stop strings, stop tokens, penalties, chats, and an answer of a single token. At the moment that the column names, the
-fault is done to the process that the row names:
+stop strings, stop tokens, penalties, chats, and an answer of a single token. Each cell is one run: at the moment of its
+column the process of its row suffers the fault:
 
 | fault | what is done |
 |---|---|
 | SIGKILL | the process is killed; it is started again when the streams are over |
-| SIGSTOP 10 s | the process stands still for {STOP_S:.0f} s, its connections stay open |
-| restart | the process is told to end, and started again under the same name and address at once |
-| network cut | its host's packets are lost both ways for {CUT_S:.0f} s; nobody is told |
+| SIGSTOP 10 s | the process is suspended for {STOP_S:.0f} s, its connections stay open |
+| restart | the process gets SIGTERM, and is started again at once under the same name and address |
+| network cut | its host's packets are dropped both ways for {CUT_S:.0f} s, without any notice |
 
 A cell is **ok** when all of this holds:
 
 - every stream's text, token ids, log-probabilities (1e-4), usage and finish reason are those of a run without a fault;
-- no client had to ask again, except those of a router that ended: their connection breaks, they ask again and get the
-  same tokens (more of their prompt may be cached now);
-- no key of a dead incarnation is left in Redis after its lease, every pool is whole and every load counter is zero;
-- a node that was not killed works on under its old incarnation.
+- no client had to retry, except those of a router that ended: their connection breaks, they retry and get the same
+  tokens (more of their prompt may be cached now);
+- no key of a dead incarnation is left in Redis after its lease, no KV block is lost, and every load counter is zero;
+- a node that was not killed keeps its incarnation.
 
-A cell has one fault. After `--max-attempts` (3) attempts in a row without a token a stream ends with an error, even if
-they only waited in the queues of nodes that died: the router cannot tell whether a node had begun an attempt, and a request
-that kills each node which computes it must not go on from node to node.
+A cell has one fault. After `--max-attempts` (3) consecutive attempts without a token a stream ends with an error, even if
+they only waited in the queues of nodes that died. The router cannot tell whether a node had begun an attempt, and a request
+that kills every node which computes it must not go from node to node.
 
-The number is the longest time after the fault, in seconds, in which one of the {STREAMS} streams got nothing (also
-because it was still queued).
+The number is the longest pause of any of the {STREAMS} streams after the fault, in seconds; time in a queue counts.
 """
 
 
 def render(results: dict[tuple[str, str, str], dict[str, Any]], *, tls: bool) -> str:
     """The part of the page."""
     lines = [_TITLE_TLS + "\n" + _HEAD_TLS if tls else _TITLE + "\n" + _HEAD]
-    lines += ["| hurt | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
+    lines += ["| process | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
     for target in Target:
         for fault in Fault:
             cells = [_cell(results.get((target, fault, moment))) for moment in Moment]

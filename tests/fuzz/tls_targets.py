@@ -1,4 +1,4 @@
-"""Doors below the messages: TLS handshakes that go wrong, and ZMQ's own protocol."""
+"""Targets below the messages: TLS handshakes that go wrong, and ZMQ's own protocol."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fuzz import mutate
 from kvtransfer.transports.choose import parse_offers
 
 if TYPE_CHECKING:
-    from fuzz.doors import Place
+    from fuzz.targets import Place
 
 _TIMEOUT_S = 0.5
 
 
-class TlsDoor:
+class TlsTarget:
     """Control ports of nodes that expect TLS: garbage before, in and after a handshake, none at all, no certificate."""
 
     name = "tls"
@@ -32,11 +32,11 @@ class TlsDoor:
     def __init__(self, place: Place) -> None:
         self._nodes, self._credentials = place.nodes, place.credentials
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         parts = urlsplit(rng.choice(self._nodes).peer.control_address)
-        await asyncio.to_thread(self._knock, rng, parts.hostname or "", parts.port or 0)
+        await asyncio.to_thread(self._run_case, rng, parts.hostname or "", parts.port or 0)
 
-    def _knock(self, rng: random.Random, host: str, port: int) -> None:
+    def _run_case(self, rng: random.Random, host: str, port: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 2) as client:
             client.settimeout(_TIMEOUT_S)
             match rng.randrange(6):
@@ -68,7 +68,7 @@ class TlsDoor:
             secured.recv(1)
 
 
-class ZmtpDoor:
+class ZmtpTarget:
     """Data ports: handshakes that go wrong, parts of messages that are never finished, frames cut off."""
 
     name = "zmtp"
@@ -76,7 +76,7 @@ class ZmtpDoor:
     def __init__(self, place: Place) -> None:
         self._nodes = [node for node in place.nodes if node.peer.data_addresses]
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         node = rng.choice(self._nodes)
         offers = {offer.transport: offer for offer in parse_offers(rng.choice(node.peer.data_addresses))}
         parts = urlsplit(offers["zmq"].endpoint)

@@ -1,4 +1,4 @@
-"""The doors of a running cluster: each sends one changed message per call, made from the random numbers it is given."""
+"""The targets of a running cluster: each sends one mutated message per call, made from the random numbers it is given."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from kvtransfer.transports.choose import parse_offers
 from kvtransfer.transports.shm import ring
 
 _WAIT_S = 2.0
-"""An answer that takes longer is not waited for: what the door's owner does meanwhile is the watch's concern."""
+"""An answer that takes longer is not waited for: `Watch` looks at what its process does meanwhile."""
 
 
-class Door(Protocol):
+class Target(Protocol):
     """Where messages come in."""
 
     name: str
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         """Send one case. Raises: nothing for whatever the other end does with it."""
         ...
 
 
 @dataclass
 class Place:
-    """What the doors need to know about the cluster."""
+    """What the targets need to know about the cluster."""
 
     url: str
     redis_url: str
@@ -71,14 +71,14 @@ async def _talk(host: str, port: int, data: bytes, *, waits: bool, credentials: 
                 writer.transport.abort()
 
 
-class HttpDoor:
+class HttpTarget:
     name = "http"
 
     def __init__(self, place: Place) -> None:
         parts = urlsplit(place.url)
         self._host, self._port = parts.hostname or "", parts.port or 0
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         method, path, body = rng.choice(HTTP_CALLS)
         if body is not None and rng.random() < 0.7:
             text = json.dumps(mutate.structure(rng, body)).encode("utf-8", "surrogatepass")
@@ -91,13 +91,13 @@ class HttpDoor:
         await _talk(self._host, self._port, request, waits=rng.random() < 0.8)
 
 
-class ControlDoor:
+class ControlTarget:
     name = "control"
 
     def __init__(self, place: Place) -> None:
         self._nodes, self._credentials = place.nodes, place.credentials
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         node = rng.choice(self._nodes)
         messages = [rng.choice(control_messages(node, self._nodes)) for _ in range(rng.choice([1, 1, 3]))]
         envelopes = [msgpack.unpackb(encode(message)) for message in messages]
@@ -111,14 +111,14 @@ class ControlDoor:
         await _talk(parts.hostname or "", parts.port or 0, data, waits=waits, credentials=self._credentials)
 
 
-class DataDoor:
+class DataTarget:
     name = "data"
 
     def __init__(self, place: Place) -> None:
         self._nodes = [node for node in place.nodes if node.peer.data_addresses]
         self._context = zmq.asyncio.Context()
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         node = rng.choice(self._nodes)
         offers = {offer.transport: offer for offer in parse_offers(rng.choice(node.peer.data_addresses))}
         header = msgpack.unpackb(data_header(rng, node))
@@ -137,13 +137,13 @@ class DataDoor:
         client.close()
 
 
-class SharedMemoryDoor:
+class SharedMemoryTarget:
     name = "shm"
 
     def __init__(self, place: Place) -> None:
         self._nodes = [node for node in place.nodes if node.peer.data_addresses]
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         node = rng.choice(self._nodes)
         offers = {offer.transport: offer for offer in parse_offers(rng.choice(node.peer.data_addresses))}
         if "shm" not in offers:
@@ -187,7 +187,7 @@ class SharedMemoryDoor:
                 os.close(file)
 
 
-class RedisDoor:
+class RedisTarget:
     """Changes what the cluster keeps in Redis; the services write it anew."""
 
     name = "redis"
@@ -195,7 +195,7 @@ class RedisDoor:
     def __init__(self, place: Place) -> None:
         self._client: Any = redis.asyncio.Redis.from_url(place.redis_url)
 
-    async def knock(self, rng: random.Random) -> None:
+    async def send_case(self, rng: random.Random) -> None:
         with contextlib.suppress(redis.RedisError):
             keys: list[bytes] = sorted(await self._client.keys("kvrelay:*"))
             if not keys:
