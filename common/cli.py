@@ -49,7 +49,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 """Settings of every command."""
 
 _NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
-"""Errors of a write that are nobody's bug, and the exit code after one."""
+"""Write errors that are not a bug of ours, and the exit code after one."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 

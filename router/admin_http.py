@@ -19,8 +19,8 @@ _RESOLVE_S = 2.0
 async def admin_address(record: NodeRecord) -> str:
     """The URL of a node's admin port.
 
-    Raises: Unavailable if it has none, or one on the loopback of another host: the same port here is somebody else's, who
-    would get the order and the token.
+    Raises: Unavailable if it has none, or one on the loopback of another host: the same port here belongs to another
+    process, which would get the request and the token.
     """
     address = record.admin_address
     if not address:

@@ -20,7 +20,7 @@ from common.base.clock import monotonic
 log = logging.getLogger(__name__)
 
 MAX_BYTES, MAX_BYTES_IN_ALL = 96 * 2**20, 2**30
-"""Most bytes of unfinished messages, of one peer and of all; a whole message of KV has at most 66 MiB."""
+"""Maximum bytes of unfinished messages, of one peer and of all peers; a complete KV message has at most 66 MiB."""
 _CHECK_S = 0.5
 _INFO_BYTES, _RECEIVED_AT = 136, 128
 """Size of Linux' `struct tcp_info` up to `tcpi_bytes_received`, and that field's place in it."""

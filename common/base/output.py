@@ -1,5 +1,6 @@
-"""Writes lines to standard output or standard error without waiting for a reader that stands still: a terminal after Ctrl-S,
-a pager, a broken SSH connection, a log collector that hangs. Service must not stop for its log. Any thread, one at a time.
+"""Writes lines to standard output or standard error without waiting for a reader that has stopped reading: a terminal
+after Ctrl-S, a pager, a broken SSH connection, a hanging log collector. The log must not block the service. Any thread, one
+at a time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Output:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._descriptor = _descriptor_of(stream)
-        self._stands_still = False
+        self._is_stalled = False
         self._is_cut = False
         """The latest line lacks its end."""
 
     def write(self, text: str) -> None:
-        """Write whole lines; what the stream's encoding lacks is escaped.
+        """Write whole lines; characters that the stream's encoding lacks are escaped.
 
-        Raises: BlockingIOError if the reader stands still, when the text is lost or cut; OSError as the stream does.
+        Raises: BlockingIOError if the reader does not read: the text is lost or cut; OSError as the stream does.
         """
         if self._descriptor is None:
             self._stream.write(text)
@@ -37,14 +38,14 @@ class Output:
             return
         data = text.encode(self._stream.encoding, "backslashreplace")
         rest = memoryview(b"\n" + data if self._is_cut else data)
-        until_s = time.monotonic() + (0.0 if self._stands_still else _PATIENCE_S)
+        until_s = time.monotonic() + (0.0 if self._is_stalled else _PATIENCE_S)
         while rest:
             if written := _write_now(self._descriptor, rest, until_s - time.monotonic()):
                 rest, self._is_cut = rest[written:], True
             elif time.monotonic() >= until_s:
-                self._stands_still = True
+                self._is_stalled = True
                 raise BlockingIOError(errno.EAGAIN, "nobody reads")
-        self._stands_still = self._is_cut = False
+        self._is_stalled = self._is_cut = False
 
 
 def _write_now(descriptor: int, data: memoryview, timeout_s: float) -> int:

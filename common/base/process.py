@@ -140,8 +140,8 @@ def prepare_compute(threads: int | None, nice: int) -> None:
 
 
 def _set_niceness_of_session(nice: int) -> None:
-    """Where Linux shares cores between sessions (sched_autogroup_enabled, the default of most distributions), the niceness of a
-    process counts within its session only. If this process leads one, as the children of `kvrelay up` do, set the session's."""
+    """Set the niceness of the session that this process leads, if it leads one, as the children of `kvrelay up` do. A process's
+    own niceness counts only within its session where Linux shares cores between sessions (sched_autogroup_enabled)."""
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
             autogroup.write(str(nice))

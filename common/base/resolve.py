@@ -16,7 +16,7 @@ class NameUnknown(OSError):
 
 
 _LOOKUPS: dict[str, Future[str]] = {}
-"""Those that have not ended."""
+"""Look-ups in progress, by host name."""
 _LOCK = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Where temporary files go, also on a full disk."""
+"""The folder for temporary files, also on a full disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def temporary_folder() -> Path:
-    """That of `tempfile`. On a full disk, where `tempfile` finds none as it tries to write a file: $TMPDIR or /tmp.
+    """The folder that `tempfile` chooses; on a full disk, where it chooses none, $TMPDIR or /tmp.
 
-    So `kvrelay admin` still finds a cluster, and what cannot be written fails with its own name and reason.
+    So `kvrelay admin` still finds a cluster, and a failed write names its own file and reason.
     """
     try:
         return Path(tempfile.gettempdir())

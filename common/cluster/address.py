@@ -49,9 +49,9 @@ def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
 
 
 def rank_host(config: NodeConfig) -> str:
-    """The address of this host at which the ranks of one node talk to each other; never every interface.
+    """The address of this host at which the ranks of one node reach each other; never every interface.
 
-    Loopback if all ranks are on this host, whatever `--host` is: nobody else may reach them.
+    Loopback if all ranks are on this host, whatever `--host` is: no other host may connect.
 
     Raises: ConfigError as `source_address`.
     """

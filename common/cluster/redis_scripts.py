@@ -6,7 +6,7 @@ local function heal(key, kind)
   if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
 end
 """
-"""Lua: removes a key that somebody wrote with another type, which would fail every command on it for good."""
+"""Lua: removes a key of a wrong type; every command on it would fail."""
 
 # KEYS: fence, node, load, nodes, epoch, adapters. ARGV: incarnation, its start time, lease in ms, record, node id, seconds
 # until an id is forgotten, a new epoch, loaded adapters, their expiry in ms, then alternately field and value of the load.

@@ -32,7 +32,7 @@ _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
 _SMALL_BYTES = 65_536
 """Whatever a frame of this size holds costs little."""
 _LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
-"""Most lists and maps of a larger frame: that many, and one for so many bytes. Frames of control links
+"""Limit of lists and maps in a larger frame: the first number, plus one per `_BYTES_PER_LIST` bytes. Frames of control links
 have a stricter limit (`common.control.item_count`)."""
 MAX_MESSAGES = 1024
 """Messages in one frame."""

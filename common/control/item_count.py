@@ -11,7 +11,7 @@ from common.base.errors import ProtocolError
 SMALL_BYTES = 16_384
 """A frame of this size is not counted: its items take at most 2 MB."""
 _ITEMS, _BYTES_PER_ITEM = 8192, 256
-"""Most items of a larger frame: that many, and one for so many bytes."""
+"""Limit of items in a larger frame: the first number, plus one per `_BYTES_PER_ITEM` bytes."""
 SENT_ITEMS = _ITEMS // 2
 """Senders split their messages so that none has more."""
 

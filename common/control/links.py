@@ -273,7 +273,7 @@ class Link:
             await asyncio.sleep(_RETRY_S)
 
     def _note(self, problem: str) -> None:
-        """Say why it cannot connect, once: it may try for ever."""
+        """Log why it cannot connect, once per reason: it may retry without end."""
         if self._problem != f": {problem}":
             log.warning("cannot connect to %s, trying again: %s", self.address, problem)
         self._problem = f": {problem}"

@@ -172,7 +172,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def items_of(num_tokens: int, num_likely: int | None) -> int:
-    """About how many MessagePack items so many tokens take, with `num_likely` most likely ones each; None: without
+    """Estimated MessagePack items of `num_tokens` tokens with `num_likely` most likely ones each; None: without
     log-probabilities."""
     return num_tokens * (1 if num_likely is None else 7 + 2 * num_likely)
 

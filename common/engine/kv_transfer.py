@@ -217,7 +217,7 @@ class KVSender(Protocol):
         ...
 
     def disconnect(self, incarnation: str) -> None:
-        """That incarnation of a node could not be reached: end the connections to it, and the transfers over them.
+        """End the connections to this incarnation, which could not be reached, and the transfers over them.
         The next grant makes new ones, so it need not wait for TCP retransmission."""
         ...
 

@@ -61,7 +61,8 @@ class Scheduler:
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
         self._yielding: list[Sequence | None] = [None] * config.num_groups
-        """By group, who gets no rows until the group is scheduled again: one of it gets its blocks after its steps in flight."""
+        """By group, the running sequence that gets no rows until the group is scheduled again: it gives its blocks to one of that
+        group once its steps in flight are done."""
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -333,14 +334,14 @@ class Scheduler:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
     def _next_prompts(self, begun: Seq[Sequence], group: int) -> Iterator[tuple[Sequence, bool]]:
-        """The `begun` and those who wait, by priority; of equal ones the begun go first. Whether each is new: it was admitted."""
+        """The `begun` and the waiting sequences, by priority; equal ones: begun first. With whether each was admitted just now."""
         for each in begun:
             yield from ((seq, True) for seq in self._admit_waiting(group, before=each))
             yield each, False
         yield from ((seq, True) for seq in self._admit_waiting(group))
 
     def _admit_waiting(self, group: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
-        """Admit those who wait, one after the other; with `before`, only those of a higher priority than that one."""
+        """Admit waiting sequences, one after the other; with `before`, only those of a higher priority than that one."""
         part: float | None = None
         while self.waiting and (before is None or self.waiting[0].request.priority < before.request.priority):
             seq = self.waiting[0]

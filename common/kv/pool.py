@@ -36,7 +36,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._table_of = [0] * num_blocks
-        """Where `_hash_of` is set, the table that the block has content for."""
+        """[num_blocks]: the block table of a cached block's content; without meaning where `_hash_of` is None."""
         self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_tables)]
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """Unreferenced blocks in order of reuse: free ones in front, then cached ones, oldest first."""

@@ -51,7 +51,7 @@ def _text(value: object) -> str | None:
 
 
 def _all_special(merged: Mapping[str, Any]) -> list[AddedToken]:
-    """Those by name, which may be the model's own, and those that are listed."""
+    """The special tokens with a key of their own (`bos_token`, ...), and the listed ones."""
     found: list[object] = [value for key, value in merged.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = merged.get(key)

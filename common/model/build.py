@@ -62,7 +62,7 @@ class Build:
     quantize: WeightBits | None = None
     """What weights of linear layers that are stored as floating-point numbers become."""
     packed: PackedWeights | None = None
-    """Where packed weights are shared with other processes; None: nowhere."""
+    """Packed weights shared with other processes; None: not shared."""
     lm_head: bool = True
     """Whether the model gives logits."""
 

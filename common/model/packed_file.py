@@ -33,7 +33,7 @@ class PackedTensors:
 
     @property
     def size_bytes(self) -> int:
-        """About the size of its file."""
+        """Approximate size of its file."""
         return _ALIGNMENT + sum(_aligned(tensor.nbytes) for tensor in self.tensors.values())
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NARROW_ROWS = 1
-"""Up to this many rows a product is bound by reading weights, not by arithmetic (at 2, emulated bf16 already loses)."""
+"""Maximum rows of a product that is bound by reading weights, not by arithmetic (at 2, emulated bf16 is slower)."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class _SafetensorsFile:
 
 
 class _TorchFile:
-    """Only tensors are read: no code in the file runs. They are mapped and must not be written."""
+    """A `pytorch_model.bin`. Only tensors are read; no code in it runs. They are mapped and must not be written."""
 
     def __init__(self, path: Path) -> None:
         """Raises: ConfigError if the file is unreadable, or holds something else than named tensors."""

@@ -68,7 +68,7 @@ class _Copy:
     """When a request last took it; larger is later."""
     is_loaded: bool = False
     is_leaving: bool = False
-    """It takes no more requests."""
+    """Gets no new requests; leaves memory when its last one has ended."""
 
     @property
     def is_usable(self) -> bool:
@@ -86,7 +86,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(eq=False)
 class _Wanted:
-    """An adapter that takes no requests yet, and who waits for it."""
+    """An adapter that takes no requests yet, and the callbacks of those that wait for it."""
 
     source: AdapterSource
     waiting: list[_Waiting] = field(default_factory=list[_Waiting])
@@ -109,7 +109,7 @@ class AdapterTable:
         self._last_id = 0
         self._clock = 0
         self.sources: tuple[AdapterSource, ...] = ()
-        """Those that requests can name. Replaced as a whole: any thread may read it."""
+        """The adapters that requests can name. Replaced as a whole: any thread may read it."""
         for source in sources:
             self.register(source)
 

@@ -176,7 +176,7 @@ def make_record(
     kernels: str,
     adapters: Sequence[Adapter] = (),
 ) -> NodeRecord:
-    """The node's registration in the membership, for all who read Redis: without the keys of its data sockets."""
+    """The node's record in Redis, without the keys of its data sockets: every service can read it."""
     return NodeRecord(
         role,
         replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),

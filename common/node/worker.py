@@ -251,7 +251,7 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
 
 
 def _packed_weights(plan: NodePlan, config: NodeConfig, device: torch.device) -> PackedWeights | None:
-    """Where the native kernels' weights are shared with other processes; nowhere without these kernels."""
+    """The native kernels' weights that are shared with other processes; None without these kernels."""
     if device.type != "cpu" or find_native() is None:
         return None
     state, limit_gb = plan.weights, config.packed_cache_gb

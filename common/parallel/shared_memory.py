@@ -30,7 +30,7 @@ _COUNTER_BYTES = 64
 _HEADER_BYTES = 4096
 _MAX_RANKS = _HEADER_BYTES // _COUNTER_BYTES
 _ONE_PHASE_BYTES = 64 * 1024
-"""Above, with more than two ranks, each rank sums only its share: less to read, but a second wait."""
+"""For larger tensors on more than two ranks, each rank sums only its share: less to read, but a second wait."""
 _SPINS = 40
 """Polls of a counter before sleeping; each yields the core, which the awaited rank may need."""
 _CHECK_EVERY_S = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 _PLACE = re.compile(r"\[enforce fail at [^]]*\] .*?\. |\[[^]]*\.(?:cc|cpp|h|hpp):\d+\] ?")
-"""Where in PyTorch's sources, on the machine that built it, and which condition."""
+"""A place in PyTorch's sources, as on the machine that built it, and the failed condition."""
 _ADVICE = ". This is typically caused by a remote worker crashing"
-"""Begins the advice that gloo appends, which is left out: our messages name the rank that was lost."""
+"""Start of gloo's advice, which is left out: our messages name the rank that was lost."""
 
 
 def torch_reason(error: BaseException) -> str:

@@ -80,7 +80,7 @@ class Authority:
 
     @property
     def ends(self) -> datetime.datetime:
-        """When its certificate, and with it every one that it has issued, is valid no more."""
+        """End of its certificate's validity, and of every certificate that it has issued."""
         return self._certificate.not_valid_after_utc
 
     def renew(self) -> None:

@@ -26,7 +26,7 @@ class Validity(NamedTuple):
 
 
 def certificate_validity(folder: str) -> Validity | None:
-    """That of the certificate in this folder together with its authority's; None if they cannot be read now."""
+    """When both the certificate in this folder and its authority's are valid; None if they cannot be read now."""
     from cryptography import x509
 
     try:

@@ -1,4 +1,4 @@
-"""Names that certificates and those who check them share. Pure."""
+"""Names in certificates, for issuing and for checking them. Pure."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ ROLES: tuple[str, ...] = get_args(ServiceRole)
 
 
 def host_of(role: str) -> str:
-    """The DNS name in a certificate of this role: who may be what depends on it, not on host names."""
+    """The DNS name in a certificate of this role: it decides what a service may be; host names do not matter."""
     return f"{role}.kvrelay"

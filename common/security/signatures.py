@@ -1,6 +1,6 @@
 """Signatures by a service's own key, checked like its certificate on a connection. Needs the package `cryptography`.
 
-Used where a message goes through somebody else, such as Redis. Runs on the asyncio loop of a process, rarely: at a node's
+Used where a message passes through another program, such as Redis. Runs on the asyncio loop of a process, rarely: at a node's
 start, and once for each new record at its readers.
 """
 

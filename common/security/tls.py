@@ -29,11 +29,11 @@ class Credentials:
 
     @property
     def folder(self) -> str:
-        """Where they were read from."""
+        """The folder that they were read from."""
         return str(self._folder)
 
     def for_server(self) -> ssl.SSLContext:
-        """For one connection to a listener: who connects must show a certificate."""
+        """For one connection to a listener: the client must show a certificate."""
         self._read_if_changed()
         return self._server
 
@@ -87,7 +87,7 @@ class Credentials:
 
 
 def open_credentials(folder: str | None) -> Credentials | None:
-    """Those in `folder`, as of `--tls-dir`; None without one. Raises: as `Credentials`."""
+    """The credentials in `folder` (`--tls-dir`); None without one. Raises: as `Credentials`."""
     return None if folder is None else Credentials(folder)
 
 

@@ -1,11 +1,11 @@
 """Sealed messages over ZMQ: who may connect, and what a receiver keeps of each connection. Used by I/O threads.
 
-A sender names its socket by its public key, so that the receiver can derive the keys of a connection from any message; and
-shows by a password that it knows the receiver's key, so that strangers are refused before they have sent a message (ZMQ's
-PLAIN mechanism). Who has overheard a password can connect, and send messages that do not open.
+A sender names its socket by its public key, so that the receiver can derive the keys of a connection from any message. It
+proves by a password that it knows the receiver's key (ZMQ's PLAIN mechanism), so that others are refused before they send a
+message. An eavesdropper who learns the password can connect, but its messages fail authentication.
 
-A message's payload is sealed with the sealed header as its context. Each frame opens once: a receiver that has forgotten a
-connection (`MAX_CHANNELS`) could be sent its messages again, which then name attempts that are over.
+A message's payload is sealed with the sealed header as its context. Each frame opens once. Messages of a connection that the
+receiver has forgotten (`MAX_CHANNELS`) could be replayed; they then name attempts that are over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.security.sealing import Channel, ServerKey, client_channel, password
 MAX_CHANNELS = 1024
 """Connections whose keys and latest nonces a receiver remembers."""
 _NAME = b"k"
-"""Begins the names of sockets, which must not begin with a zero."""
+"""Prefix of socket names, which must not begin with a zero byte."""
 _DOMAIN, _USER = b"kv", b"kvrelay"
 
 
@@ -32,7 +32,7 @@ def introduce(client: zmq.Socket[bytes], server_key: bytes) -> Channel:
 
 
 class SealedServer:
-    """The key of one ROUTER, and the channels of those who send to it."""
+    """The key of one ROUTER, and the channels of its senders."""
 
     def __init__(self) -> None:
         self._key = ServerKey()
@@ -46,15 +46,15 @@ class SealedServer:
         return self._key.public
 
     def guard(self, context: zmq.Context[zmq.Socket[bytes]], server: zmq.Socket[bytes]) -> None:
-        """Before `bind`: let nobody connect before `admit` has looked at the password. `context`: the socket's own."""
+        """Call before `bind`: connections then wait for `admit` to check their password. `context`: the socket's own."""
         self.requests = context.socket(zmq.REP)
-        """Readable when somebody waits for `admit` (ZMQ's ZAP, RFC 27)."""
+        """Readable when a connection waits for `admit` (ZMQ's ZAP, RFC 27)."""
         self.requests.bind("inproc://zeromq.zap.01")
         server.plain_server = True
         server.zap_domain = _DOMAIN
 
     def admit(self) -> None:
-        """Answer all who wait to connect."""
+        """Accept or refuse all waiting connections."""
         while True:
             try:
                 version, number, _, _, _, mechanism, *shown = self.requests.recv_multipart(zmq.NOBLOCK)

@@ -193,7 +193,7 @@ class ZmqConnector:
 
 
 def _resolved(address: str) -> str:
-    """With a number for the host's name: ZMQ would wait for a resolver on the thread that serves all connections.
+    """`address` with an IP address for the host name: ZMQ would block the thread of all connections to resolve it.
 
     Raises: PeerLost.
     """
@@ -214,7 +214,7 @@ class RouterSocket:
     """
 
     def __init__(self, host: str, port: int, max_bytes: int, sealed: SealedServer | None = None) -> None:
-        """sealed: decides who may connect; without it, everyone may."""
+        """sealed: decides which senders may connect; None: all may."""
         self._context: Context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -259,7 +259,7 @@ class RouterSocket:
 
 
 class _Origin(NamedTuple):
-    """Who sent a message; where messages are sealed, also what its ack needs."""
+    """The sender of a message, and the channel that seals its ack, if messages are sealed."""
 
     identity: bytes
     channel: Channel | None = None

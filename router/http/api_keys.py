@@ -1,4 +1,4 @@
-"""Who a client is: middleware that refuses requests without a valid API key or beyond its limits. Router's event loop."""
+"""Middleware that refuses requests without a valid API key, or beyond the key's limits. Router's event loop."""
 
 from __future__ import annotations
 

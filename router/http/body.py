@@ -17,7 +17,7 @@ _DRAIN_BYTES = 64 * 2**20
 _MOST_DIGITS = 18
 """Digits of a declared length that are converted."""
 _SIMPLE = ("", "application/x-www-form-urlencoded", "text/plain")
-"""What HTTP clients say of a text whose type nobody gave: Python's requests and Go, curl, fetch."""
+"""Content types of HTTP clients for a body without an explicit type: Python's requests and Go, curl, fetch."""
 
 
 def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:

@@ -1,4 +1,4 @@
-"""Who sent a request, and what it used: notes in its ASGI scope. Pure."""
+"""The client of a request and the tokens that it used, kept in the request's ASGI scope. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Client(NamedTuple):
 
 
 def client_of(scope: Scope) -> Client:
-    """Who sent a request."""
+    """The client that sent a request."""
     client: Client | None = scope.get(_CLIENT)
     return client or Client(_network((scope.get("client") or ("",))[0]))
 
@@ -41,12 +41,12 @@ def _network(address: str) -> str:
 
 
 def note_client(scope: Scope, client: Client) -> None:
-    """Set who sent a request."""
+    """Set the client that sent a request."""
     scope[_CLIENT] = client
 
 
 def has_client(scope: Scope) -> bool:
-    """Whether another part of the router has noted who sent a request."""
+    """Whether `note_client` was called for this request."""
     return _CLIENT in scope
 
 

@@ -1,4 +1,4 @@
-"""Where long work of a request runs: small on the event loop, else on a thread, so that other streams go on."""
+"""Runs small work of a request on the event loop and large work on a thread, so that other streams go on."""
 
 from __future__ import annotations
 

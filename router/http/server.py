@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_S = 60.0
 """Time limit for a request body to arrive."""
 _MAX_CONNECTIONS = 16_384
-"""With more open connections (idle ones count), requests get 503."""
+"""Maximum of open connections, idle ones included; beyond it requests get 503."""
 _FEW_CONNECTIONS = 1024
-"""Fewer are worth a warning."""
+"""A lower maximum is logged as a warning."""
 _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0

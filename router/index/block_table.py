@@ -39,8 +39,8 @@ _EMPTIEST = 0.2
 _EVICTED_AT_ONCE = 8
 """One in this many of a segment's entries is evicted at a time, the oldest ones."""
 _SPARE_BITS = 6
-"""A segment's keys share at most so many upper bits more than if all segments were split alike. Hashes are spread evenly; those
-that somebody chose may not be, and each further bit doubles the directory."""
+"""How many more upper bits the keys of one segment may share than if all segments were split alike. Real hashes are spread
+evenly, forged ones may not be; each further bit doubles the directory."""
 _AT_ONCE = 1024
 """Maximum keys stored in one sweep."""
 

@@ -18,7 +18,7 @@ Emit = Callable[[str], object]
 _MAX_UNDECIDED_CHARS = 65_536
 """Text that may still turn out to be malformed is kept; longer text counts as malformed."""
 _MAX_REREAD_CHARS = 4 * _MAX_UNDECIDED_CHARS
-"""A text that has been read again this much has no more markers: each could let all text behind it be read once more."""
+"""After re-reading this much of a text, later markers count as plain text: each may cause all text after it to be re-read."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')

@@ -17,7 +17,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self._clocks: dict[str, float] = {}
-        """The clocks that are ahead of `_now`, and those of all who waited at a turn and still did at the last one."""
+        """Clocks ahead of `_now`, and those of all who were queued at the last turn."""
         self._now = 0.0
         """Virtual time."""
 
@@ -40,8 +40,8 @@ class FairShares:
         return ahead
 
     def serve(self, name: str, tokens: int, waiting: Set[str], queued: Set[str]) -> None:
-        """One of those who wait, as for `next`, gets its turn. `queued`: all with requests in the queue. Those of them who had no
-        part in this turn, since their requests are less urgent or find no room, keep their distance to virtual time.
+        """`name`, one of those `waiting` for this turn, gets it. `queued`: all with requests in the queue. Those of them who had
+        no part in this turn, because their requests are less urgent or find no room, keep their distance to virtual time.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens

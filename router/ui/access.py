@@ -1,8 +1,8 @@
 """Who may call the dashboard's JSON routes. Pure.
 
-Reading on the public port is as open as everything there, and so are conversations. Anything that changes a node needs the
-admin token, or a caller on this host while `kvrelay up` runs the router; killing one needs the latter. Whatever is not
-reading needs a header that pages of other sites cannot send.
+Reading and chatting on the public port are as open as the API there. Changing a node needs the admin token, or a caller on
+this host while `kvrelay up` runs the router; killing a node needs the latter. All but reading needs a header that pages of
+other sites cannot send.
 """
 
 from __future__ import annotations

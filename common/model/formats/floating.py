@@ -20,7 +20,7 @@ from common.model.tensor_files import Part, TensorFiles
 _PACK_ROWS_HINT = 16
 """Rows to pack for: oneDNN's format for 16 measured well from 1 to 512."""
 _PACK_MIN_WEIGHTS = 2**17
-"""Below, a oneDNN call's own overhead (30-50 us) outweighs what packing gains."""
+"""For smaller matrices a oneDNN call's overhead (30-50 us) outweighs the gain of packing."""
 
 
 def read_floating(tensors: TensorFiles, name: str, shape: tuple[int, ...] | None, part: Part | None = None) -> Tensor:

@@ -107,7 +107,7 @@ class LoadAdapter:
     """As in `StepInput.adapters`; new at every load."""
     path: str
     digest: str
-    """That of its weights when it was registered."""
+    """Digest of its weights when it was registered."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class AdminRefused(KvRelayError):
 
 
 class AdminIncomplete(KvRelayError):
-    """Some services gave no answer, or refused; `answer` has what is known."""
+    """Some services did not answer, or refused; `answer` has the others' answers."""
 
     def __init__(self, message: str, answer: Any, exit_code: int) -> None:
         super().__init__(message)

@@ -41,7 +41,7 @@ class ServiceReport:
     """Its clock less this machine's, as far as it is more than the answer's way explains."""
     silent: str = ""
     closed: bool = False
-    """It is silent because its admin port is not there for this command, or refused."""
+    """It is silent because it has no admin port for this command, or the port refused the connection."""
 
 
 def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_version: str) -> list[Finding]:

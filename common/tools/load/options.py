@@ -106,7 +106,7 @@ _OPTIONS = {
     "rate_scale": _option(float, "--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6, max=1e6),
 }
 _DEFAULTS: dict[str, Any] = {"url": None, "model": "", "vocab_size": 0}
-"""Where they are not those of `LoadPlan`: what the server is asked for."""
+"""Defaults that differ from `LoadPlan`'s: these are asked from the server."""
 
 
 def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

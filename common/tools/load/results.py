@@ -52,7 +52,7 @@ def config_of(plan: LoadPlan) -> dict[str, Any]:
 
 
 def _one_after_the_other(rounds: Sequence[Sequence[RequestOutcome]]) -> list[RequestOutcome]:
-    """All outcomes, with the times of one clock that stands still between rounds."""
+    """The outcomes of all rounds on one time axis, without the pauses between rounds."""
     joined: list[RequestOutcome] = []
     offset_s = 0.0
     for outcomes in rounds:

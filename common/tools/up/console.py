@@ -21,8 +21,8 @@ _OWN_NAME = "kvrelay"
 
 
 class Console:
-    """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error; lines that cannot be
-    written, as on a full disk or while nobody reads them, are lost, and counted once there is room again."""
+    """Writes prefixed lines to `out`. Once the reader of `out` is gone, it writes nothing, without an error. Lines that cannot
+    be written (a full disk, a reader that does not read) are lost; their number is written once there is room again."""
 
     def __init__(self, names: list[str], out: TextIO | None = None, form: LogFormat = "text") -> None:
         """form: `json` writes every line as a JSON object with the name as `service`."""

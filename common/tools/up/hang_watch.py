@@ -1,4 +1,4 @@
-"""Finds services of `kvrelay up` that run and answer nobody: an event loop that stands still. Supervisor's asyncio loop."""
+"""Finds services of `kvrelay up` that run but do not answer, because their event loop is blocked. Supervisor's asyncio loop."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class CountTokensRequest(_Body):
         return body
 
     def _template_variables(self) -> Json:
-        """Those that say how the model reasons; a chat template that does not know them ignores them."""
+        """The template variables for reasoning; a chat template that does not know them ignores them."""
         variables: Json = {}
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type != "disabled"

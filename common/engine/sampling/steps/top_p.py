@@ -15,7 +15,7 @@ from common.engine.sampling.top_k_top_p import nucleus_edge
 from common.engine.step import SampleSpec
 
 _DEPTHS = (4.0, 8.0)
-"""Below the maximum; the nucleus is looked for there before it is in the whole vocabulary."""
+"""Distances below the maximum logit; the nucleus is searched in these first, then in the whole vocabulary."""
 _FEW = 4096
 """Values that are sorted in about the time of one pass over a vocabulary."""
 _PARTS_OF_ONE = 8
