@@ -25,6 +25,19 @@ _OF_CHAT = frozenset(
 )
 """Fields of the chat call that this one takes too, although OpenAI's does not."""
 
+_ABSENT = frozenset(
+    {
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+        "file_search_call.results",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "message.input_image.image_url",
+    }
+)
+"""What no answer has, because reasoning is not encrypted and only functions are called: clients may ask to include it."""
+
 
 class _Body(BodyModel):
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -166,7 +179,7 @@ class ResponsesRequest(BodyModel):
     @classmethod
     def _refuse_include(cls, value: list[str] | None) -> list[str] | None:
         for each in value or ():
-            if each != "reasoning.encrypted_content":  # reasoning is never encrypted
+            if each not in _ABSENT:
                 raise ValueError(f"{shorten(each)} is not supported")
         return value
 

@@ -114,8 +114,9 @@ def test_reasoning_text_and_calls_in_a_row_are_one_message() -> None:
     assert (result.role, result.tool_call_id, result.content) == ("tool", "1", "sun")
 
 
-def test_encrypted_reasoning_may_be_asked_for_and_is_never_there() -> None:
+def test_encrypted_reasoning_and_results_of_hosted_tools_may_be_asked_for_and_are_never_there() -> None:
     _chat(include=["reasoning.encrypted_content"])
+    _chat(include=["web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs"])
 
 
 def test_a_field_that_would_change_the_answer_is_refused() -> None:
