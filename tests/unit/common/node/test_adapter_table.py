@@ -172,3 +172,56 @@ def test_memory_stays_bounded_and_every_request_is_served_under_random_use() -> 
         loader.finish(table)
     assert len(requests.told) == 600
     assert not any(isinstance(told, KvRelayError) for told in requests.told.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_wait_ends_once_whoever_leaves_and_whatever_is_unloaded(seed: int) -> None:
+    draw = random.Random(seed)
+    max_loras, names = draw.randrange(1, 4), "abcde"[: draw.randrange(1, 6)]
+    table, loader, _ = a_table(names, max_loras)
+    waiting: dict[int, bool] = {}
+    """Requests that were not told yet, and whether they still want to know."""
+    running: dict[int, int] = {}
+
+    def take(request: int) -> None:
+        adapter = source(draw.choice(names)).adapter
+        if adapter not in table.adapters:
+            return
+
+        def told(result: int | KvRelayError) -> None:
+            if waiting.pop(request) and isinstance(result, int):  # KeyError: it was told twice
+                running[request] = result
+
+        waiting[request] = True
+        adapter_id = table.take(adapter, 0.0, told, lambda: waiting[request])
+        if adapter_id is not None:
+            told(adapter_id)
+
+    def check() -> None:
+        table.settle(set(running.values()), 0.0)
+        assert loader.num_in_memory <= max_loras
+        assert loader.in_memory.issuperset(running.values())
+
+    for number in range(150):
+        take(number)
+        if running and draw.random() < 0.7:
+            del running[draw.choice(list(running))]
+        if waiting and draw.random() < 0.2:
+            waiting[draw.choice(list(waiting))] = False
+        if draw.random() < 0.4:
+            loader.finish(table, ConfigError("no such file") if draw.random() < 0.1 else None)
+        if draw.random() < 0.1:
+            name = draw.choice(names)
+            if source(name).adapter in table.adapters:
+                table.unregister(name)
+            else:
+                table.register(source(name))
+        if draw.random() < 0.5:
+            check()
+    for _ in range(4 * len(names)):
+        running.clear()
+        check()
+        loader.finish(table)
+    assert not waiting
+    check()
+    assert table.is_settled
