@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 from common.base.process import adopt_orphans, module_command
 from common.config.sources import SUPERVISOR_VARIABLE
-from common.tools.up.fork_server import MAX_REQUEST_BYTES
+from common.tools.up.fork_server import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES
 from common.tools.up.gpus import find_gpus
 
 _NODE_COMMANDS = ("prefill", "decode")
@@ -74,10 +74,9 @@ class ForkServer:
         try:
             async with self._one_at_a_time:
                 answer = await self._ask(request, writing)
-            pid = int(answer or 0)
-            if not pid:
-                raise OSError("it forks no process")
-            return await ForkedProcess.watch(pid, output)
+            if not answer.isdigit():
+                raise OSError(answer.decode() or "it has ended")
+            return await ForkedProcess.watch(int(answer), output)
         except BaseException:
             output.close()
             raise
@@ -88,7 +87,7 @@ class ForkServer:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 socket.send_fds(self._channel, [request], [output])
-                return await asyncio.get_running_loop().sock_recv(self._channel, 32)
+                return await asyncio.get_running_loop().sock_recv(self._channel, MAX_ANSWER_BYTES)
         except BaseException:  # a late answer would be that of another request, a late fork a node that nobody watches
             self.close()
             raise

@@ -27,12 +27,14 @@ from common.base.process import (
 )
 from common.cli import commands, main
 
-MAX_REQUEST_BYTES = 1 << 16
+MAX_REQUEST_BYTES, MAX_ANSWER_BYTES = 1 << 16, 1 << 8
+_REPLACED = "installed files were replaced since it started"
 
 
 def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
     """Import what the commands `preloaded` need, by the function `preload` of their modules. Then, until the supervisor
-    closes its end of `channel`, answer each request with the pid of a new process, or 0 if there can be none.
+    closes its end of `channel`, answer each request with the pid of a new process, or with the reason why there is none: after
+    an upgrade, a forked node would be a mixture of what is imported here and of new files.
 
     A request is a JSON list [argv, environment variables to add, path of the model whose tokenizer is shared or ""] and the
     descriptor of the process's output; argv is the command that it stands for: python -m common.cli, and the arguments of
@@ -42,17 +44,36 @@ def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
         for name in preloaded:
             importlib.import_module(commands()[name].module).preload()
         from common.engine.grammar.shared_tokenizers import share_tokenizer
+    imported = _imported_files()
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
         if not data:
             return
         argv, environ, model_path = json.loads(data)
         (output,) = descriptors
-        if model_path:
-            share_tokenizer(Path(model_path))
-        pid = _fork_orphan(partial(_be_service, channel, argv, environ, output))
+        if any(_state(file) != state for file, state in imported.items()):
+            answer = _REPLACED
+        else:
+            if model_path:
+                share_tokenizer(Path(model_path))
+            answer = str(_fork_orphan(partial(_be_service, channel, argv, environ, output)) or "it forks no process")
         os.close(output)
-        channel.send(str(pid).encode())
+        channel.send(answer.encode())
+
+
+def _imported_files() -> dict[str, tuple[int, int] | None]:
+    """The files of all modules that are imported, and their state."""
+    names = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    return {name: _state(name) for name in names if isinstance(name, str)}
+
+
+def _state(file: str) -> tuple[int, int] | None:
+    """Other after the file was written or replaced; None if there is none."""
+    try:
+        about = os.stat(file)
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_ino
 
 
 def _fork_orphan(run: Callable[[int], None]) -> int:
