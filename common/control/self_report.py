@@ -58,6 +58,7 @@ class SelfReport:
         self._profile = profile
         self._devices = devices
         self._profiling = False
+        self._versions = _versions()  # of what runs: an upgrade changes what is installed under it
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -76,6 +77,7 @@ class SelfReport:
         found = await asyncio.gather(*(_dial(str(address)) for address in cast("list[Any]", wanted)))
         return {
             **process_facts(),
+            "versions": self._versions,
             **self._devices(),
             "certificate_ends": self._certificate_ends(),
             "unreachable": {name: why for name, why in found if why},
@@ -120,7 +122,6 @@ def process_facts() -> dict[str, Any]:
     return {
         "time": time.time(),
         "host": socket.gethostname(),
-        "versions": _versions(),
         "open_files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "max_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "shm_total_bytes": shm_total,

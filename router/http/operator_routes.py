@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import time
 from pathlib import Path
@@ -22,8 +23,9 @@ _STARTED_S = int(time.time())
 _DOCS_PAGE = Path(__file__).parent / "docs.html"
 
 
+@functools.cache
 def version() -> str:
-    """Version of the installed distribution."""
+    """Version of the distribution that was installed when it was first asked for, at the start of the router."""
     try:
         return importlib.metadata.version("kvrelay")
     except importlib.metadata.PackageNotFoundError:

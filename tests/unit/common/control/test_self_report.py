@@ -12,6 +12,7 @@ import pytest
 
 from common.base.errors import BadRequest, Overloaded
 from common.config.service_configs import DecodeConfig, RouterConfig
+from common.control import self_report
 from common.control.admin_server import Call
 from common.control.self_report import SelfReport, process_facts, public_options
 
@@ -34,6 +35,16 @@ def test_options_show_of_secrets_only_whether_they_are_set() -> None:
     assert "hidden" not in json.dumps(options)
     assert (options["api_key"], options["admin_token"], options["port"]) == ("set", "", 8000)
     assert options["otlp_traces_endpoint"] == "http://host:4318/v1/traces"
+
+
+def test_a_service_reports_the_version_that_it_runs_also_after_an_upgrade_of_the_installed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that `kvrelay admin check` says what has not been restarted yet."""
+    monkeypatch.setattr(self_report, "version", lambda package: "1.0")
+    report = SelfReport(RouterConfig())
+    monkeypatch.setattr(self_report, "version", lambda package: "2.0")
+    assert asyncio.run(handler(report, "/facts")(call()))["versions"]["kvrelay"] == "1.0"
 
 
 def test_facts_name_the_addresses_that_cannot_be_reached() -> None:
