@@ -54,7 +54,8 @@ class PeerTable:
         self.peers: dict[str, Peer] = {}
         """By data address."""
         self._failures = TransportFailures()
-        self._pairs: dict[tuple[str, str], RankPair] = {}
+        self._pairs: dict[tuple[int, str], RankPair] = {}
+        """By rank and incarnation."""
 
     @property
     def pairs(self) -> Sequence[RankPair]:
@@ -143,7 +144,7 @@ class PeerTable:
         self._failures.record(address, transport, reason, self._clock())
 
     def _record_pair(self, pair: RankPair) -> None:
-        key = f"{pair.dst_rank}", pair.incarnation
+        key = pair.dst_rank, pair.incarnation
         if key not in self._pairs:
             log.info(
                 "rank %d sends to rank %d of %s (%s) over %s: %s",

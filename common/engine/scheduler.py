@@ -56,7 +56,6 @@ class Scheduler:
         """Rows computed for sequences that had already ended when the step was done."""
         self._copies: list[BlockCopy] = []
         """For the sequences that were admitted to the step being scheduled."""
-        self._has_adapters = False
         self._steps = 0
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
@@ -184,9 +183,8 @@ class Scheduler:
         return self._start(decodes, prompts, admitted, group)
 
     def _start(self, decodes: list[Rows], prompts: list[Rows], admitted: list[Sequence], group: int) -> ScheduledStep:
-        if self._has_adapters:  # neighbours with the same adapter share its products
-            decodes.sort(key=lambda row: row[0].adapter_id)
-            prompts.sort(key=lambda row: row[0].adapter_id)
+        for part in (decodes, prompts):  # neighbours with the same adapter share its products
+            part.sort(key=lambda row: row[0].adapter_id)
         rows = decodes + prompts
         self._steps += 1
         step = build_step(self._steps, rows, len(decodes), self._copies)
@@ -247,8 +245,7 @@ class Scheduler:
                 seq.prepare_grammar()
         except BadRequest as error:
             return Progress(seq, [], error=error)
-        if seq.draft_ids:
-            seq.draft_ids = []
+        seq.draft_ids = []
         seq.num_computed = min(context_len, len(seq.token_ids))
         self.allocator.advance(seq)
         if reason is not None or (tokens and seq.relays):
@@ -370,7 +367,6 @@ class Scheduler:
         self.running[seq.key] = seq
         if seq.request.priority < last.request.priority:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].request.priority))
-        self._has_adapters |= seq.adapter_id > 0
 
     def _lightest_group(self) -> int:
         weights = group_weights(self.running.values(), self.config.num_groups)
