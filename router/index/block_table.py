@@ -224,14 +224,14 @@ class BlockTable:
         """Make room for `count` more keys, at most `_AT_ONCE`, in a segment: clear removed entries, split it, or evict."""
         begin = segment << _BITS
         here = slice(begin, begin + SEGMENT)
-        held = begin + np.flatnonzero(self.values[here])
-        if held.size + count > _SPLIT * _full(segment):
+        taken = begin + np.flatnonzero(self.values[here])
+        if taken.size + count > _SPLIT * _full(segment):
             if self.segments < self._most_segments and self._prefixes[segment][0] < self._most_bits:
                 self._split(segment)
             else:
-                self._drop_oldest(held, int(held.size + count - _SPLIT * _full(segment)) + 1)
-                held = held[self.values[held] != 0]
-        keys, values, stamps = self.keys[held], self.values[held], self.stamps[held]
+                self._drop_oldest(taken, int(taken.size + count - _SPLIT * _full(segment)) + 1)
+                taken = taken[self.values[taken] != 0]
+        keys, values, stamps = self.keys[taken], self.values[taken], self.stamps[taken]
         self.keys[here] = 0
         self.values[here] = 0
         at = self._directory[keys >> np.uint64(self._shift)] | (keys & np.uint64(_INSIDE)).astype(np.intp)
@@ -260,14 +260,14 @@ class BlockTable:
         while (excess := self.live + count - self.limit) > 0:
             begin = self._hand << _BITS
             self._hand = (self._hand + 1) % self.segments
-            held = begin + np.flatnonzero(self.values[begin : begin + SEGMENT])
-            self._drop_oldest(held, max(len(held) // _EVICTED_AT_ONCE, -(-excess // self.segments)))
+            taken = begin + np.flatnonzero(self.values[begin : begin + SEGMENT])
+            self._drop_oldest(taken, max(len(taken) // _EVICTED_AT_ONCE, -(-excess // self.segments)))
 
-    def _drop_oldest(self, held: Places, count: int) -> None:
-        if count < held.size:
-            held = held[np.argpartition(self.stamps[held], count)[:count]]
-        gone = self.values[held]
-        self.values[held] = 0
+    def _drop_oldest(self, taken: Places, count: int) -> None:
+        if count < taken.size:
+            taken = taken[np.argpartition(self.stamps[taken], count)[:count]]
+        gone = self.values[taken]
+        self.values[taken] = 0
         self.live -= gone.size
         self._on_evict(gone)
 

@@ -232,7 +232,7 @@ class KvEventSubscriber:
         loads = self._loads()
         for stream in self._streams.values():
             load = loads.get(stream.incarnation)
-            if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(stream.incarnation):
+            if self.away or load is None or load.kv_blocks_cached == 0 or self._index.num_blocks(stream.incarnation):
                 if stream.silent and load is not None and not self.away:
                     log.info(
                         "node %s is silent no longer: the prefix index has its blocks, or it caches none",

@@ -234,14 +234,14 @@ class PrefixIndex:
         """Number of known blocks. Blocks of dropped incarnations are included until `tidy` has removed them."""
         return self._table.live
 
-    def held(self, incarnation: str, tier: Tier = "device") -> int:
-        """Blocks that `incarnation` is known to hold in this tier."""
-        slot = self._slots.get(incarnation) if tier == "device" else self._lower.get((incarnation, tier))
+    def num_blocks(self, incarnation: str) -> int:
+        """Number of blocks that `incarnation` is known to hold in the tier `device`."""
+        slot = self._slots.get(incarnation)
         return 0 if slot is None else self._held[slot]
 
     def tiers(self, incarnation: str) -> dict[Tier, int]:
-        """Blocks that `incarnation` is known to hold, by tier."""
-        found: dict[Tier, int] = {"device": self.held(incarnation)}
+        """Number of blocks that `incarnation` is known to hold, by tier."""
+        found: dict[Tier, int] = {"device": self.num_blocks(incarnation)}
         found.update({tier: self._held[slot] for (name, tier), slot in self._lower.items() if name == incarnation})
         return found
 

@@ -42,7 +42,7 @@ class World:
 
     def known(self) -> bool:
         first, second = (node.incarnation for node in self.nodes)
-        return all(r.holds(first, self.held) and r.index.held(second) == 10 for r in self.routers)
+        return all(r.holds(first, self.held) and r.index.num_blocks(second) == 10 for r in self.routers)
 
     def in_redis(self, port: int) -> bool:
         """Whether Redis has all records and blocks."""

@@ -39,7 +39,7 @@ def test_two_routers_know_within_a_second_what_nodes_store_and_remove(redis_serv
                         node.stored(names(40, 10_000 + 40 * turn))
                     nodes[0].removed(names(100, 100 * turn))
                     await until(lambda left=left: all(r.holds(nodes[0].incarnation, left) for r in routers))
-                    await until(lambda n=count: all(r.index.held(nodes[2].incarnation) == n for r in routers))
+                    await until(lambda n=count: all(r.index.num_blocks(nodes[2].incarnation) == n for r in routers))
                     assert since_the_change.passed_s < 1.0
             late = ARouter(url, cluster)
             async with running(late):
@@ -72,7 +72,7 @@ def test_dead_node_leaves_the_index_within_its_lease_and_a_new_incarnation_start
                 third.stored(names(2))
                 async with running(third):  # restarted under the same name before the lease is over
                     await until(lambda: router.index.match(names(100)) == {third.incarnation: 2})
-                    assert router.index.held(second.incarnation) == 0
+                    assert router.index.num_blocks(second.incarnation) == 0
 
     play(scene())
 
@@ -178,12 +178,12 @@ def test_keys_that_somebody_wrote_with_another_type_are_published_again(
             async with running(node, router):
                 for count, key in enumerate((keys.blocks(node.incarnation), keys.events(node.incarnation)), 1):
                     node.stored(names(10, 10 * count))
-                    await until(lambda count=count: router.index.held(node.incarnation) == 10 * count)
+                    await until(lambda count=count: router.index.num_blocks(node.incarnation) == 10 * count)
                     client.set(key, "x")
                     await until(lambda key=key: client.type(key) in (b"set", b"stream"))
                     await until(lambda count=count: client.scard(keys.blocks(node.incarnation)) == 10 * count)
                 node.stored(names(10, 100))
-                await until(lambda: router.index.held(node.incarnation) == 30)
+                await until(lambda: router.index.num_blocks(node.incarnation) == 30)
 
     play(scene())
 

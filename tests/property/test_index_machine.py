@@ -81,7 +81,9 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         if hasattr(self, "held"):
-            assert {node: self.index.held(node) for node in self.held} == {n: len(b) for n, b in self.held.items()}
+            assert {node: self.index.num_blocks(node) for node in self.held} == {
+                n: len(b) for n, b in self.held.items()
+            }
             assert len(self.index) >= len(set().union(*self.held.values()))
 
     def teardown(self) -> None:

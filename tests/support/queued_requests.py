@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.requests.queued_request import QueuedRequest, Siblings, Tenant
 
 
-def held(
+def queued_request(
     name: str,
     tenant: str = "",
     priority: int = 0,

@@ -98,7 +98,7 @@ class ARouter:
 
     def holds(self, incarnation: str, blocks: list[bytes]) -> bool:
         """Whether the index contains exactly these blocks of the incarnation."""
-        return self.index.held(incarnation) == len(blocks) == self.index.match(blocks).get(incarnation, 0)
+        return self.index.num_blocks(incarnation) == len(blocks) == self.index.match(blocks).get(incarnation, 0)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self.directory.run()), asyncio.create_task(self.subscriber.run())]

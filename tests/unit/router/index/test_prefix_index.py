@@ -31,7 +31,7 @@ def test_room_is_bounded_and_what_is_matched_stays(few: int) -> None:
     assert index.evicted > 3000
     newest = names(37, 100 + 37 * 99)
     assert index.match(newest) == {"b": 37}
-    assert index.held("a") + index.held("b") == len(index)
+    assert index.num_blocks("a") + index.num_blocks("b") == len(index)
 
 
 @pytest.mark.parametrize("few", [0, 1024])
@@ -65,7 +65,7 @@ def test_with_eviction_it_never_claims_what_a_node_does_not_hold(few: int) -> No
             query = rng.sample(names(200), 60)
             for holder, depth in index.match(query).items():
                 assert set(query[:depth]) <= model[holder]
-            assert all(index.held(holder) <= len(held) for holder, held in model.items())
+            assert all(index.num_blocks(holder) <= len(held) for holder, held in model.items())
 
 
 def test_siblings_of_a_burst_find_what_is_only_expected_and_it_fades() -> None:
@@ -96,7 +96,7 @@ def test_it_grows_and_gives_up_the_oldest_segment_by_segment(few: int) -> None:
     for turn, blob in enumerate(blocks):
         index.stored(f"n{turn % 7}", blob)
         assert index.match(blob) == {f"n{turn % 7}": 300}
-        assert len(index) == sum(index.held(f"n{i}") for i in range(7)) <= 30_000
+        assert len(index) == sum(index.num_blocks(f"n{i}") for i in range(7)) <= 30_000
     assert len(index) > 25_000
     assert index.evicted + len(index) == 60_000
     for turn, blob in enumerate(blocks[150:], 150):
@@ -180,7 +180,7 @@ def test_holders_that_come_and_go_leave_no_trace(few: int, monkeypatch: pytest.M
         (block,) = rng.sample(blocks, 1)
         assert set(index.match([block])) == {name for name, its in held.items() if block in its}
     assert most < 500  # thousands of sets of holders were seen
-    assert {name: index.held(name) for name in held} == {name: len(its) for name, its in held.items()}
+    assert {name: index.num_blocks(name) for name in held} == {name: len(its) for name, its in held.items()}
 
 
 def test_a_quarter_of_a_million_blocks_leave_without_holding_up_the_loop() -> None:

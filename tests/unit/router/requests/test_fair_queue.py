@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.queued_requests import held
+from support.queued_requests import queued_request
 
 from common.control.messages import Adapter
 from router.requests.fair_queue import FairQueue
@@ -25,16 +25,16 @@ def drain(queue: FairQueue) -> list[str]:
 def test_lower_priority_numbers_go_first_and_equal_ones_in_order() -> None:
     queue = FairQueue()
     for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0)):
-        queue.push(held(name, priority=priority))
+        queue.push(queued_request(name, priority=priority))
     assert drain(queue) == ["c", "a", "d", "b"]
 
 
 def test_tenants_share_by_tokens_not_by_requests() -> None:
     queue = FairQueue()
     for index in range(20):
-        queue.push(held(f"big-{index}", "big", tokens=900))
+        queue.push(queued_request(f"big-{index}", "big", tokens=900))
     for index in range(60):
-        queue.push(held(f"small-{index}", "small", tokens=300))
+        queue.push(queued_request(f"small-{index}", "small", tokens=300))
     first = Counter(name.partition("-")[0] for name in drain(queue)[:40])
     assert first == {"small": 30, "big": 10}
 
@@ -42,33 +42,33 @@ def test_tenants_share_by_tokens_not_by_requests() -> None:
 def test_a_tenant_that_comes_back_does_not_catch_up_on_what_it_never_asked_for() -> None:
     queue = FairQueue()
     for index in range(50):
-        queue.push(held(f"a{index}", "a"))
+        queue.push(queued_request(f"a{index}", "a"))
     for _ in range(40):
         queue.pop()
     for index in range(10):
-        queue.push(held(f"b{index}", "b"))
+        queue.push(queued_request(f"b{index}", "b"))
     assert Counter(name[0] for name in drain(queue)[:10]) == {"a": 5, "b": 5}
 
 
 def test_a_tenant_with_a_user_for_each_request_gets_no_more_than_its_share() -> None:
     queue = FairQueue()
     for index in range(40):
-        queue.push(held(f"greedy-{index}", "greedy", user=str(index)))
+        queue.push(queued_request(f"greedy-{index}", "greedy", user=str(index)))
     for index in range(10):
-        queue.push(held(f"modest-{index}", "modest", user="one"))
+        queue.push(queued_request(f"modest-{index}", "modest", user="one"))
     assert Counter(name.partition("-")[0] for name in drain(queue)[:20]) == {"greedy": 10, "modest": 10}
 
 
 def test_newcomers_that_never_cease_starve_nobody_and_are_forgotten() -> None:
     queue = FairQueue()
     for tenant, user in (("t", "u"), ("", "")):  # newcomers among the users of a tenant, and among tenants
-        queue.push(held("first", tenant + "0", tokens=100, user=user))
+        queue.push(queued_request("first", tenant + "0", tokens=100, user=user))
         assert queue.pop() == "first"
-        queue.push(held("second", tenant + "0", tokens=100, user=user))
+        queue.push(queued_request("second", tenant + "0", tokens=100, user=user))
         left = list[str | None]()
         for number in range(1000):
             name, own = (tenant + "0", f"{user}{number}") if tenant else (f"new{number}", "")
-            queue.push(held(f"{number}", name, tokens=100, user=own))
+            queue.push(queued_request(f"{number}", name, tokens=100, user=own))
             if number >= 10:
                 left.append(queue.pop())
         assert "second" in left[:40]
@@ -79,13 +79,13 @@ def test_newcomers_that_never_cease_starve_nobody_and_are_forgotten() -> None:
 
 def test_who_waits_behind_more_urgent_requests_gains_no_credit_among_these() -> None:
     queue = FairQueue()
-    queue.push(held("patient", "a", priority=1))
+    queue.push(queued_request("patient", "a", priority=1))
     for number in range(20):
-        queue.push(held(f"b{number}", "b", tokens=100))
+        queue.push(queued_request(f"b{number}", "b", tokens=100))
         queue.pop()
     for number in range(4):
-        queue.push(held(f"a-now{number}", "a", tokens=100))
-        queue.push(held(f"b-now{number}", "b", tokens=100))
+        queue.push(queued_request(f"a-now{number}", "a", tokens=100))
+        queue.push(queued_request(f"b-now{number}", "b", tokens=100))
     assert "b-now0" in drain(queue)[:3]
 
 
@@ -97,12 +97,12 @@ def test_those_who_wait_behind_more_urgent_requests_share_what_these_leave(urgen
     def push(name: str, count: int) -> None:
         for number in range(count):
             tenant, user = ("t", name) if of_users else (name, "")
-            queue.push(held(f"{name}-{number}", tenant, priority=1, tokens=100, user=user))
+            queue.push(queued_request(f"{name}-{number}", tenant, priority=1, tokens=100, user=user))
 
     def left(turns: int) -> Counter[str]:
         names: list[str] = []
         for number in range(turns):
-            queue.push(held(f"urgent-{number}", "urgent", tokens=urgent_tokens))
+            queue.push(queued_request(f"urgent-{number}", "urgent", tokens=urgent_tokens))
             names += [queue.pop() or "", queue.pop() or ""]
         return Counter(name.partition("-")[0] for name in names)
 
@@ -124,21 +124,21 @@ def test_what_leaves_before_a_new_request_is_known(
 ) -> None:
     queue = FairQueue()
     for number, (name, of_name, urgency, out) in enumerate(steps):
-        queue.push(held(f"r{number}", name, urgency, user=of_name))
+        queue.push(queued_request(f"r{number}", name, urgency, user=of_name))
         if out:
             queue.pop()
     ahead = sum(queue.tokens_ahead(priority, Tenant(tenant, user)))
-    queue.push(held("new", tenant, priority, user=user))
+    queue.push(queued_request("new", tenant, priority, user=user))
     assert ahead == pytest.approx(10 * drain(queue).index("new"), abs=10 * 4 * 3)  # a request of each user at each turn
 
 
 def test_requests_whose_adapter_has_no_room_let_others_go_first_and_share_what_comes_later() -> None:
     queue, adapter, other = FairQueue(), Adapter("x", "1" * 64), Adapter("y", "2" * 64)
     for number in range(30):
-        queue.push(held(f"a-{number}", "a", priority=-1 if number % 2 else 0)._replace(adapter=adapter))
-        queue.push(held(f"b-{number}", "b", user=str(number % 3)))
-    queue.push(held("a-own", "a"))
-    queue.push(held("y", "c")._replace(adapter=other))
+        queue.push(queued_request(f"a-{number}", "a", priority=-1 if number % 2 else 0)._replace(adapter=adapter))
+        queue.push(queued_request(f"b-{number}", "b", user=str(number % 3)))
+    queue.push(queued_request("a-own", "a"))
+    queue.push(queued_request("y", "c")._replace(adapter=other))
     assert set(queue.adapters) == {adapter, other}
     first = [queue.pop([adapter]) or "" for _ in range(12)]
     assert Counter(name.partition("-")[0] for name in first) == {"b": 10, "a": 1, "y": 1}
@@ -156,9 +156,9 @@ def test_requests_whose_adapter_has_no_room_let_others_go_first_and_share_what_c
 def test_users_of_one_tenant_share_what_it_gets() -> None:
     queue = FairQueue()
     for index in range(30):
-        queue.push(held(f"busy-{index}", "proxy", user="busy"))
+        queue.push(queued_request(f"busy-{index}", "proxy", user="busy"))
     for index in range(5):
-        queue.push(held(f"calm-{index}", "proxy", user="calm"))
+        queue.push(queued_request(f"calm-{index}", "proxy", user="calm"))
     assert Counter(name.partition("-")[0] for name in drain(queue)[:10]) == {"busy": 5, "calm": 5}
 
 
@@ -172,7 +172,7 @@ def test_every_request_leaves_exactly_once(steps: list[tuple[str, int, int, bool
     queue, inside = FairQueue(), dict[str, tuple[str, int]]()
     for number, (tenant, priority, tokens, out, remove) in enumerate(steps):
         name = f"r{number}"
-        queue.push(held(name, tenant, priority, tokens, deadline_s=float(number)))
+        queue.push(queued_request(name, tenant, priority, tokens, deadline_s=float(number)))
         inside[name] = (tenant, priority)
         if out:
             left = queue.pop()
@@ -192,9 +192,9 @@ def test_every_request_leaves_exactly_once(steps: list[tuple[str, int, int, bool
 
 def test_those_whose_deadline_has_passed_expire_unless_a_sibling_was_admitted() -> None:
     queue, siblings = FairQueue(), Siblings()
-    queue.push(held("a", siblings=siblings))
-    queue.push(held("b", deadline_s=1.0))
-    queue.push(held("late", deadline_s=1.5))
+    queue.push(queued_request("a", siblings=siblings))
+    queue.push(queued_request("b", deadline_s=1.0))
+    queue.push(queued_request("late", deadline_s=1.5))
     assert queue.expired(1.0) == ["a", "b"]
     siblings.admitted = True
     assert queue.expired(1.0) == ["b"]
@@ -202,9 +202,9 @@ def test_those_whose_deadline_has_passed_expire_unless_a_sibling_was_admitted() 
 
 def test_prompts_and_answers_ahead_are_told_apart() -> None:
     queue = FairQueue()
-    queue.push(held("urgent", "a")._replace(prompt_tokens=300, answer_tokens=100, priority=-1))
-    queue.push(held("equal", "b")._replace(prompt_tokens=100, answer_tokens=500))
-    queue.push(held("patient", "a")._replace(prompt_tokens=9000, answer_tokens=9000, priority=1))
+    queue.push(queued_request("urgent", "a")._replace(prompt_tokens=300, answer_tokens=100, priority=-1))
+    queue.push(queued_request("equal", "b")._replace(prompt_tokens=100, answer_tokens=500))
+    queue.push(queued_request("patient", "a")._replace(prompt_tokens=9000, answer_tokens=9000, priority=1))
     assert queue.tokens_ahead(-2, Tenant("a")) == (0, 0)
     assert queue.tokens_ahead(-1, Tenant("a")) == (300, 100)
     assert queue.tokens_ahead(0, Tenant("b")) == (400, 600)
