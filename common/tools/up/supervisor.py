@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 import signal
@@ -21,23 +20,21 @@ from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
 from common.base.free_port import free_port
 from common.base.process import SAME_SIGNAL_S, ending_signals, start_ticks
-from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import redis_command
 from common.config.service_configs import UpConfig
 from common.config.sources import Source
-from common.control.messages import NodeRecord, Task
-from common.node.healthcheck import node_complaint
+from common.control.messages import Task
 from common.security.tls import Credentials
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
 from common.tools.up.certificates import refuse_given, with_certificates
 from common.tools.up.child import Child
+from common.tools.up.child_health import ChildHealth
 from common.tools.up.config_copy import with_config_copy
 from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.fork_client import ForkServer, watch_orphans
 from common.tools.up.gpus import VISIBLE, find_gpus
 from common.tools.up.hang_watch import HangWatch
-from common.tools.up.health import HealthProbe, redis_answers, router_answers
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.models import find_models
 from common.tools.up.pid_file import PidEntry, PidFile
@@ -116,20 +113,14 @@ class Supervisor:
         fork_server: ForkServer | None = None,
     ) -> None:
         self._config = config
-        self._credentials = credentials
         self._console = Console([spec.name for spec in specs], form=config.log_format)
         self._children = [Child(spec, self._console, fork_server) for spec in specs]
-        self._redis_url = redis_url
         self._first_start_s = first_start_s(config, on_gpus=any(VISIBLE in spec.environ for spec in specs))
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]
         self._waiting_routers: list[str] = []
         """Routers that at the last probe did not see all nodes or could not serve their model yet."""
-        self._probe = HealthProbe()
-        self._records: dict[str, NodeRecord] = {}
-        self._directory = Directory(
-            redis_url, config.cluster, self._on_nodes, tls_dir=None if credentials is None else credentials.folder
-        )
+        self._health = ChildHealth(redis_url, config.cluster, credentials)
         self._child_started = asyncio.Event()
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -149,7 +140,7 @@ class Supervisor:
         for signum in ending_signals():
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
-            hangs = HangWatch(self._children, self._console, self._answers)
+            hangs = HangWatch(self._children, self._console, self._health.answers)
             for watcher in (
                 self._start(),
                 self._watch_readiness(),
@@ -212,7 +203,8 @@ class Supervisor:
     async def _find_waiting_routers(self) -> list[str]:
         roles = ("prefill", "decode", "pooling")
         nodes = {role: sum(child.spec.role == role for child in self._children) for role in roles}
-        self._waiting_routers = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, nodes)]
+        sees = self._health.probe.sees
+        self._waiting_routers = [spec.name for spec in self._routers if not await sees(spec.url, nodes)]
         return self._waiting_routers
 
     def _missing(self) -> str:
@@ -233,9 +225,10 @@ class Supervisor:
         self._published = True
         self._write_pids()
         rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
-        models: dict[str, Task] = {record.model.name: record.model.task for record in self._records.values()}
+        records = self._health.records.values()
+        models: dict[str, Task] = {record.model.name: record.model.task for record in records}
         urls = [spec.url for spec in self._routers]
-        kernels = sorted({record.kernels for record in self._records.values()})
+        kernels = sorted({record.kernels for record in records})
         needs_key = bool(self._config.api_key or self._config.api_key_file)
         text = banner(urls, models, rows, kernels, needs_key, took_s)
         self._console.announce(text, f"ready at {', '.join(urls)} (after {took_s:.1f} s)")
@@ -291,7 +284,7 @@ class Supervisor:
             if not self._unready():
                 await self._child_started.wait()
             if any(child.spec.node_id and child.pid is not None and not child.ready for child in self._children):
-                await self._directory.poll()
+                await self._health.find_nodes()
             for child in self._children:
                 if child.pid is not None and not child.ready:
                     await self._look_at(child)
@@ -300,7 +293,7 @@ class Supervisor:
     async def _look_at(self, child: Child) -> None:
         """Note that a child is ready, unless it ended meanwhile."""
         pid = child.pid
-        if not await self._is_usable(child):
+        if not await self._health.is_usable(child):
             self._end_if_overdue(child)
         elif child.pid == pid:
             child.ready = True
@@ -315,38 +308,6 @@ class Supervisor:
         if self._published and child.pid is not None and time.monotonic() > child.started_s + allowed_s:
             self._console.say(f"{child.spec.name} is not ready after {allowed_s:g} s (pid {child.pid}): killing it")
             child.signal(signal.SIGKILL)
-
-    async def _is_usable(self, child: Child) -> bool:
-        if child.spec.role == "redis":
-            child.address = self._redis_url
-            return await redis_answers(self._redis_url)
-        if child.spec.role == "router":
-            child.address = child.spec.url
-            return await self._probe.health(child.spec.url) is not None
-        record = self._records.get(child.spec.node_id or "")
-        if record is None or record.peer.incarnation == child.incarnation:
-            return False
-        # The wall clock may have been set since the child started, or since it registered.
-        if record.started_at < min(child.started_at, time.time() - (time.monotonic() - child.started_s)):
-            return False  # record of an earlier process: in a shared Redis it remains for one lease
-        child.incarnation = record.peer.incarnation
-        child.address = record.peer.control_address
-        return True
-
-    async def _answers(self, child: Child) -> bool:
-        """Whether a ready child answers."""
-        if child.spec.role == "redis":
-            return await redis_answers(self._redis_url)
-        if child.spec.role == "router":
-            return await router_answers(child.spec.url)
-        try:
-            complaint = await node_complaint(child.address, max_step_age_s=math.inf, credentials=self._credentials)
-        except KvRelayError:  # a malformed address
-            return False
-        return complaint is None
-
-    def _on_nodes(self, records: list[NodeRecord]) -> None:
-        self._records = {record.peer.node_id: record for record in records}
 
     def _write_pids(self) -> None:
         if not self._published or self._stop.is_set():
@@ -366,8 +327,7 @@ class Supervisor:
         for role in STOP_ORDER:
             await self._stop_children([child for child in self._children if child.spec.role == role])
         self._pid_file.remove()
-        await self._probe.close()
-        await self._directory.close()
+        await self._health.close()
 
     async def _stop_children(self, children: list[Child]) -> None:
         tasks = [self._supervisors[c.spec.name] for c in children if c.spec.name in self._supervisors]

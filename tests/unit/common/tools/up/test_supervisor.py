@@ -1,4 +1,4 @@
-"""When the supervisor takes a child for ready, and what it does where none can be started."""
+"""What the supervisor waits for at the start, and what it does where a child cannot be started."""
 
 from __future__ import annotations
 
@@ -11,57 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from common.config.service_configs import UpConfig
-from common.control.messages import ModelInfo, NodeRecord, PeerRef
-from common.kv.rank_layout import KVLayout
-from common.kv.spec import KVSpec
 from common.tools.up.fork_client import ForkedProcess, ForkServer
 from common.tools.up.pid_file import PidFile
 from common.tools.up.plan import ChildSpec
 from common.tools.up.supervisor import Supervisor
-
-
-def record(incarnation: str, started_at: float) -> NodeRecord:
-    peer = PeerRef("d0", incarnation, f"tcp://{incarnation}:1", [])
-    layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
-    return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
-
-
-def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
-    async def main() -> None:
-        specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
-        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
-        child = cluster._children[0]
-        child.started_s, child.started_at = time.monotonic(), time.time()
-        cluster._on_nodes([record("dead", time.time() - 5.0)])
-        assert not await cluster._is_usable(child)
-        cluster._on_nodes([record("ours", time.time() + 0.5)])
-        assert await cluster._is_usable(child)
-        assert child.address == "tcp://ours:1"
-        assert not await cluster._is_usable(child)  # after its restart the same record says nothing
-        await cluster._probe.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("before_it_registered", [False, True])
-@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_a_step_of_the_wall_clock_leaves_a_node_ready(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, before_it_registered: bool
-) -> None:
-    """A forward step between a node's registration and the next probe had it killed after the start's timeout."""
-
-    async def main() -> None:
-        specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
-        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
-        child = cluster._children[0]
-        child.started_s, child.started_at = time.monotonic(), time.time()
-        cluster._on_nodes([record("ours", time.time() + 0.5 + step_s * before_it_registered)])
-        now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + step_s)
-        assert await cluster._is_usable(child)
-        await cluster._probe.close()
-
-    asyncio.run(main())
 
 
 def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_not(
@@ -75,7 +28,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
         async def sees(url: str, counts: Mapping[str, int]) -> bool:
             return url in seeing
 
-        monkeypatch.setattr(cluster._probe, "sees", sees)
+        monkeypatch.setattr(cluster._health.probe, "sees", sees)
         assert cluster._missing() == "router-0, router-1, router-2"
         assert await cluster._find_waiting_routers() == ["router-0", "router-2"]
         for child in cluster._children:
@@ -83,7 +36,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
         assert cluster._missing() == "router-0, router-2 to see all nodes and serve their models"
         seeing |= {"http://0", "http://2"}
         assert not await cluster._find_waiting_routers()
-        await cluster._probe.close()
+        await cluster._health.close()
 
     asyncio.run(main())
 
@@ -115,7 +68,7 @@ def test_restart_that_fails_for_lack_of_processes_is_retried_and_affects_no_othe
         tries = 0
         await asyncio.wait_for(cluster._supervise(child), 20)
         assert tries == 2
-        await cluster._probe.close()
+        await cluster._health.close()
 
     asyncio.run(main())
 
@@ -159,7 +112,7 @@ def test_a_signal_that_is_sent_twice_is_one_stop(monkeypatch: pytest.MonkeyPatch
         now_s += 1.0
         cluster._on_signal(signal.SIGINT)
         assert cluster._kill_now.is_set()
-        await cluster._probe.close()
+        await cluster._health.close()
 
     asyncio.run(main())
 
@@ -174,9 +127,9 @@ def test_the_example_request_has_a_key_where_one_is_needed(
     async def main() -> None:
         cluster = Supervisor(config, [ChildSpec("router", "router", ("true",))], "redis://127.0.0.1:1", PidFile(None))
         record = SimpleNamespace(model=SimpleNamespace(name="m", task="generate"), kernels="numpy")
-        monkeypatch.setattr(cluster, "_records", {"d0": record})
+        monkeypatch.setattr(cluster._health, "records", {"d0": record})
         cluster._announce(1.0)
-        await cluster._probe.close()
+        await cluster._health.close()
 
     asyncio.run(main())
     assert ('-H "Authorization: Bearer $KVRELAY_API_KEY"' in capsys.readouterr().out) is shown
