@@ -2,7 +2,7 @@
 
     headers in any order -> claims to write, each (group, layer, head, block) once
 
-Counts what is being copied right now (`in_hand`), so that its owner releases no block during a copy, also for transports
+Counts what is being copied right now (`in_use_bytes`), so that its owner releases no block during a copy, also for transports
 whose copies outlive the call that started them. Driven by the I/O thread of one rank.
 """
 
@@ -48,7 +48,7 @@ class Incoming:
         """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a
         pipeline: nothing comes there while the sender computes the layers of the other stages."""
         self.bytes_received = 0
-        self.in_hand = 0
+        self.in_use_bytes = 0
         self.layers: dict[int, float] = {}
         """Layer -> seconds from the opening to its latest slice, with a timeline."""
         self._opened_s = now
@@ -70,7 +70,7 @@ class Incoming:
     @property
     def complete(self) -> bool:
         """Every cell was claimed and placed."""
-        return not self.missing and not self.in_hand
+        return not self.missing and not self.in_use_bytes
 
     def claim(self, header: SliceHeader, payload_bytes: int) -> Claim:
         """Check a message against the transfer and mark its slices as covered.
@@ -87,20 +87,20 @@ class Incoming:
             raise CorruptSlice(f"{key}: {payload_bytes} bytes for slices of {size_bytes}")
         for piece in header.slices:
             self._cover(piece)
-        self.in_hand += size_bytes
+        self.in_use_bytes += size_bytes
         return Claim(key, header.slices, size_bytes)
 
     def placed(self, claim: Claim, now: float) -> None:
         """`claim` is written; restart the deadline."""
         self.deadline = None if self._is_stage else now + self.transfer.timeout_s
-        self.in_hand -= claim.size_bytes
+        self.in_use_bytes -= claim.size_bytes
         self.bytes_received += claim.size_bytes
         if self.transfer.timeline:
             for piece in claim.slices:
                 layers = self._groups[piece.group].layers[piece.layer_lo : piece.layer_hi]
                 self.layers.update(dict.fromkeys(layers, now - self._opened_s))
 
-    def moved_up(self, now: float) -> None:
+    def progressed(self, now: float) -> None:
         """A slice from the same node is written: this attempt may wait behind that one."""
         if self.deadline is not None:
             self.deadline = now + self.transfer.timeout_s

@@ -2,7 +2,7 @@
 
     grant and final blocks in any order -> batches to send, each (destination, group, layer, block) once
 
-Counts what is being copied right now (`in_hand`), so that its owner releases no block during a copy, also for transports
+Counts what is being copied right now (`in_use_bytes`), so that its owner releases no block during a copy, also for transports
 whose copies outlive the call that started them. Driven by the I/O thread of one rank.
 """
 
@@ -54,10 +54,10 @@ class Outgoing:
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
-        self.in_hand = 0
+        self.in_use_bytes = 0
         self.unacknowledged = 0
-        """Messages handed to the wire that the other end has not acknowledged."""
-        self._given_up = False
+        """Messages sent that the other end has not acknowledged."""
+        self._dropped = False
         self._layout = layout
         self._rank = rank
         shard = layout.rank_shard(rank)
@@ -79,7 +79,7 @@ class Outgoing:
     def complete(self) -> bool:
         """Granted, nothing is left to read or to send, and the other end has acknowledged all of it. Without the acks,
         only the receiver's deadline would notice what a broken connection lost."""
-        if self._routes is None or self.in_hand or self.unacknowledged or self._given_up:
+        if self._routes is None or self.in_use_bytes or self.unacknowledged or self._dropped:
             return False
         return not any(r.unsent_bytes for r in self._routes.values())
 
@@ -167,25 +167,25 @@ class Outgoing:
             return None
         route.taken_s = now
         slices, size_bytes = route.take(max_bytes)
-        self.in_hand += size_bytes
+        self.in_use_bytes += size_bytes
         return Batch(self.transfer, dst_rank, slices, size_bytes)
 
-    def handed(self, batch: Batch, now: float) -> None:
+    def sent(self, batch: Batch, now: float) -> None:
         """`batch` was given to the wire: its source is no longer read. Its ack is still to come."""
         self.progress(now)
         self.unacknowledged += 1
-        self.in_hand -= batch.size_bytes
+        self.in_use_bytes -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
 
     def acknowledged(self, now: float) -> None:
-        """The other end has acknowledged one of the messages that were handed over."""
+        """The other end has acknowledged one of the messages that were sent."""
         self.progress(now)
         self.unacknowledged -= 1
 
-    def give_up(self, size_bytes: int) -> None:
-        """`size_bytes` that were in hand are no longer read and did not reach the other end: this never completes."""
-        self._given_up = self._given_up or size_bytes > 0
-        self.in_hand -= size_bytes
+    def drop(self, size_bytes: int) -> None:
+        """`size_bytes` that were in use are no longer read and did not reach the other end: this never completes."""
+        self._dropped = self._dropped or size_bytes > 0
+        self.in_use_bytes -= size_bytes
 
     def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
         """The header that goes with `batch`; its hashes are those of the smallest run of blocks that covers all slices."""

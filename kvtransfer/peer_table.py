@@ -88,12 +88,12 @@ class PeerTable:
     def lose(self, address: str, reason: str) -> None:
         """Close a connection; its transfers fail."""
         peer = self.peers.pop(address)
-        lent = [peer.take_back(sequence) for sequence in list(peer.lent)]
+        lent = [peer.revoke(sequence) for sequence in list(peer.lent)]
         peer.close()
         for key in peer.transfers:
             self._transfers.fail(key, PeerLost(f"{key}: lost {without_keys(address)} ({peer.incarnation}): {reason}"))
         for batch in lent:
-            self._transfers.given_up(batch)
+            self._transfers.dropped(batch)
 
     def lose_all(self, reason: str) -> None:
         """Close all connections; their transfers fail."""

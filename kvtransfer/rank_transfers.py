@@ -35,7 +35,7 @@ from kvtransfer.wire import SliceHeader
 class SendingTransfers:
     """The attempts that one prefill rank is sending.
 
-    Invariant: one `SourceReleased` per `open`; after it, no `take` and no batch in hand.
+    Invariant: one `SourceReleased` per `open`; after it, no `take` and no batch in use.
     """
 
     def __init__(self, layout: KVLayout, rank: int, num_blocks: int) -> None:
@@ -44,7 +44,7 @@ class SendingTransfers:
         self._num_blocks = num_blocks
         self._live: dict[AttemptKey, Outgoing] = {}
         self._ending: dict[AttemptKey, Exception] = {}
-        """Attempts that failed while a batch was in hand, and why; released when that batch is no longer read."""
+        """Attempts that failed while a batch was in use, and why; released when that batch is no longer read."""
         self._events: list[SenderEvent] = []
 
     def open(self, transfer: OutgoingTransfer) -> None:
@@ -82,7 +82,7 @@ class SendingTransfers:
 
     @property
     def ending(self) -> list[AttemptKey]:
-        """Attempts that have failed but still have a batch in hand."""
+        """Attempts that have failed but still have a batch in use."""
         return list(self._ending)
 
     def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
@@ -95,30 +95,30 @@ class SendingTransfers:
         return [key for key, state in self._live.items() if state.overdue(now)]
 
     def state_of(self, batch: Batch) -> Outgoing:
-        """The state of the attempt of a batch in hand."""
+        """The state of the attempt of a batch in use."""
         return self._live[batch.key]
 
-    def handed(self, batch: Batch, now: float) -> None:
+    def sent(self, batch: Batch, now: float) -> None:
         """The source of `batch` is not read any more: it was sent, or its transfer has failed. Called before its
         `acknowledged`."""
         state = self._live[batch.key]
-        state.handed(batch, now)
+        state.sent(batch, now)
         self._release_if_done(state)
 
-    def given_up(self, batch: Batch) -> None:
+    def dropped(self, batch: Batch) -> None:
         """The source of `batch` is not read any more, but its destination did not get it; its attempt has failed."""
         state = self._live[batch.key]
-        state.give_up(batch.size_bytes)
+        state.drop(batch.size_bytes)
         self._release_if_done(state)
 
     def acknowledged(self, batch: Batch, now: float) -> None:
-        """The receiver has taken `batch`, after `handed`. Ignored if its transfer is not live any more."""
+        """The receiver has taken `batch`, after `sent`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
         if state is not None and state.transfer is batch.transfer:
             state.acknowledged(now)
             self._release_if_done(state)
 
-    def moved_up(self, key: AttemptKey, now: float) -> None:
+    def progressed(self, key: AttemptKey, now: float) -> None:
         """The receiver has taken a message of another attempt that went before. Ignored if not live."""
         state = self._open_state(key)
         if state is not None:
@@ -142,10 +142,10 @@ class SendingTransfers:
         for key in list(self._live):
             self.fail(key, error)
 
-    def give_up_batches(self) -> None:
-        """Treat every batch in hand as given up; for a sender whose I/O thread failed between two steps."""
+    def drop_batches(self) -> None:
+        """Treat every batch in use as dropped; for a sender whose I/O thread failed between two steps."""
         for state in list(self._live.values()):
-            state.give_up(state.in_hand)
+            state.drop(state.in_use_bytes)
             if state.transfer.key in self._ending:
                 self._release_if_done(state)
 
@@ -172,7 +172,7 @@ class SendingTransfers:
     def _release_if_done(self, state: Outgoing) -> None:
         key = state.transfer.key
         error = self._ending.get(key)
-        if state.complete or (error is not None and not state.in_hand):
+        if state.complete or (error is not None and not state.in_use_bytes):
             del self._live[key]
             self._ending.pop(key, None)
             self._events.append(SourceReleased(key, state.bytes_sent, None if state.complete else error))
@@ -181,7 +181,7 @@ class SendingTransfers:
 class ReceivingTransfers:
     """The attempts that one decode rank expects.
 
-    Invariant: one `DestinationReleased` per `open`; after it, no new claim and none in hand; before it, at most one of
+    Invariant: one `DestinationReleased` per `open`; after it, no new claim and none in use; before it, at most one of
     `Received` and `ReceiveFailed`.
     """
 
@@ -194,7 +194,7 @@ class ReceivingTransfers:
         self._failed: dict[AttemptKey, Incoming | None] = {}
         """Reported as failed, to be aborted by the caller; None if the transfer could not even start."""
         self._aborted: dict[AttemptKey, Incoming] = {}
-        """Aborted while a claim was in hand; released when the claim is placed."""
+        """Aborted while a claim was in use; released when the claim is placed."""
         self._events: list[ReceiverEvent] = []
         self.discarded_messages = 0
         """Number of messages that no live transfer expected."""
@@ -230,7 +230,7 @@ class ReceivingTransfers:
             raise
 
     def state_of(self, claim: Claim) -> Incoming:
-        """The state of the attempt of a claim in hand."""
+        """The state of the attempt of a claim in use."""
         return self._find(claim.key)
 
     def placed(self, claim: Claim, now: float) -> None:
@@ -239,8 +239,8 @@ class ReceivingTransfers:
         state.placed(claim, now)
         for other in self._live.values():
             if other.transfer.src.incarnation == state.transfer.src.incarnation:
-                other.moved_up(now)
-        if claim.key in self._aborted and not state.in_hand:
+                other.progressed(now)
+        if claim.key in self._aborted and not state.in_use_bytes:
             del self._aborted[claim.key]
             self._events.append(DestinationReleased(claim.key))
         elif claim.key in self._live:
@@ -254,7 +254,7 @@ class ReceivingTransfers:
             state = self._live.pop(key)
         else:
             return
-        if state is not None and state.in_hand:
+        if state is not None and state.in_use_bytes:
             self._aborted[key] = state
         else:
             self._events.append(DestinationReleased(key))
@@ -275,11 +275,11 @@ class ReceivingTransfers:
         for state in list(self._live.values()):
             self._fail(state, error)
 
-    def give_up_claims(self) -> None:
-        """Treat every claim in hand as given up; for a receiver whose I/O thread failed between two steps."""
+    def drop_claims(self) -> None:
+        """Treat every claim in use as dropped; for a receiver whose I/O thread failed between two steps."""
         for state in [*self._live.values(), *self._failed.values()]:
             if state is not None:
-                state.in_hand = 0
+                state.in_use_bytes = 0
         for key in self._aborted:
             self._events.append(DestinationReleased(key))
         self._aborted.clear()
@@ -316,7 +316,7 @@ class ReceivingTransfers:
 
     def _find(self, key: AttemptKey) -> Incoming:
         state = self._live.get(key) or self._aborted.get(key) or self._failed.get(key)
-        assert state is not None, f"{key} has no claim in hand"
+        assert state is not None, f"{key} has no claim in use"
         return state
 
     def _fail(self, state: Incoming, error: KvRelayError) -> None:

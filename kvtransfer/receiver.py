@@ -214,7 +214,7 @@ class Receiver:
         self._report()
         while not self._stop_copying(CLOSING_S) and not self._thread.closing:
             pass
-        self._transfers.give_up_claims()
+        self._transfers.drop_claims()
         self._report()
         if not self._copying:
             for _, arrival, _ in list(self._unanswered.values()):
@@ -229,7 +229,7 @@ class Receiver:
 
     def _finish(self) -> None:
         self._stop_copying(CLOSING_S)
-        self._transfers.give_up_claims()
+        self._transfers.drop_claims()
         self._transfers.abort_all()
         self._report()
         for listener in self._listeners:

@@ -146,7 +146,7 @@ class Sender:
             self._take_acks(address, peer, ready, now)
         self._transfers.expire(now)
         self._table.drop_idle(now)
-        self._take_back()
+        self._revoke_loans()
         self._report()
         for key in self._transfers.overdue(now):
             self._wake(key)
@@ -193,14 +193,14 @@ class Sender:
                     self._transfers.refused(batch, error)
                 if peer.returned(ack.sequence) is not None:
                     self._count(peer, batch)
-                    self._transfers.handed(batch, now)
+                    self._transfers.sent(batch, now)
                 if not ack.code:
                     self._transfers.acknowledged(batch, now)
         except PeerLost as error:
             self._table.fail(address, peer, error.message)
         if latest >= 0:
             for key in peer.behind(latest):
-                self._transfers.moved_up(key, now)
+                self._transfers.progressed(key, now)
 
     def _send_next(self, peer: Peer) -> None:
         """Send one message of the first transfer that has a batch ready."""
@@ -227,7 +227,7 @@ class Sender:
         mark = self._copier.gather_all(batch.slices, state.blocks, buffer)
         if mark is None:
             self._put(peer, batch, header, buffer)
-            self._transfers.handed(batch, self._clock())
+            self._transfers.sent(batch, self._clock())
         else:
             peer.reserved += 1
             self._copying.add(mark, partial(self._gathered, peer, batch, header, buffer))
@@ -235,10 +235,10 @@ class Sender:
     def _gathered(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
         peer.reserved -= 1
         if peer.closed:
-            self._transfers.given_up(batch)
+            self._transfers.dropped(batch)
         else:
             self._put(peer, batch, header, buffer)
-            self._transfers.handed(batch, self._clock())
+            self._transfers.sent(batch, self._clock())
 
     def _put(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
         peer.send(header, buffer, batch, self._clock())
@@ -247,13 +247,13 @@ class Sender:
     def _count(self, peer: Peer, batch: Batch) -> None:
         self._traffic.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
 
-    def _take_back(self) -> None:
+    def _revoke_loans(self) -> None:
         """End the loans of attempts that have failed: their blocks must be free again, whatever the receivers do."""
         for key in self._transfers.ending:
             for peer in self._peers.values():
                 for sequence, batch in list(peer.lent.items()):
                     if batch.key == key:
-                        self._transfers.given_up(peer.take_back(sequence))
+                        self._transfers.dropped(peer.revoke(sequence))
 
     def _poll_timeout_ms(self) -> int:
         """0 while something can be sent, else as `poll_timeout_ms`."""
@@ -276,7 +276,7 @@ class Sender:
         self._report()
         while not self._stop_copying(CLOSING_S) and not self._thread.closing:
             pass
-        self._transfers.give_up_batches()
+        self._transfers.drop_batches()
         self._report()
 
     def _stop_copying(self, at_most_s: float) -> bool:
@@ -291,7 +291,7 @@ class Sender:
         self._transfers.fail_all(TransferAborted("the sender was closed"))
         self._table.lose_all("the sender was closed")
         self._stop_copying(CLOSING_S)
-        self._transfers.give_up_batches()
+        self._transfers.drop_batches()
         self._report()
         for connector in self._connectors.values():
             connector.close()

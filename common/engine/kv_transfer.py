@@ -61,7 +61,7 @@ class OutgoingTransfer:
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
-    """Idle timeout. Progress is: a batch handed to the wire or acknowledged, more blocks final, or an acknowledgement of
+    """Idle timeout. Progress is: a batch sent or acknowledged, more blocks final, or an acknowledgement of
     another transfer behind which this one waits. The clock starts at the grant; until then the owner's own deadline
     applies."""
     final_blocks: int = 0

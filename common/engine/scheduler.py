@@ -135,7 +135,7 @@ class Scheduler:
     def free(self, seq: Sequence) -> None:
         """Return the blocks of a sequence that no longer runs to the pool, once no step in flight writes to them."""
         if seq.in_flight:
-            seq.given_up = True
+            seq.free_after_steps = True
             return
         self.allocator.free(seq)
 
@@ -392,5 +392,5 @@ class Scheduler:
             seq.over = True
             return
         self._remove(seq)
-        if not seq.relays or seq.given_up:
+        if not seq.relays or seq.free_after_steps:
             self.free(seq)

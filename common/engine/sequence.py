@@ -70,7 +70,7 @@ class Sequence:
     """Set by `set_grammar`, for a request with a grammar before its first draw."""
     adapter_id: int = 0
     """As in `StepInput.adapters`."""
-    given_up: bool = False
+    free_after_steps: bool = False
     """The owner no longer needs the blocks, but a step in flight still writes to them."""
     _counter: TokenCounter | None = None
     _counted: int = 0

@@ -106,7 +106,7 @@ class Peer(ABC):
         self.reserved = 0
         """Messages whose buffers are being filled."""
         self.lent: dict[int, Batch] = {}
-        """Batches that the receiver reads from our blocks itself, by message; until their ack or `take_back`."""
+        """Batches that the receiver reads from our blocks itself, by message; until their ack or `revoke`."""
         self.closed = False
         self._window = window
         self._sequence = 0
@@ -162,7 +162,7 @@ class Peer(ABC):
         """The attempts that wait to send, or for the acks of messages that were sent after number `sequence`."""
         return {*self.waiting, *(batch.key for number, (_, batch) in self._in_flight.items() if number > sequence)}
 
-    def take_back(self, sequence: int) -> Batch:
+    def revoke(self, sequence: int) -> Batch:
         """End a loan: the receiver will discard whatever it still reads of it, even if it hangs now."""
         return self.lent.pop(sequence)
 

@@ -134,10 +134,10 @@ class CudaIpcPeer(ShmPeer):
         self.lent[header.sequence] = batch
         return True
 
-    def take_back(self, sequence: int) -> Batch:
-        """As `Peer.take_back`."""
+    def revoke(self, sequence: int) -> Batch:
+        """As `Peer.revoke`."""
         self._loans.pop(sequence)[0] = 0
-        return super().take_back(sequence)
+        return super().revoke(sequence)
 
     def returned(self, sequence: int) -> Batch | None:
         """As `Peer.returned`."""

@@ -194,7 +194,7 @@ class Relay(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         src_rank, batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
         header = self.senders[src_rank].state_of(batch).header(batch, "d1", 0)
-        self.senders[src_rank].handed(batch, self.now)
+        self.senders[src_rank].sent(batch, self.now)
         self.wire.append((header, batch))
 
     @precondition(lambda self: self.wire)
@@ -326,7 +326,7 @@ class Relay(RuleBasedStateMachine):
         if not hasattr(self, "senders"):
             return
         for rank, batch in self.batches:
-            self.senders[rank].handed(batch, self.now)
+            self.senders[rank].sent(batch, self.now)
         for rank, claim, *_ in self.claims:
             self.receivers[rank].placed(claim, self.now)
         self.batches, self.claims = [], []
@@ -354,7 +354,7 @@ TestRelay = Relay.TestCase
 TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
-def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() -> None:
+def test_attempt_that_timed_out_with_a_batch_in_use_has_no_deadline_any_more() -> None:
     """Its I/O thread would poll without a pause until the batch completes, which it never does on a GPU that hangs."""
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
@@ -366,7 +366,7 @@ def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() 
     end.expire(6.0)
     assert end.ending == [key]
     assert end.next_deadline(6.0) is None
-    end.handed(batch, 7.0)
+    end.sent(batch, 7.0)
     assert [type(event) for event in end.take_events()] == [SourceReleased]
 
 
@@ -447,7 +447,7 @@ def test_stage_of_a_pipeline_has_no_deadline() -> None:
             batch = sender.take(key, stage, max_bytes=2**20, now=now)
             assert batch is not None
             header = sender.state_of(batch).header(batch, "d1", 1)
-            sender.handed(batch, now)
+            sender.sent(batch, now)
             receivers[stage].placed(receivers[stage].accept(header, batch.size_bytes), now)
             sender.acknowledged(batch, now)
             if (layer, blocks) == (1, 2):
