@@ -73,7 +73,7 @@ def read_rope(
     if kind in ("default", "dynamic", "mrope"):
         return rope
     if kind == "factors":
-        return replace(rope, kind=kind, factors=tuple(scaling["factors"]))
+        return replace(rope, kind=kind, factors=_read_factors(config, scaling, "factors"))
     if kind in ("longrope", "su"):
         return _read_longrope(config, scaling, rope)
     if kind not in KINDS:
@@ -96,8 +96,8 @@ def _original_max_position(config: ConfigFile, scaling: dict[str, Any]) -> int:
     key = "original_max_position_embeddings"
     default = None if config.raw.get("max_position_embeddings") is None else config.integer("max_position_embeddings")
     original = int(config.number(key, config.number(key, default, within=scaling)))
-    if original < 2:
-        raise config.error(f"{key} must be at least 2, not {original}")
+    if not 2 <= original < 2**31:
+        raise config.error(f"{key} must be from 2 to {2**31 - 1}, not {original}")
     return original
 
 
@@ -105,6 +105,8 @@ def _read_yarn(config: ConfigFile, scaling: dict[str, Any], rope: RopeConfig) ->
     def magnitude(multiplier: float = 1.0) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * multiplier * math.log(rope.factor) + 1.0
 
+    if rope.theta <= 1:
+        raise config.error(f"rope_theta must be above 1 with yarn, not {rope.theta}")
     default = magnitude()
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         of_q_k, of_all = (config.number(key, within=scaling) for key in ("mscale", "mscale_all_dim"))

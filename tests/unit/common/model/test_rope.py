@@ -182,8 +182,19 @@ def test_a_part_of_heads_counts_without_scaling_where_it_does_in_transformers(
     torch.testing.assert_close(inverse_frequencies(rope_of_all, config.head_dim), expected)
 
 
-def test_an_original_context_of_one_token_is_refused(tmp_path: Path) -> None:
-    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
-    config = {**LLAMA, "max_position_embeddings": 8192, "rope_parameters": scaling}
-    with pytest.raises(ConfigError, match="original_max_position_embeddings must be at least 2, not 1"):
-        load_model_config(write(tmp_path, {**config, "original_max_position_embeddings": 1}))
+@pytest.mark.parametrize(
+    ("rope", "why"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 1}, "must be from 2 to 2147483647, not 1"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**20},
+            "must be from 2 to 2147483647",
+        ),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta must be above 1 with yarn, not 1.0"),
+        ({"rope_type": "factors"}, "factors of the rope parameters is not a list"),
+    ],
+)
+def test_parameters_that_no_model_has_are_named(tmp_path: Path, rope: dict[str, Any], why: str) -> None:
+    config = {**LLAMA, "max_position_embeddings": 8192, "rope_parameters": rope}
+    with pytest.raises(ConfigError, match=why):
+        load_model_config(write(tmp_path, config))
