@@ -14,6 +14,8 @@ from router.requests.generation import Generation
 
 OF_MESSAGES = "msg_"
 """Prefix of the ids of Anthropic's calls."""
+OF_REFUSALS = "req_"
+"""Prefix of the ids of requests that no call has seen, such as those without an API key."""
 _ID_BYTES = 12
 _pool: list[str] = []
 """Random parts of ids to come: the system is asked for many at once."""

@@ -14,7 +14,7 @@ from router.http.error_shapes import MESSAGES_PATH, shaped_error
 from router.http.json_body import to_json
 from router.http.own_names import by_own_name
 from router.http.request_headers import header
-from router.http.response_headers import OF_MESSAGES, RawHeaders, RequestIds
+from router.http.response_headers import OF_MESSAGES, OF_REFUSALS, RawHeaders, RequestIds
 
 
 class EventStream(Response):
@@ -54,8 +54,9 @@ def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None
     """An error with its status, in the shape and by the names of the API that the path belongs to."""
     error = by_own_name(error, scope)
     extra = list(headers or [])
-    if scope["path"].startswith(MESSAGES_PATH) and all(name != b"request-id" for name, _ in extra):
-        extra += RequestIds.make(OF_MESSAGES, header(scope, b"x-request-id")).headers()
+    if all(name != b"x-request-id" for name, _ in extra):  # refused before its call was known
+        prefix = OF_MESSAGES if scope["path"].startswith(MESSAGES_PATH) else OF_REFUSALS
+        extra += RequestIds.make(prefix, header(scope, b"x-request-id")).headers()
     retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
     if retry_after is not None:
         extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))

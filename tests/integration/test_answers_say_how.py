@@ -107,6 +107,33 @@ def test_the_clients_own_id_is_repeated_and_two_requests_may_share_it(model_fold
     play(model_folder, scene, config=RELAY_LONG)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status"),
+    [
+        ("POST", "/v1/chat/completions", "wrong", 401),
+        ("POST", "/v1/nothing", "one", 404),
+        ("PUT", "/v1/completions", "one", 405),
+        ("GET", "/v1/models/other", "one", 404),
+        ("POST", "/api/chat", "wrong", 401),
+    ],
+)
+def test_requests_that_no_call_has_seen_have_ids_too(
+    model_folder: Path, method: str, path: str, key: str, status: int
+) -> None:
+    async def scene(bench: Bench) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=bench.stack.url, headers=headers) as http:
+            own = await http.request(method, path)
+            assert own.status_code == status
+            assert own.headers["x-request-id"] == own.headers["x-kvrelay-request-id"]
+            assert own.headers["x-request-id"].startswith("req_")
+            assert "request-id" not in own.headers
+            given = await http.request(method, path, headers={"x-request-id": "mine"})
+            assert given.headers["x-request-id"] == "mine"
+
+    play(model_folder, scene, config={"api_key": "one"})
+
+
 def test_errors_say_which_request_and_which_attempt(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         wrong = await post(bench, {"prompt": "a", "temperature": 9}, **{"x-request-id": "mine"})

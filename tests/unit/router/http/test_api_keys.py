@@ -83,6 +83,7 @@ def test_above_its_limits_a_key_gets_429_with_the_time_to_wait(tmp_path: Path) -
     headers = dict(second["headers"])
     assert int(headers[b"retry-after"]) == 60
     assert headers[b"x-ratelimit-limit-requests"] == b"1"
+    assert headers[b"x-request-id"].startswith(b"req_")
     assert ask(guard, key=b"the-key", method="GET")["status"] == 200, "reading costs nothing"
 
 
