@@ -53,7 +53,7 @@ class ToolResultBlock(_Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] = ""
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] | None = None
 
 
 _Block = Annotated[
@@ -235,7 +235,9 @@ def _messages(role: str, blocks: Sequence[_Block]) -> list[Json]:
     """Tool results, or blocks of one message. Texts are joined at once: of a body of 4 MB, one by one would take seconds."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     if results:
-        return [{"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content)} for each in results]
+        return [
+            {"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content or "")} for each in results
+        ]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls: list[Json] = [

@@ -35,6 +35,11 @@ class CalledFunction(BodyModel):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
+    @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any] | None)
+    @classmethod
+    def _none_for_null(cls, value: Any) -> Any:
+        return "{}" if value is None else value
+
 
 class ToolCall(BodyModel):
     """A tool call that the model made earlier."""
@@ -43,6 +48,11 @@ class ToolCall(BodyModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @field_validator("type", mode="before", json_schema_input_type=Literal["function"] | None)
+    @classmethod
+    def _function_for_null(cls, value: Any) -> Any:
+        return "function" if value is None else value
 
 
 class Message(BodyModel):

@@ -100,6 +100,14 @@ def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
     assert [call.function.name for call in chat.messages[2].tool_calls or ()] == ["f"]
 
 
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_a_tool_result_may_have_no_content(nothing: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", **nothing}
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    chat = _chat(messages=[{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}])
+    assert (chat.messages[-1].role, chat.messages[-1].content) == ("tool", "")
+
+
 def test_a_turn_of_thousands_of_texts_is_joined_at_once() -> None:
     text = "x" * 900
     body = validated({"max_tokens": 3, "messages": [{"role": "user", "content": text}] * 4096}, MessagesRequest)

@@ -43,6 +43,7 @@ REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
             {"role": "assistant", "content": "a", **REASONS},
         ),
         ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [READ_CALL]}),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": None}]}, {"role": "assistant", "tool_calls": [READ_CALL]}),
         (
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {"role": "assistant", "content": "", "tool_calls": [READ_CALL]},
@@ -58,7 +59,9 @@ def test_messages_keep_what_templates_need(sent: Any, seen: Any) -> None:
     assert Message.model_validate(sent).for_template() == seen
 
 
-@pytest.mark.parametrize(("arguments", "seen"), [("", {}), ("{", "{"), ("[1]", "[1]"), ({"a": 1}, {"a": 1})])
+@pytest.mark.parametrize(
+    ("arguments", "seen"), [("", {}), (None, {}), ("{", "{"), ("[1]", "[1]"), ({"a": 1}, {"a": 1})]
+)
 def test_arguments_that_are_no_object_remain_text(arguments: Any, seen: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
