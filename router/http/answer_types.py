@@ -60,6 +60,7 @@ class AssistantMessage(TypedDict):
     refusal: str | None
     tool_calls: NotRequired[list[ToolCall]]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class ChatChoice(TypedDict):

@@ -116,7 +116,7 @@ def test_reasoning_comes_in_a_field_of_its_own(folder: Path) -> None:
         create = bench.client.chat.completions.create
         whole = await create(model="stub-model", messages=ASKED, tools=TOOLS, extra_body=extra)
         message: Any = whole.choices[0].message
-        assert message.reasoning_content == "Hm, Paris."
+        assert message.reasoning_content == message.reasoning == "Hm, Paris."
         assert (message.content, _functions(message)) == (
             "Let me look.",
             [("weather", {"city": "Zürich"}), ("time", {})],
@@ -125,6 +125,7 @@ def test_reasoning_comes_in_a_field_of_its_own(folder: Path) -> None:
         async for chunk in await create(model="stub-model", messages=ASKED, stream=True, extra_body=extra):
             delta: Any = chunk.choices[0].delta
             reasoning += getattr(delta, "reasoning_content", None) or ""
+            assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
             content += delta.content or ""
         assert reasoning == "Hm, Paris."
         assert content.startswith("Let me look.\n")

@@ -117,7 +117,7 @@ class ChatFormat(BaseFormat):
 def _delta_fields(parsed: ParsedDelta) -> Json:
     fields: Json = {}
     if parsed.reasoning:
-        fields["reasoning_content"] = parsed.reasoning
+        fields |= _reasoning(parsed.reasoning)
     if parsed.content or not parsed:
         fields["content"] = parsed.content
     if parsed.tool_calls:
@@ -142,5 +142,10 @@ def _message(message: ParsedMessage) -> Json:
         shown["content"] = message.content or None
         shown["tool_calls"] = calls
     if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
+        shown |= _reasoning(message.reasoning)
     return shown
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names that clients read: the field's usual one, and that of newer versions of vLLM."""
+    return {"reasoning_content": text, "reasoning": text}

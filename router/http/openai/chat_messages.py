@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from router.http.body_model import BodyModel
@@ -65,8 +65,11 @@ class Message(BodyModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices(*REASONING_NAMES))] = None
-    """Newer clients of vLLM call it `reasoning`; templates read one of the three."""
+    reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Field(exclude=True)] = None
+    """What newer versions of vLLM call it. Answers have both, and clients may send both back."""
+    thinking: Annotated[str | None, Field(exclude=True)] = None
+    """What the templates of some models call it."""
     refusal: Annotated[str | None, Field(exclude=True)] = None
     """What an assistant that refused said in place of content."""
     function_call: None = None
@@ -109,6 +112,8 @@ class Message(BodyModel):
             raise ValueError("content is missing")
         if self.refusal and not self.content:
             self.content = self.refusal
+        if self.reasoning or self.thinking:
+            self.reasoning_content = self.reasoning_content or self.reasoning or self.thinking
         return self
 
     def for_template(self) -> dict[str, Any]:

@@ -53,6 +53,14 @@ REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
             ({"role": "assistant", "content": "a", name: "r"}, {"role": "assistant", "content": "a", **REASONS})
             for name in REASONS
         ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "r", "reasoning": "r"},
+            {"role": "assistant", "content": "a", **REASONS},
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": None, "reasoning": "r"},
+            {"role": "assistant", "content": "a", **REASONS},
+        ),
     ],
 )  # fmt: skip
 def test_messages_keep_what_templates_need(sent: Any, seen: Any) -> None:
