@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 
 from pydantic import BaseModel
@@ -12,11 +13,12 @@ from common.base.errors import ClientError, KvRelayError
 
 _NAMES = "kvrelay.own_names"
 """Key, in a request's ASGI scope, of what its call calls the chat request's fields."""
+_PATH = re.compile(r"\w+(?:\.\w+)*(?=[: ])")
 
 
 def note_names(scope: Scope, kind: type[BaseModel]) -> None:
-    """Bodies of this kind have names of their own, if it has `OWN_NAMES`: by name of a field of the chat call, the place of what
-    means the same.
+    """Bodies of this kind have names of their own, if it has `OWN_NAMES`: by path of a field of the chat call, the path of what
+    means the same, with `*` for a place in a list.
     """
     scope[_NAMES] = getattr(kind, "OWN_NAMES", {})
 
@@ -24,11 +26,27 @@ def note_names(scope: Scope, kind: type[BaseModel]) -> None:
 def by_own_name(error: KvRelayError, scope: Scope) -> KvRelayError:
     """The error, about the field that the client sent."""
     names: Mapping[str, str] = scope.get(_NAMES, {})
-    if not isinstance(error, ClientError) or error.param is None or error.param not in names:
+    if not isinstance(error, ClientError) or error.param is None:
         return error
-    told, place = copy.copy(error), names[error.param]
-    rest = error.message.removeprefix(error.param)
-    if rest.startswith((":", " ")):  # the message begins with the name
-        told.args = (place + rest,)
-    told.param = place.partition(".")[0]
+    told, named = copy.copy(error), _PATH.match(error.message)
+    if named is not None and named[0].partition(".")[0] == error.param:  # the message begins with the path
+        path = _own_path(named[0], names)
+        told.args = (path + error.message[named.end() :],)
+    else:
+        path = names.get(error.param, error.param)
+    told.param = path.partition(".")[0]
     return told
+
+
+def _own_path(path: str, names: Mapping[str, str]) -> str:
+    """The path, with its longest beginning that `names` has in their words. Items of another list have other places."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        places = [part for part in parts[:count] if part.isdecimal()]
+        own = names.get(".".join("*" if part.isdecimal() else part for part in parts[:count]))
+        if own is not None:
+            for place in places:
+                own = own.replace("*", place, 1)
+            rest = parts[count:]
+            return own if rest and rest[0].isdecimal() else ".".join([own, *rest])
+    return path

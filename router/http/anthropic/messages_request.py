@@ -133,7 +133,12 @@ class CountTokensRequest(_Body):
     """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
     KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"output_config": frozenset(OutputConfig.model_fields)}
     """Names within objects; others are unknown."""
-    OWN_NAMES: ClassVar[dict[str, str]] = {"response_format": "output_config.format"}
+    OWN_NAMES: ClassVar[dict[str, str]] = {
+        "response_format": "output_config.format",
+        "response_format.json_schema": "output_config.format",
+        "tools.*.function": "tools.*",
+        "tools.*.function.parameters": "tools.*.input_schema",
+    }
     """Where these calls have what the chat call calls otherwise."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None

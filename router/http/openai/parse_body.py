@@ -9,12 +9,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from common.base.errors import BadRequest
-from router.http.openai.checks import ECHO_CHARS, FieldsError, as_object, shorten, with_integers
+from router.http.openai.checks import ECHO_CHARS, FieldsError, as_object, items, shorten, with_integers
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 
 RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_UNKNOWN = object()
+"""What a body has where its check looked at something else, such as a list without the items that are left out."""
 
 
 def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
@@ -69,10 +72,31 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
             (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]),
             key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")),
         )
-        place = [str(part) for part in first["loc"] if "[" not in str(part)]
+        place = _place(first["loc"], body, is_missing=first["type"] == "missing")
         message = first["msg"].removeprefix("Value error, ")
         where = ".".join(place) + ": " if place else ""
         got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"
         cause = first.get("ctx", {}).get("error")
         param = place[0] if place else cause.param if isinstance(cause, FieldsError) else None
         raise BadRequest(f"{where}{message}{got}", param=param) from error
+
+
+def _place(loc: tuple[int | str, ...], body: dict[str, Any], *, is_missing: bool) -> list[str]:
+    """Where in the body an error is. pydantic also says which form of a field it tried, by the name of a type or the value of
+    `type`: that is left out.
+    """
+    place: list[str] = []
+    value: Any = body
+    for index, part in enumerate(loc):
+        fields, members = as_object(value), items(value)
+        if isinstance(part, int):
+            value = members[part] if members is not None and part < len(members) else _UNKNOWN
+        elif fields is not None and part in fields:
+            value = fields[part]
+        elif not (is_missing and index == len(loc) - 1):
+            is_form = fields is None or part in (fields.get("type") or "message", *place[-1:])
+            if "[" in part or (is_form and value is not _UNKNOWN):
+                continue
+            value = _UNKNOWN
+        place.append(str(part))
+    return place

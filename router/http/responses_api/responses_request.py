@@ -122,6 +122,10 @@ class ResponsesRequest(BodyModel):
     OWN_NAMES: ClassVar[dict[str, str]] = {
         "messages": "input",
         "response_format": "text.format",
+        "response_format.json_schema": "text.format",
+        "tools.*.function": "tools.*",
+        "tool_choice.function": "tool_choice",
+        "tool_choice.allowed_tools": "tool_choice",
         "reasoning_effort": "reasoning.effort",
     }
     """Where this call has what the chat call calls otherwise."""

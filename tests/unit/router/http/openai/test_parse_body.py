@@ -102,6 +102,50 @@ def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_mean
         validated(body, kind)
 
 
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": 3}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "place"),
+    [
+        (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (ChatRequest, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        (
+            ChatRequest,
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        (ResponsesRequest, {"input": 3}, "input"),
+        (ResponsesRequest, {"input": [3]}, "input.0"),
+        (ResponsesRequest, {"input": [{"role": "user", "content": 3}]}, "input.0.content"),
+        (ResponsesRequest, {"input": [{"type": None, "role": "user", "content": "a"}]}, "input.0.type"),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "text"}]}]}, "input.0.content.0.text"),
+        (ResponsesRequest, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (ResponsesRequest, {"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        (
+            ResponsesRequest,
+            {"tools": [{"type": "x"}, {"type": "function", "name": "f", "parameters": 3}]},
+            "tools.0.parameters",
+        ),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (MessagesRequest, {"system": [{"type": "x"}]}, "system.0.type"),
+    ],
+)
+def test_the_place_of_an_error_has_only_names_of_the_body(
+    kind: type[BaseModel], fields: dict[str, Any], place: str
+) -> None:
+    needed: dict[str, Any] = {"input": "a"} if kind is ResponsesRequest else {**ASKED, "max_tokens": 1}
+    with pytest.raises(BadRequest) as refused:
+        validated({**needed, **fields}, kind)
+    assert refused.value.message.partition(": ")[0] == place
+    assert refused.value.param == place.partition(".")[0]
+
+
 class _Pair(BodyModel):
     first: int = 2
     last: int = 1
