@@ -7,12 +7,14 @@ import importlib.metadata
 import time
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import FileResponse, Response
 
 from common.control.messages import Role
 from common.model.hub import model_name
 from router.http.answer_types import Health, Load, ModelCard, ModelList, Ready, ServerInfo, Version
+from router.http.anthropic.answer_types import AnthropicModel, AnthropicModelList
+from router.http.anthropic.models import is_of_anthropic, model_info, model_page
 from router.http.openapi import described
 from router.http.responses import JsonResponse
 from router.http.services import Services
@@ -54,15 +56,18 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
 
 def _add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models/", include_in_schema=False)
-    @app.get("/v1/models", openapi_extra=described(ModelList))
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served models, under each of their names."""
+    @app.get("/v1/models", openapi_extra=described(ModelList | AnthropicModelList))
+    async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The served models, under each of their names; in Anthropic's shape with the header `anthropic-version`."""
+        if is_of_anthropic(request.scope):
+            return JsonResponse(model_page(services.catalog.models, _STARTED_S))
         return JsonResponse({"object": "list", "data": [_model_card(model) for model in services.catalog.models]})
 
-    @app.get("/v1/models/{name:path}", openapi_extra=described(ModelCard, errors=(404, 503)))
-    async def one_model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """A served model, by name."""
-        return JsonResponse(_model_card(services.catalog.get(name)))
+    @app.get("/v1/models/{name:path}", openapi_extra=described(ModelCard | AnthropicModel, errors=(404, 503)))
+    async def one_model(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """A served model, by name; in Anthropic's shape with the header `anthropic-version`."""
+        model = services.catalog.get(name)
+        return JsonResponse(model_info(model, _STARTED_S) if is_of_anthropic(request.scope) else _model_card(model))
 
 
 def _add_state_routes(app: FastAPI, services: Services) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,26 @@ def test_every_answer_has_the_header_in_which_clients_look_for_its_id(folder: Pa
         assert failed.headers["request-id"] == failed.headers["x-kvrelay-request-id"]
 
     _play(folder, "sun", scene, api_key="secret")
+
+
+def test_clients_of_anthropic_get_the_models_in_its_shape(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        version = {"anthropic-version": "2023-06-01"}
+        page = (await http.get("/v1/models", headers=version)).json()
+        (model,) = page.pop("data")
+        assert page == {"has_more": False, "first_id": "stub-model", "last_id": "stub-model"}
+        created = datetime.fromisoformat(model.pop("created_at"))
+        assert abs((datetime.now(UTC) - created).total_seconds()) < 3600
+        assert model == {
+            "type": "model",
+            "id": "stub-model",
+            "display_name": "stub-model",
+            "max_input_tokens": MAX_LEN,
+            "max_tokens": MAX_LEN,
+        }
+        one = (await http.get("/v1/models/stub-model", headers=version)).json()
+        assert (one["type"], one["id"]) == ("model", "stub-model")
+        assert (await http.get("/v1/models/other", headers=version)).status_code == 404
+        assert (await http.get("/v1/models")).json()["object"] == "list"
+
+    _play(folder, "sun", scene)

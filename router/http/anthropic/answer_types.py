@@ -45,3 +45,23 @@ class TokenCount(TypedDict):
     """The number of prompt tokens."""
 
     input_tokens: int
+
+
+class AnthropicModel(TypedDict):
+    """A served model under one of its names."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(TypedDict):
+    """The served models, all on one page; the ids are null if there are none."""
+
+    data: list[AnthropicModel]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
