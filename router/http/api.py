@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from common.base.errors import ClientError, KvRelayError, RequestTimeout
+from common.base.errors import BadRequest, ClientError, KvRelayError, RequestTimeout
 from router.http.adapter_routes import add_adapter_routes
 from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
@@ -101,7 +101,9 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, CompletionRequest)
         model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body.user, body.priority)
-        count = len(body.prompt) * body.num_samples
+        count, most = len(body.prompt) * body.num_samples, services.dispatcher.max_waiting
+        if len(body.prompt) > most:
+            raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
         services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
         generations = await generation_of(
             body, size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]

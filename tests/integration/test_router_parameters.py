@@ -245,3 +245,17 @@ def test_misspelt_fields_of_the_calls_of_other_apis_are_too(model_folder: Path) 
 
     play(model_folder, partial(scene, strict=False))
     play(model_folder, partial(scene, strict=True), config={"strict_parameters": True})
+
+
+@pytest.mark.parametrize(("prompts", "n", "param"), [(3, 1, "prompt"), (3, 2, "prompt"), (1, 3, "n"), (2, 2, "n")])
+def test_more_than_the_queue_takes_is_an_error_of_the_field_that_is_too_high(
+    model_folder: Path, prompts: int, n: int, param: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url, timeout=20) as client:
+            body = {"prompt": ["a"] * prompts, "n": n, "max_tokens": 1}
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+            assert "at most 2 prompts" in refused.json()["error"]["message"]
+
+    play(model_folder, scene, config={"max_waiting": 2})
