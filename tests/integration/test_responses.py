@@ -208,6 +208,56 @@ def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: R
     _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
 
 
+def test_the_input_of_a_stored_response_is_listed_in_pages(
+    folder: Path, redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        create, items = bench.client.responses.create, bench.client.responses.input_items
+        first = await create(model="stub-model", input="Paris?", tools=TOOLS)
+        call: Any = first.output[1]
+        output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        second = await create(model="stub-model", input=[output], previous_response_id=first.id, tools=TOOLS)
+        listed: list[Any] = [item async for item in items.list(second.id, order="asc", limit=2)]
+        kinds = ["message", "message", "function_call", "function_call", "function_call_output"]
+        assert [item.type for item in listed] == kinds
+        assert listed[0].content[0].to_dict() == {"type": "input_text", "text": "Paris?"}
+        assert (listed[1].role, listed[1].content[0].text) == ("assistant", first.output_text)
+        assert (listed[2].call_id, listed[2].name, listed[2].arguments) == (call.call_id, call.name, call.arguments)
+        assert listed[4].output == "rain"
+        newest_first = await items.list(second.id)
+        assert [item.id for item in newest_first.data] == [item.id for item in reversed(listed)]
+        assert newest_first.has_more is False
+        (asked,) = (await items.list(first.id)).data
+        assert asked.type == "message"
+
+        for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "msg_x"}, "after")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await items.list(second.id, extra_query=query)
+            assert refused.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            await bench.other.responses.input_items.list(second.id)
+
+    _play(folder, CALLS, scene, ResponseStore(redis_server.url, cluster, 10))
+
+
+def test_the_tokens_of_an_input_are_counted_as_they_are_served(
+    folder: Path, redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        count, create = bench.client.responses.input_tokens.count, bench.client.responses.create
+        first = await create(model="stub-model", input="Paris?", tools=TOOLS)
+        assert first.usage is not None
+        assert (await count(model="stub-model", input="Paris?", tools=TOOLS)).input_tokens == first.usage.input_tokens
+        second = await create(model="stub-model", input="And?", previous_response_id=first.id)
+        counted = await count(model="stub-model", input="And?", previous_response_id=first.id)
+        assert second.usage is not None
+        assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": second.usage.input_tokens}
+        async with httpx.AsyncClient(base_url=bench.url, headers={"authorization": "Bearer one"}) as http:
+            assert (await http.post("/v1/responses/compact", json={})).status_code == 404
+
+    _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
+
+
 def test_references_mean_items_of_stored_responses_of_the_same_key(
     folder: Path, redis_server: RedisServer, cluster: str
 ) -> None:

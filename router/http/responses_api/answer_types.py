@@ -57,3 +57,20 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputItemList(TypedDict):
+    """Items of a stored response's input: the fields that their types have."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    """The number of prompt tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request
-from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from common.base.errors import BadRequest, NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
 from router.http.on_thread import maybe_on_thread
+from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
-from router.http.openapi import OF_GENERATION, described
+from router.http.openapi import OF_BODIES, OF_GENERATION, described
 from router.http.response_store import ResponseStore, StoredResponse
 from router.http.responses import JsonResponse
-from router.http.responses_api.answer_types import DeletedResponse, ResponseObject
-from router.http.responses_api.input_items import InputItem, ItemReference, chat_messages
+from router.http.responses_api.answer_types import DeletedResponse, InputItemList, InputTokens, ResponseObject
+from router.http.responses_api.input_items import ItemReference
 from router.http.responses_api.item_references import looked_up
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.http.responses_api.responses_request import ResponsesRequest
-from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
+from router.http.responses_api.stored_input import answer_messages, item_page
+from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
-
-_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
     """Add all of them to the application."""
-
-    def tenant_of(request: Request) -> str:
-        return client_of(request.scope).name if services.api_keys else "all"
 
     @app.post(
         "/v1/responses",
@@ -44,39 +42,87 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     async def create_response(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
         assign_ids(request, "resp_")
-        body, size = await parse_as(request, services, ResponsesRequest, validated)
-        earlier: list[Json] = []
-        if body.previous_response_id is not None:
-            stored = await _store(services).get(tenant_of(request), body.previous_response_id)
-            earlier = stored.messages
-            size += stored.size_bytes
-        if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):
-            items, more = await looked_up(body.input, _store(services), tenant_of(request), services.max_body_bytes)
-            body, size = body.model_copy(update={"input": items}), size + more
-        chat_body = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
-        as_far_as_there_is_room(chat_body)
+        body, earlier, chat_body, size = await _read(request, services)
         chat = await prepare_chat(request, services, chat_body, size)
         options = format_options(request, chat_body, chat.model)
         form = ResponsesFormat(options, chat.model.tokenizer, chat.parsers(), body.shown())
         keep = None
         if services.responses is not None and body.store is not False:
-            keep = partial(_keep, services.responses, tenant_of(request), form, [*earlier, *body.chat_messages()])
+            tenant, messages = _tenant_of(request, services), [*earlier, *body.chat_messages()]
+            keep = partial(_keep, services.responses, tenant, form, messages)
         return await serve(
             request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream), before_end=keep
         )
+
+    @app.post(
+        "/v1/responses/input_tokens",
+        openapi_extra=described(InputTokens, body=ResponsesRequest, errors=OF_BODIES),
+    )
+    async def count_input_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The number of prompt tokens that `/v1/responses` would use."""
+        ids = assign_ids(request, "resp_")
+        _, _, chat_body, size = await _read(request, services)
+        model = services.catalog.get(chat_body.model)
+        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model)))
+        counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
+        return JsonResponse(counted, headers=ids.headers() + warnings_of(request))
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:  # pyright: ignore[reportUnusedFunction]
+        raise HTTPException(404)  # not 405, as of a response with this id
+
+    _add_stored_routes(app, services)
+
+
+def _add_stored_routes(app: FastAPI, services: Services) -> None:
+    def stored(request: Request, response_id: str) -> Awaitable[StoredResponse]:
+        return _store(services).get(_tenant_of(request, services), response_id)
 
     @app.get("/v1/responses/{response_id}", openapi_extra=described(ResponseObject, errors=(400, 404, 503)))
     async def get_response(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """A stored response, whole."""
         if request.query_params.get("stream") == "true":
             raise BadRequest("a stored response is not streamed again; ask without stream", param="stream")
-        return JsonResponse((await _store(services).get(tenant_of(request), response_id)).response)
+        return JsonResponse((await stored(request, response_id)).response)
+
+    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=described(InputItemList, errors=(400, 404, 503)))
+    async def list_input_items(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The input of a stored response, with the turns before, in pages: `order`, `after`, `limit`."""
+        return JsonResponse(item_page(await stored(request, response_id), request.query_params))
 
     @app.delete("/v1/responses/{response_id}", openapi_extra=described(DeletedResponse, errors=(404, 503)))
     async def delete_response(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Remove a stored response."""
-        await _store(services).delete(tenant_of(request), response_id)
+        await _store(services).delete(_tenant_of(request, services), response_id)
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _tenant_of(request: Request, services: Services) -> str:
+    return client_of(request.scope).name if services.api_keys else "all"
+
+
+class _Conversation(NamedTuple):
+    """A body, the messages before it, the chat request that means both, and the bytes that bound all work on it."""
+
+    body: ResponsesRequest
+    earlier: list[Json]
+    chat: ChatRequest
+    size: int
+
+
+async def _read(request: Request, services: Services) -> _Conversation:
+    tenant = _tenant_of(request, services)
+    body, size = await parse_as(request, services, ResponsesRequest, validated)
+    earlier: list[Json] = []
+    if body.previous_response_id is not None:
+        stored = await _store(services).get(tenant, body.previous_response_id)
+        earlier = stored.messages
+        size += stored.size_bytes
+    if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):
+        items, more = await looked_up(body.input, _store(services), tenant, services.max_body_bytes)
+        body, size = body.model_copy(update={"input": items}), size + more
+    chat = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
+    return _Conversation(body, earlier, as_far_as_there_is_room(chat), size)
 
 
 def _store(services: Services) -> ResponseStore:
@@ -88,5 +134,4 @@ def _store(services: Services) -> ResponseStore:
 async def _keep(store: ResponseStore, tenant: str, form: ResponsesFormat, messages: list[Json]) -> None:
     """Store an answer with its conversation, if it has ended."""
     if form.response is not None:
-        answer = chat_messages(_ITEMS.validate_python(form.response["output"]))
-        await store.put(tenant, StoredResponse(form.response, [*messages, *answer]))
+        await store.put(tenant, StoredResponse(form.response, [*messages, *answer_messages(form.response)]))
