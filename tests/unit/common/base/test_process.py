@@ -86,8 +86,9 @@ end_process(0)
 
 
 SERVICE = """
-import asyncio
+import asyncio, signal
 from common.base.process import end_process, run_service
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be run under nohup
 async def serve():
     try:
         print("serves", flush=True)
@@ -103,7 +104,7 @@ end_process(0)
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_service_ends_in_order_and_a_signal_that_is_sent_twice_does_not_interrupt_that(first: signal.Signals) -> None:
-    program = SERVICE.replace("WAIT_S", "0.2")
+    program = "from common.base import process; process.SAME_SIGNAL_S = 60\n" + SERVICE.replace("WAIT_S", "0.2")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "serves\n"
@@ -128,12 +129,8 @@ def test_a_later_signal_interrupts_an_end_that_takes_long() -> None:
 
 
 def test_a_service_under_nohup_goes_on_without_its_terminal() -> None:
-    ignoring = [
-        sys.executable,
-        "-c",
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVICE.replace("WAIT_S", "0"),
-    ]
-    with subprocess.Popen(ignoring, stdout=subprocess.PIPE, text=True) as process:
+    program = SERVICE.replace("SIG_DFL", "SIG_IGN").replace("WAIT_S", "0")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "serves\n"
         process.send_signal(signal.SIGHUP)
