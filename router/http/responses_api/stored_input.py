@@ -71,7 +71,7 @@ def _items_of(message: Json) -> Iterator[Json]:
         thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
         yield {"type": "reasoning", "summary": [], "content": [thought]}
     if content is not None:
-        part = {"type": "input_text", "text": content}
+        part: Json = {"type": "input_text", "text": content}
         if role == "assistant":
             part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
         yield {"type": "message", "status": "completed", "role": role, "content": [part]}
