@@ -86,7 +86,8 @@ def _pieces(data: bytes) -> Generator[TextPiece]:
             raise ChatFailed(str(event["error"]["message"]))
         for choice in event["choices"]:
             delta = choice["delta"]
-            piece = TextPiece(delta.get("content") or "", delta.get("reasoning_content") or "")
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            piece = TextPiece(delta.get("content") or "", reasoning)
             if piece != ("", ""):
                 yield piece
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -108,5 +108,6 @@ def _read_served(served: Mapping[str, Any], outcome: RequestOutcome) -> None:
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta") or {}
-    spoken = delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+    spoken = delta.get("content") or reasoning or delta.get("tool_calls")
     return bool(choice.get("text") or spoken or choice.get("token_ids"))

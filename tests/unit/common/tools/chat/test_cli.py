@@ -95,8 +95,11 @@ def test_an_answer_that_breaks_off_is_an_error(response: httpx.Response, message
         list(client.stream({}))
 
 
-def test_pieces_have_text_and_reasoning() -> None:
-    stream = httpx.Response(200, content=events(delta(reasoning_content="r"), delta(content="c"), {"choices": []}))
+@pytest.mark.parametrize(
+    "reasoning", [{"reasoning_content": "r"}, {"reasoning": "r"}, {"reasoning_content": "r", "reasoning": "r"}]
+)
+def test_pieces_have_text_and_reasoning(reasoning: Any) -> None:
+    stream = httpx.Response(200, content=events(delta(**reasoning), delta(content="c"), {"choices": []}))
     with ChatClient("http://x", "", timeout_s=1.0, transport=httpx.MockTransport(lambda _: stream)) as client:
         assert list(client.stream({})) == [TextPiece("", "r"), TextPiece("c")]
 

@@ -29,6 +29,14 @@ def test_latencies_count_only_events_with_tokens() -> None:
     assert (outcome.prefill, outcome.decode_node, outcome.attempts) == ("relayed", "d0", 2)
 
 
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_reasoning_counts_as_the_first_token_under_either_name(name: str) -> None:
+    stream = stream_of(
+        (10.2, event(choices=[{"index": 0, "delta": {name: "a"}}])), (10.9, event(choices=[], usage=USAGE))
+    )
+    assert read_outcome(0, stream, start_s=9.0).ttft_s == pytest.approx(0.2)
+
+
 def test_the_last_event_of_a_stream_says_how_it_was_finally_served() -> None:
     served = {"prefill_mode": "local", "decode_node": "d1", "attempt": 2, "relayed_bytes": 7}
     stream = stream_of((10.2, text_event("a")), (10.9, event(choices=[], usage=USAGE, kvrelay=served)))
