@@ -77,7 +77,7 @@ class _Copy:
 
 
 class _Waiting(NamedTuple):
-    """Who waits for an adapter, until when."""
+    """A caller that waits for an adapter."""
 
     due_s: float
     on_loaded: OnLoaded

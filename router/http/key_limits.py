@@ -33,8 +33,9 @@ _CHECK_S = 1.0
 """The file is looked at again after this many seconds."""
 _MAX_LIMIT = 10**15
 _HASHED = "sha256:"
+_HEADER = "x-ratelimit-{}-{}"
 LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{name}-{unit}" for name in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+    _HEADER.format(name, unit) for name in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
 )
 """All headers of `KeyUse.headers`."""
 
@@ -130,8 +131,8 @@ class KeyUse:
         for unit, bucket in self._buckets.items():
             left = bucket.level(now)
             shown = (("limit", bucket.per_minute), ("remaining", max(0, int(left))))
-            found += [(f"x-ratelimit-{name}-{unit}".encode(), b"%d" % value) for name, value in shown]
-            found.append((f"x-ratelimit-reset-{unit}".encode(), b"%ds" % math.ceil(bucket.wait_s(bucket.per_minute))))
+            found += [(_HEADER.format(name, unit).encode(), b"%d" % value) for name, value in shown]
+            found.append((_HEADER.format("reset", unit).encode(), b"%ds" % math.ceil(bucket.wait_s(bucket.per_minute))))
         return found
 
 

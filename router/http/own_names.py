@@ -1,4 +1,4 @@
-"""Errors of a call whose body becomes a chat request, by the names that its own fields have. Pure."""
+"""Errors of calls whose body becomes a chat request, told with the names of the fields that the client sent. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from starlette.types import Scope
 from common.base.errors import ClientError, KvRelayError
 
 _NAMES = "kvrelay.own_names"
-"""Key, in a request's ASGI scope, of what its call calls the chat request's fields."""
+"""Key of a request's ASGI scope: the `OWN_NAMES` of its body."""
 _PATH = re.compile(r"\w+(?:\.\w+)*(?=[: ])")
 
 
 def note_names(scope: Scope, kind: type[BaseModel]) -> None:
-    """Bodies of this kind have names of their own, if it has `OWN_NAMES`: by path of a field of the chat call, the path of what
-    means the same, with `*` for a place in a list.
+    """Keep `kind.OWN_NAMES`, if the class has it: path of a field of the chat request -> path of the body's field that means the
+    same, with `*` for an index.
     """
     scope[_NAMES] = getattr(kind, "OWN_NAMES", {})
 
 
 def by_own_name(error: KvRelayError, scope: Scope) -> KvRelayError:
-    """The error, about the field that the client sent."""
+    """The error, with the path of the field that the client sent."""
     names: Mapping[str, str] = scope.get(_NAMES, {})
     if not isinstance(error, ClientError) or error.param is None:
         return error
@@ -39,7 +39,7 @@ def by_own_name(error: KvRelayError, scope: Scope) -> KvRelayError:
 
 
 def _own_path(path: str, names: Mapping[str, str]) -> str:
-    """The path, with its longest beginning that `names` has in their words. Items of another list have other places."""
+    """`path` with its longest prefix in `names` replaced. What follows is left out if it is an index: of another list."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         places = [part for part in parts[:count] if part.isdecimal()]

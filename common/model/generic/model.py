@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.base.errors import ConfigError
 from common.model.build import Build
 from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
@@ -25,7 +24,7 @@ from common.model.generic.load import ModuleLoader
 from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
 from common.model.generic.norms import replace_norms
-from common.model.generic.probe import first_line
+from common.model.generic.probe import cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
@@ -176,9 +175,7 @@ def _make_buffers(causal: Any, device: torch.device) -> None:
     try:
         causal.initialize_weights()
     except Exception as error:  # whatever a class thinks of a config
-        raise ConfigError(
-            f"{type(causal).__name__} cannot be built from this config.json: {first_line(error)}"
-        ) from error
+        raise cannot_be_built(type(causal), error) from error
 
 
 def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) -> None:

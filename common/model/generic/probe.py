@@ -77,7 +77,7 @@ def build_on_meta(cls: Any, config: Any, attention: str, dtype: torch.dtype) -> 
     except ConfigError:
         raise
     except Exception as error:  # whatever a class thinks of a config
-        raise ConfigError(f"{cls.__name__} cannot be built from this config.json: {first_line(error)}") from error
+        raise cannot_be_built(cls, error) from error
     _keep_wide(model, dtype)
     return model
 
@@ -118,7 +118,7 @@ def probe(cls: Any, config: Any) -> tuple[Any, list[AttentionCall]]:
     except ConfigError:
         raise
     except Exception as error:  # whatever a class cannot do without weights or without a cache
-        raise ConfigError(f"{cls.__name__} does more than attention over a KV cache: {first_line(error)}") from error
+        raise ConfigError(f"{cls.__name__} does more than attention over a KV cache: {_first_line(error)}") from error
     return model, calls.found
 
 
@@ -201,6 +201,11 @@ def _is_causal(allows: Callable[..., Any], window: int | None) -> bool:
     return True
 
 
-def first_line(error: BaseException) -> str:
+def cannot_be_built(cls: type[Any], error: BaseException) -> ConfigError:
+    """What to say of an error of the class `cls` of transformers while it makes a model."""
+    return ConfigError(f"{cls.__name__} cannot be built from this config.json: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
     """The error's class and the beginning of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

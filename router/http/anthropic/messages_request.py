@@ -139,7 +139,7 @@ class CountTokensRequest(_Body):
         "tools.*.function": "tools.*",
         "tools.*.function.parameters": "tools.*.input_schema",
     }
-    """Where these calls have what the chat call calls otherwise."""
+    """Paths of fields of the chat request that these calls name otherwise, with their own paths."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

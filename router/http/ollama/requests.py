@@ -79,7 +79,7 @@ class _Call(_Named):
         "response_format": "format",
         "reasoning_effort": "think",
     }
-    """Where these calls have what the chat call calls otherwise."""
+    """Paths of fields of the chat request that these calls name otherwise, with their own paths."""
 
     stream: bool | None = True
     options: Options | None = None

@@ -1,4 +1,5 @@
-"""References to items of stored answers, which some clients send in place of the items. Runs on the router's event loop."""
+"""Ids of items, and references by them to items of stored answers, which some clients send in place of the items. Runs on the
+router's event loop."""
 
 from __future__ import annotations
 
@@ -16,9 +17,15 @@ from router.http.responses_api.input_items import InputItem, ItemReference
 
 _MAX_RESPONSES = 256
 """Stored responses that one request may refer to."""
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(\d{1,4})")
-"""What `ResponsesFormat` calls an item: by its response, and its place there."""
+"""The `item_id` of an item of a response's output, by its place there."""
 _ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
+
+
+def item_id(kind: str, response_id: str, place: int | str) -> str:
+    """The id of an item of this type at this place of the response."""
+    return f"{_PREFIXES[kind]}_{response_id.rpartition('_')[2]}{place}"
 
 
 async def looked_up(

@@ -9,13 +9,13 @@ from router.http.format import FormatOptions
 from router.http.json_body import Json
 from router.http.parsed_format import ParsedFormat
 from router.http.response_headers import serving_details
+from router.http.responses_api.item_references import item_id
 from router.output.base import OutputParser, Part, ToolCallDelta
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
 _MOST_UNCOUNTED_CHARS = 1024
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _OWN_FIELDS: dict[str, Json] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}, "function_call": {}}
 
 
@@ -107,8 +107,8 @@ class ResponsesFormat(ParsedFormat):
 
     def _start(self, kind: str, **fields: object) -> list[Json]:
         closed = self._close("completed")
-        unique = self.options.request_id.rpartition("_")[2]
-        item: Json = {"id": f"{_ID_PREFIXES[kind]}_{unique}{len(self._items)}", "type": kind, "status": "in_progress"}
+        own_id = item_id(kind, self.options.request_id, len(self._items))
+        item: Json = {"id": own_id, "type": kind, "status": "in_progress"}
         self._items.append({**item, **_OWN_FIELDS[kind], **fields})
         self._open = True
         index = len(self._items) - 1

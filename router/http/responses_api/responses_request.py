@@ -128,7 +128,7 @@ class ResponsesRequest(BodyModel):
         "tool_choice.allowed_tools": "tool_choice",
         "reasoning_effort": "reasoning.effort",
     }
-    """Where this call has what the chat call calls otherwise."""
+    """Paths of fields of the chat request that this call names otherwise, with its own paths."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]

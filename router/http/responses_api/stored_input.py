@@ -12,11 +12,11 @@ from router.http.json_body import Json
 from router.http.openai.checks import shorten
 from router.http.response_store import StoredResponse
 from router.http.responses_api.input_items import InputItem, chat_messages
+from router.http.responses_api.item_references import item_id
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 100
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def answer_messages(response: Json) -> list[Json]:
@@ -54,11 +54,11 @@ def item_page(stored: StoredResponse, query: Mapping[str, str]) -> Json:
 
 
 def _input_items(stored: StoredResponse) -> list[Json]:
-    """Those of earlier turns, too. Their ids name places in this input, and cannot be referred to in another one."""
-    unique = stored.response["id"].rpartition("_")[2]
+    """The input items of all turns, oldest first. Their ids are valid in this list only: a request cannot refer to them."""
+    response_id = stored.response["id"]
     asked = stored.messages[: len(stored.messages) - len(answer_messages(stored.response))]
     found = [item for message in asked for item in _items_of(message)]
-    return [{"id": f"{_ID_PREFIXES[item['type']]}_{unique}i{place}", **item} for place, item in enumerate(found)]
+    return [{"id": item_id(item["type"], response_id, f"i{place}"), **item} for place, item in enumerate(found)]
 
 
 def _items_of(message: Json) -> Iterator[Json]:

@@ -37,18 +37,30 @@ class FakeNode:
         self.registered.append(loaded)
 
 
-def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that ends cancels the calls at its admin port; the ranks may answer after that."""
+def admin_of_files(monkeypatch: pytest.MonkeyPatch) -> tuple[AdapterAdmin, AdapterTable, FakeLoader]:
+    """An admin port for which every path is that of an adapter."""
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
     admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
+    return admin, table, loader
+
+
+async def begun_load(admin: AdapterAdmin, loader: FakeLoader) -> asyncio.Task[Any]:
+    """A call that loads adapter `a`, once the loader has it."""
+    load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
+    async with asyncio.timeout(20):
+        while not loader.loads:
+            await asyncio.sleep(0.01)
+    return load
+
+
+def test_a_load_that_was_given_up_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that ends cancels the calls at its admin port; the ranks may answer after that."""
+    admin, table, loader = admin_of_files(monkeypatch)
 
     async def main() -> None:
-        load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
-        async with asyncio.timeout(20):
-            while not loader.loads:
-                await asyncio.sleep(0.01)
+        load = await begun_load(admin, loader)
         load.cancel()
         await asyncio.gather(load, return_exceptions=True)
         assert load.cancelled()
@@ -62,17 +74,10 @@ def test_an_adapter_that_is_unloaded_and_loaded_again_while_it_is_loaded_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The end of the first call took what the second one had registered."""
-    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
-    loader = FakeLoader()
-    table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
-    call = Call({}, {}, {"name": "a", "path": "/a"})
+    admin, table, loader = admin_of_files(monkeypatch)
 
     async def main() -> list[Any]:
-        first = asyncio.create_task(admin._load(call))
-        async with asyncio.timeout(20):
-            while not loader.loads:
-                await asyncio.sleep(0.01)
+        first = await begun_load(admin, loader)
         table.unregister("a")
         answer: Future[int] = Future()
         admin._begin_load(source("a"), answer)
@@ -88,16 +93,10 @@ def test_an_adapter_that_is_unloaded_and_loaded_again_while_it_is_loaded_stays(
 
 
 def test_what_failed_to_load_cannot_be_named_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
-    loader = FakeLoader()
-    table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
+    admin, table, loader = admin_of_files(monkeypatch)
 
     async def main() -> None:
-        load = asyncio.create_task(admin._load(Call({}, {}, {"name": "a", "path": "/a"})))
-        async with asyncio.timeout(20):
-            while not loader.loads:
-                await asyncio.sleep(0.01)
+        load = await begun_load(admin, loader)
         loader.finish(table, ConfigError("no such file"))
         with pytest.raises(BadRequest, match="no such file"):
             await load

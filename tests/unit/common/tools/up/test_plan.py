@@ -156,7 +156,7 @@ def test_port_in_the_environment_applies_to_up_and_not_to_the_nodes() -> None:
 
 
 def test_variables_of_nodes_on_other_hosts_do_not_move_those_of_up() -> None:
-    """As of compose.multi-host.yaml: others looked for the nodes where they did not listen, and `kvrelay up` was never ready."""
+    """compose.multi-host.yaml sets them. The nodes of `kvrelay up` advertised an address at which they did not listen."""
     environ = {"KVRELAY_ADVERTISE_HOST": "192.0.2.7", "KVRELAY_NNODES": "2", "KVRELAY_NODE_RANK": "1"}
     for spec in plan(resolved(environ=environ))[2:]:
         config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
