@@ -33,9 +33,13 @@ class GroupedAttention:
         """The backend of a layer, counted from this rank's first, and the layer's number in that backend."""
         return self._of_layer[layer]
 
+    def by_table(self) -> list[tuple[AttentionBackend, int]]:
+        """The backends, each with the block table that names its blocks."""
+        return list(zip(self.backends, self._tables, strict=True))
+
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare every backend for the next step's `forward` calls."""
-        for backend, table in zip(self.backends, self._tables, strict=True):
+        for backend, table in self.by_table():
             backend.plan(metadata.of_table(table))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
+from array import array
 from itertools import accumulate, chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.kernels.native.library import DTYPES, BatchStruct, CacheStruct, NativeLibrary
-from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
+
+_WRONG = {
+    1: "a KV block is outside the cache",
+    2: "an entry has no rows, or more than its context",
+    3: "a slot is outside the cache",
+}
+"""enum kv_batch_error."""
 
 
 class NativeAttention:
@@ -47,12 +52,11 @@ class NativeAttention:
         ]
         self._addresses = [ctypes.addressof(cache) for cache in self._caches]
         self._batch = BatchStruct()
-        self._planned: tuple[np.ndarray, Tensor] | None = None
-
-    @property
-    def batch(self) -> int:
+        self.batch = ctypes.addressof(self._batch)
         """Address of the planned step's struct kv_batch."""
-        return ctypes.addressof(self._batch)
+        self._numbers: array[int] = array("i")
+        self._slots: array[int] | Tensor = array("q")
+        """What that struct points to."""
 
     def cache(self, layer: int) -> int:
         """Address of a layer's struct kv_cache. Layers are counted from this rank's first."""
@@ -63,34 +67,42 @@ class NativeAttention:
 
         Raises: ValueError for a block or slot outside the cache, or for more rows than a context has.
         """
-        num_entries = len(metadata.query_lens)
-        sizes = [blocks_for(context_len, self._shape.block_size) for context_len in metadata.context_lens]
-        first_rows = [0, *accumulate(metadata.query_lens)]
-        first_blocks = [0, *accumulate(sizes)]
-        tables = chain.from_iterable(
-            table if len(table) == size else table[:size]
-            for table, size in zip(metadata.block_tables, sizes, strict=True)
-        )
-        numbers = np.array([*first_rows, *metadata.context_lens, *first_blocks, *tables], np.int32)
         slots = metadata.slot_mapping.contiguous()
-        blocks = numbers[3 * num_entries + 2 :]
-        num_blocks = self._kv.num_blocks
-        if blocks.size != first_blocks[-1] or int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks:
-            raise ValueError(f"a KV block is missing or outside the cache of {num_blocks}")
-        if any(map(operator.gt, metadata.query_lens, metadata.context_lens)) or min(metadata.query_lens) < 1:
-            raise ValueError("an entry has no rows, or more than its context")
-        low, high = slots.aminmax()
-        if slots.numel() != first_rows[-1] or int(low) < 0 or int(high) >= num_blocks * self._shape.block_size:
-            raise ValueError(f"a slot is missing or outside the cache of {num_blocks} blocks")
-        at, size = numbers.ctypes.data, numbers.itemsize
-        self._planned = numbers, slots
+        lens = metadata.query_lens, metadata.context_lens
+        self._plan(*lens, metadata.block_tables, slots.data_ptr(), slots.numel())
+        self._slots = slots
+
+    def plan_rows(self, context_lens: list[int], block_tables: list[list[int]], slots: array[int]) -> None:
+        """As `plan`, for one row of each sequence. slots: [T] int64."""
+        self._plan([1] * len(context_lens), context_lens, block_tables, *slots.buffer_info())
+        self._slots = slots
+
+    def _plan(
+        self, query_lens: list[int], context_lens: list[int], tables: list[list[int]], slots: int, num_slots: int
+    ) -> None:
+        """slots: address of their numbers."""
+        block_size = self._shape.block_size
+        num_entries = len(query_lens)
+        sizes = [-(-context_len // block_size) for context_len in context_lens]
+        first_rows = [0, *accumulate(query_lens)]
+        first_blocks = [0, *accumulate(sizes)]
+        blocks = chain.from_iterable(
+            table if len(table) == size else table[:size] for table, size in zip(tables, sizes, strict=True)
+        )
+        numbers = self._numbers = array("i", [*first_rows, *context_lens, *first_blocks, *blocks])
+        if len(numbers) != 3 * num_entries + 2 + first_blocks[-1] or num_slots != first_rows[-1]:
+            raise ValueError("a KV block or a slot is missing")
+        at, size = numbers.buffer_info()[0], numbers.itemsize
         batch = self._batch
-        batch.num_entries, batch.num_rows = num_entries, first_rows[-1]
+        batch.num_entries, batch.num_rows = num_entries, num_slots
         batch.first_rows = at
         batch.context_lens = at + size * (num_entries + 1)
         batch.first_blocks = at + size * (2 * num_entries + 1)
         batch.block_ids = at + size * (3 * num_entries + 2)
-        batch.slots = slots.data_ptr()
+        batch.slots = slots
+        wrong = self._native.check_batch(self.batch, self._kv.num_blocks, block_size)
+        if wrong:
+            raise ValueError(f"{_WRONG[wrong]} (the cache has {self._kv.num_blocks} KV blocks)")
 
     def for_graph(self, rows: int) -> NativeAttention:
         """A separate backend: without CUDA graphs, a CPU repeats a step by calling it."""

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _DEADLINE_WAIT_S, _IDLE_WAIT_S = 0.2, 5.0
 """Longest sleep without an event while the core has deadlines, and while it has none."""
+_LOOK_S = 0.02
+"""Between two looks at deadlines while steps run: at each step of a small model they would be a fiftieth of it."""
 
 
 class EngineCore(Protocol):
@@ -36,7 +38,7 @@ class EngineCore(Protocol):
         ...
 
     def on_time(self, now_s: float) -> None:
-        """Check deadlines."""
+        """Check deadlines, and measure what other threads read. While steps run, called every 20 ms."""
         ...
 
     @property
@@ -111,15 +113,19 @@ class EngineLoop:
             raise EngineError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
-        busy = False
+        busy, look_at_s = False, -math.inf
         try:
             while not self._stopping:
                 if not busy and not self._core.has_deadlines and self._inbox.empty():
                     self._work_in_idle_time()
                 self._drain(block=not busy)
                 now_s = self.last_round_s = monotonic()
-                self._core.on_time(now_s)
-                busy = self._core.step()
+                if not busy or now_s >= look_at_s:
+                    self._core.on_time(now_s)
+                    look_at_s = now_s + _LOOK_S
+                was_busy, busy = busy, self._core.step()
+                if was_busy and not busy:  # what it measures is read while this thread sleeps
+                    self._core.on_time(monotonic())
                 self._flush()
         except RankLost as error:
             self._on_crash(error)

@@ -16,6 +16,7 @@ from common.base.device import use_device
 from common.base.errors import EngineError, RankLost
 from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
+from common.engine.native_step import NativeStep, native_step
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
@@ -73,6 +74,7 @@ class ModelRunner:
         self._storage = storage
         self._device = storage.data.device
         self._sampler = sampler or HostSampler()
+        self._native_step = None if overlaps else native_step(model, attention, self._sampler)
         self._overlaps = overlaps
         self._pages = pages
         self._block_size = storage.layout.spec.block_size
@@ -83,7 +85,6 @@ class ModelRunner:
         """`launch`, and wait for the output."""
         return self.launch(step, on_layer).wait()
 
-    @torch.inference_mode()
     def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> LaunchedStep:
         """Run this rank's part of one step. Every rank of the node runs the same steps in the same order.
 
@@ -95,15 +96,28 @@ class ModelRunner:
         if every rank detects the error before the first collective. RankLost, after which this rank must end, if
         another one is gone or if this one failed mid-step.
         """
+        if self._native_step is not None and on_layer is None and self._native_step.takes(step):
+            return self._launch_native(self._native_step, step)
+        return self._launch(step, on_layer)
+
+    def _launch_native(self, native: NativeStep, step: StepInput) -> LaunchedStep:
+        started = time.perf_counter()
+        try:
+            self._prepare(step)
+            drawn = native.run(step)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise EngineError(f"step {step.step_id} failed: {error}") from error
+        return LaunchedStep(step.step_id, drawn, time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def _launch(self, step: StepInput, on_layer: Callable[[int], None] | None) -> LaunchedStep:
         use_device(self._device)
         started = time.perf_counter()
         several = self._mesh.place.world_size > 1
         try:
             if several or self._device.type != "cpu":
                 self._check(step)
-            if self._pages is not None:
-                self._pages.reach(max(map(max, step.slot_mapping)) // self._block_size)
-            self._copy_blocks(step)
+            self._prepare(step)
             self._model.adapters.plan(step.adapters, step.query_lens)
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
             rows = graphs.load(step) if graphs is not None else self._plan(step)
@@ -148,7 +162,9 @@ class ModelRunner:
         if any(not 0 <= spec.row < rows for spec in step.samples):
             raise ValueError("a sample refers to a row outside the step")
 
-    def _copy_blocks(self, step: StepInput) -> None:
+    def _prepare(self, step: StepInput) -> None:
+        if self._pages is not None:
+            self._pages.reach(max(map(max, step.slot_mapping)) // self._block_size)
         for table in {copy.table for copy in step.copies}:
             copies = [copy for copy in step.copies if copy.table == table]
             sources = to_device([copy.source for copy in copies], self._device)

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
 from common.kernels.base import Rotary
-from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.kernels import NativeKernels, NativeRotary
+from common.kernels.native.linear import NativeLinear
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.lora.adapters import Adapters
 from common.model.native_layer import NativeLayer, as_native
-from common.model.native_stack import as_stack
-from common.model.norms import Norm, make_norm
+from common.model.native_stack import ModelParts, NativeStack, as_stack
+from common.model.norms import Norm, RMSNorm, make_norm
 from common.model.rank_model import OnProgress, attention_shape
 from common.model.rotary import Rotaries, make_rotary
 
@@ -96,6 +97,25 @@ class DecoderModel:
             delta = layer.forward(hidden, delta, rope, attention, on_layer)
         assert delta is not None
         return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
+
+    def native_parts(self) -> ModelParts | None:
+        """The model for a step in one call, if all of it is on this rank and the native kernels have every part."""
+        dtype = self.precision.wide
+        embedding = None if self._embedding is None else self._embedding.plain_weight(dtype)
+        lm_head = None if self._lm_head is None else self._lm_head.plain_linear()
+        stack, rotary, norm = self._layers[0], self._rope, self._norm
+        if (
+            self._positions is not None
+            or self.precision.narrow != dtype
+            or embedding is None
+            or not isinstance(rotary, NativeRotary)
+            or not isinstance(stack, NativeStack)
+            or not isinstance(norm, RMSNorm)
+            or not isinstance(lm_head, NativeLinear)
+            or lm_head.packed.shape[0] != embedding.size(0)
+        ):
+            return None
+        return ModelParts(embedding, rotary, stack, norm, lm_head)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """As `RankModel.logits`."""

@@ -15,6 +15,7 @@ from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
 from common.model.description import AttentionDescription, PositionsDescription
+from common.model.formats.base import Linear
 from common.model.norms import make_qk_norm
 from common.model.sharding import vocab_range
 
@@ -88,6 +89,12 @@ class Embedding:
         if ends.is_multiplier_rounded:
             self._multiplier = torch.tensor(ends.embedding_multiplier).to(build.precision.weight).item()
 
+    def plain_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """[vocab, hidden], if its rows are the hidden states, of `dtype`."""
+        weight = self._weight
+        is_plain = self._is_whole and self._multiplier == 1.0 and weight.dtype == dtype and weight.is_contiguous()
+        return weight if is_plain else None
+
     def forward(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """token_ids: [T] int64, all in the vocabulary. Returns a fresh [T, hidden] of `dtype`."""
         if self._is_whole:
@@ -121,6 +128,11 @@ class LMHead:
         self._vocab_size = build.config.vocab_size
         self._divisor = build.config.ends.logits_divisor
         self._soft_cap = build.config.ends.logits_soft_cap
+
+    def plain_linear(self) -> Linear | None:
+        """The matrix, if its products are the logits."""
+        is_plain = self._mesh.place.tp_size == 1 and self._divisor == 1.0 and self._soft_cap is None
+        return self._linear if is_plain else None
 
     def forward(self, x: Tensor) -> Tensor | None:
         """x: [rows, hidden]. Returns [rows, vocab] float32 on the stage's `tp_rank` 0, None on the others."""

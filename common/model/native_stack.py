@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +14,20 @@ from common.attention.base import AttentionBackend
 from common.attention.grouped import GroupedAttention
 from common.attention.native import NativeAttention
 from common.kernels.base import Rotation
-from common.kernels.native.kernels import NativeRotation
+from common.kernels.native.kernels import NativeRotary, NativeRotation
+from common.kernels.native.linear import NativeLinear
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.lora.adapters import Adapters
 from common.model.native_layer import NativeLayer
+from common.model.norms import RMSNorm
 from common.parallel.mesh import Mesh
+
+
+class LayerMemory(NamedTuple):
+    """What a backend has for each layer: addresses of a struct kv_cache and a struct kv_batch."""
+
+    caches: ctypes.Array[ctypes.c_void_p]
+    batches: ctypes.Array[ctypes.c_void_p]
 
 
 class NativeStack:
@@ -27,12 +38,10 @@ class NativeStack:
         """layers: as `wholes`, with adapters."""
         self._layers = layers
         self._adapters = adapters
-        self._native = wholes[0].native
-        self._addresses = _pointers([whole.address for whole in wholes])
-        self._memory: tuple[AttentionBackend, ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None = (
-            None
-        )
-        """The latest backend, and the addresses of its caches and batches for each layer."""
+        self.native = wholes[0].native
+        self.addresses = _pointers([whole.address for whole in wholes])
+        """Of the struct kv_layer of each layer."""
+        self._latest: tuple[AttentionBackend, LayerMemory | None] | None = None
 
     def forward(
         self,
@@ -43,33 +52,30 @@ class NativeStack:
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
         """As `DecoderLayer.forward`, through all layers."""
-        if self._memory is None or self._memory[0] is not backend:
-            self._memory = self._find(backend)
-        memory = self._memory
+        if self._latest is None or self._latest[0] is not backend:
+            self._latest = backend, self.memory(backend)
+        memory = self._latest[1]
         is_plain = delta is None and on_layer is None and not self._adapters.are_in_step
         if memory is None or not is_plain or not isinstance(rope, NativeRotation):
             for layer in self._layers:
                 delta = layer.forward(x, delta, rope, backend, on_layer)
             assert delta is not None
             return delta
-        _, caches, batches = memory
         delta = torch.empty_like(x)
-        native = self._native
+        native = self.native
         native.layers_forward(
             native.team,
             len(self._layers),
-            self._addresses,
-            caches,
-            batches,
+            self.addresses,
+            memory.caches,
+            memory.batches,
             rope.address,
             x.data_ptr(),
             delta.data_ptr(),
         )
         return delta
 
-    def _find(
-        self, backend: AttentionBackend
-    ) -> tuple[AttentionBackend, ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None:
+    def memory(self, backend: AttentionBackend) -> LayerMemory | None:
         """None if another backend than the native one attends in a layer."""
         caches, batches = [], []
         for layer in range(len(self._layers)):
@@ -78,7 +84,19 @@ class NativeStack:
                 return None
             caches.append(own.cache(index))
             batches.append(own.batch)
-        return backend, _pointers(caches), _pointers(batches)
+        return LayerMemory(_pointers(caches), _pointers(batches))
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """All of a model on one rank, where the native kernels have every part."""
+
+    embedding: Tensor
+    """[vocab, hidden], of the dtype of hidden states."""
+    rotary: NativeRotary
+    stack: NativeStack
+    norm: RMSNorm
+    lm_head: NativeLinear
 
 
 def as_stack(

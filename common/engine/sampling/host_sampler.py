@@ -60,7 +60,10 @@ class HostSampler:
                 spec._replace(seen=with_token(spec.seen, token)) if spec.seen is not None and token >= 0 else spec
                 for spec, token in zip(specs, tokens, strict=True)
             ]
-        rows: NDArray[np.float32] = np.ascontiguousarray(logits.cpu().numpy())
+        return self.sample_rows(np.ascontiguousarray(logits.cpu().numpy()), specs)
+
+    def sample_rows(self, rows: NDArray[np.float32], specs: list[SampleSpec]) -> HostSamplerOutput:
+        """As `sample`, of [n, vocab] on the host."""
         bests: list[int] = rows.argmax(-1).tolist()
         highest = [rows.item(index, best) for index, best in enumerate(bests)]
         # argmax takes a NaN for the maximum.
@@ -88,7 +91,9 @@ class HostSampler:
         steps = steps_of(specs, rows.shape[1])
         drawn: dict[int, int | None] = {index: bests[index] for index in indices}
         changed = [index for index in indices if steps[index]]
-        if changed and self._scratch.shape[1] != rows.shape[1]:
+        if not changed:
+            return drawn
+        if self._scratch.shape[1] != rows.shape[1]:
             self._scratch = np.empty((_TOGETHER, rows.shape[1]), np.float32)
         undecided: dict[int, Draw] = {}
 

@@ -95,24 +95,29 @@ class NativeRotary:
         self.torch_rotary = TorchRotary(inverse_frequencies, factor)
         self.table = torch.empty(2, 0, self.inverse_frequencies.size(0))
         """[2, positions, frequencies]: cosines and sines of all positions up to the highest that occurred."""
+        self._known = 0
         self._addresses = (0, 0)
 
     def tables(self, positions: Tensor) -> tuple[int, int]:
         """Addresses of cosines and sines, [position][frequency], of at least these positions; valid until they grow."""
-        most = int(positions.max()) + 1 if len(positions) else 0
-        if most > self.table.size(1):
-            self._grow(-(-most // _TABLE_STEP) * _TABLE_STEP)
+        return self.tables_up_to(int(positions.max())) if len(positions) else self._addresses
+
+    def tables_up_to(self, position: int) -> tuple[int, int]:
+        """As `tables`."""
+        if position >= self._known:
+            self._grow((position // _TABLE_STEP + 1) * _TABLE_STEP)
         return self._addresses
 
     def _grow(self, rows: int) -> None:
-        known, half = self.table.size(1), self.inverse_frequencies.size(0)
-        positions = torch.arange(known, rows)
+        half = self.inverse_frequencies.size(0)
+        positions = torch.arange(self._known, rows)
         added = torch.empty(2, len(positions), half)
         cos, sin = added.data_ptr(), added[1].data_ptr()
         self.native.rotation_angles(
             self.native.team, positions.data_ptr(), len(positions), self.inverse_frequencies.data_ptr(), half, cos, sin
         )
         self.table = torch.cat((self.table, added * self.factor), 1)
+        self._known = rows
         self._addresses = self.table[0].data_ptr(), self.table[1].data_ptr()
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> NativeRotation:

@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -100,6 +100,17 @@ class RotationStruct(Structure):
     _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_void_p)]
 
 
+class ModelStruct(Structure):
+    """struct kv_model."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("layers", "caches", "batches", "embedding", "final_norm", "lm_head")),
+        ("rotation", RotationStruct),
+        ("num_layers", c_int32),
+        ("final_eps", c_float),
+    ]
+
+
 class DrawStruct(Structure):
     """struct kv_draw."""
 
@@ -116,6 +127,7 @@ _SIGNATURES = {
     "kv_layer_project": [_P, _P, _I, _P, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P, _P],
     "kv_layers_forward": [_P, _I, _P, _P, _P, _P, _P, _P],
+    "kv_model_forward": [_P, _P, _P, _P],
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
@@ -143,13 +155,15 @@ class NativeLibrary:
         self.variant = chosen.decode()
         self.threads = threads
         self.team: int | None = library.kv_team_new(threads)
-        """struct kv_team, the first argument of every function below except `scatter_rows`."""
+        """struct kv_team, the first argument of every function below except `check_batch` and `scatter_rows`."""
         if self.team is None:
             raise ConfigError(f"cannot start {threads} threads for the native kernels")
         for name, argument_types in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype = None
             function.argtypes = argument_types
+        library.kv_check_batch.argtypes = [_P, _I, _I]
+        self.check_batch = library.kv_check_batch
         self.scatter_rows = library.kv_scatter_rows
         self.linear_forward = library.kv_linear_forward
         self.rotation_angles = library.kv_rotation_angles
@@ -158,6 +172,7 @@ class NativeLibrary:
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
         self.layers_forward = library.kv_layers_forward
+        self.model_forward = library.kv_model_forward
         self.lora_add = library.kv_lora_add
         self.silu_and_mul = library.kv_silu_and_mul
         self.norm = library.kv_norm

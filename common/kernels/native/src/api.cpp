@@ -49,7 +49,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 11; }
+int32_t kv_abi_version(void) { return 12; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -126,6 +126,35 @@ void kv_layers_forward(kv_team* team, int32_t count, const kv_layer* const* laye
         kv_layer_project(team, layers[i], batches[i]->num_rows, nullptr, delta);
         kv_layer_mlp(team, layers[i], batches[i]->num_rows, nullptr, residual, delta);
     }
+}
+
+void kv_model_forward(kv_team* team, const kv_model* model, const int64_t* token_ids, float* logits) {
+    const kv_layer& first = *model->layers[0];
+    const int32_t rows = model->batches[0]->num_rows;
+    const size_t row_bytes = size_t(first.hidden) * (first.dtype == KV_F32 ? 4 : 2);
+    char* parts[3];  // residual, delta, normed
+    const kv_team::Use uses[3] = {kv_team::RESIDUAL, kv_team::DELTA, kv_team::FINAL};
+    for (int i = 0; i < 3; ++i) {
+        team->buffers[uses[i]].reserve(rows * row_bytes);
+        parts[i] = team->buffers[uses[i]].as<char>();
+    }
+    for (int32_t row = 0; row < rows; ++row)
+        std::memcpy(parts[0] + row * row_bytes, static_cast<const char*>(model->embedding) + token_ids[row] * row_bytes, row_bytes);
+    kv_layers_forward(team, model->num_layers, model->layers, model->caches, model->batches, &model->rotation, parts[0], parts[1]);
+    kv_norm(team, model->final_norm, model->final_eps, first.hidden, first.dtype, rows, parts[0], parts[1], parts[2]);
+    kv_linear_forward(team, model->lm_head, parts[2], first.dtype, first.hidden, logits, KV_F32, model->lm_head->out, rows, 0);
+}
+
+int32_t kv_check_batch(const kv_batch* batch, int32_t num_blocks, int32_t block_size) {
+    for (int32_t i = 0; i < batch->num_entries; ++i) {
+        const int32_t rows = batch->first_rows[i + 1] - batch->first_rows[i];
+        if (rows < 1 || rows > batch->context_lens[i]) return KV_BATCH_ROWS;
+    }
+    for (int32_t i = 0; i < batch->first_blocks[batch->num_entries]; ++i)
+        if (batch->block_ids[i] < 0 || batch->block_ids[i] >= num_blocks) return KV_BATCH_BLOCK;
+    for (int32_t i = 0; i < batch->num_rows; ++i)
+        if (batch->slots[i] < 0 || batch->slots[i] >= int64_t(num_blocks) * block_size) return KV_BATCH_SLOT;
+    return KV_BATCH_OK;
 }
 
 void kv_lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,

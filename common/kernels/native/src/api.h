@@ -85,6 +85,19 @@ struct kv_lora {
     int32_t counts[4];
 };
 
+// All of a model: embedding, layers, final norm, LM head. Rows of the embedding have the layers' hidden size and dtype.
+struct kv_model {
+    const kv_layer* const* layers;
+    const kv_cache* const* caches;   // of each layer
+    const kv_batch* const* batches;  // of each layer
+    const void* embedding;
+    const float* final_norm;
+    const kv_linear* lm_head;
+    kv_rotation rotation;
+    int32_t num_layers;
+    float final_eps;
+};
+
 struct kv_team;
 
 int32_t kv_abi_version(void);
@@ -111,6 +124,10 @@ void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtyp
 void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
                         int32_t half, float* cos, float* sin);
 
+// What is wrong with a batch for a cache of so many blocks. Any thread may call it.
+enum kv_batch_error { KV_BATCH_OK = 0, KV_BATCH_BLOCK = 1, KV_BATCH_ROWS = 2, KV_BATCH_SLOT = 3 };
+int32_t kv_check_batch(const kv_batch*, int32_t num_blocks, int32_t block_size);
+
 // Append k, v and attend causally. q: [rows][q_heads][head_dim], k, v: [rows][kv_heads][head_dim] of `dtype`, rows at a
 // distance of the strides; out: [rows][q_heads][head_dim], contiguous.
 void kv_attention_forward(kv_team*, const kv_cache*, const kv_batch*, int32_t q_heads, float scale, int32_t dtype,
@@ -129,6 +146,9 @@ void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void*
 // All three for each of `count` layers, without adapters. The first layer's delta is null, the last one's is left.
 void kv_layers_forward(kv_team*, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
                        const kv_batch* const* batches, const kv_rotation*, void* residual, void* delta);
+
+// Logits of all rows of a batch, [rows][lm_head.out] float32, without adapters. token_ids: [rows], all in the vocabulary.
+void kv_model_forward(kv_team*, const kv_model*, const int64_t* token_ids, float* logits);
 
 // y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
 // output of a row.

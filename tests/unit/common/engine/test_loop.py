@@ -27,6 +27,39 @@ class _Core:
         pass
 
 
+class _BusyCore(_Core):
+    """Steps without a pause until it has made `steps`."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(busy=False)
+        self.left = steps
+        self.looked: list[int] = []
+
+    def handle(self, event: int) -> None:
+        self.left = event
+
+    def step(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def on_time(self, now_s: float) -> None:
+        self.looked.append(max(self.left, -1))
+
+
+def test_while_steps_run_deadlines_are_looked_at_now_and_then_and_again_when_they_end(
+    eventually: Callable[..., None],
+) -> None:
+    core = _BusyCore(0)
+    loop = EngineLoop(core, lambda: None, _no_crash)
+    loop.start()
+    started = time.monotonic()
+    loop.post(20_000)
+    eventually(lambda: core.left < 0)
+    loop.stop()
+    assert len(core.looked) <= 5 + (time.monotonic() - started) / 0.02
+    assert core.looked[-1] == -1
+
+
 def test_idle_time_is_used_until_there_is_no_more_to_do() -> None:
     left, done = [3], threading.Event()
 

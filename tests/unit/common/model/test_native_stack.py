@@ -32,7 +32,7 @@ def stack_of(runner: ModelRunner) -> NativeStack:
 
 def calls_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The native calls for layers that the runner makes from now on."""
-    native, calls = stack_of(runner)._native, list[str]()
+    native, calls = stack_of(runner).native, list[str]()
     for name in ("layers_forward", "layer_attend"):
         function = getattr(native, name)
         monkeypatch.setattr(native, name, lambda *args, f=function, n=name: (calls.append(n), f(*args))[1])
