@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _LONGEST_S = 0.1
 _WEIGHT = 4
-"""How much more a stream in prefill counts than a running one. Throughput grows with it (docs/benchmarks.md), and so does
+"""How much more a stream in prefill counts than a running one. Throughput grows with it (docs/trials.md), and so does
 the time between tokens while prompts are computed."""
 
 
