@@ -171,7 +171,7 @@ def make_fp8_linear(weight: Fp8Weight, bias: Tensor | None) -> Fp8Linear:
 class Fp8Linear:
     """y = x W^T + b on weights in e4m3. Each row of x, or every 128 values of it, is scaled to e4m3 by its own maximum.
 
-    Used only if `can_multiply`. Figures: docs/gpu.md, "Types".
+    Used only if `can_multiply`. Figures: docs/benchmarks.md, "GPUs".
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
