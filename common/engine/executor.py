@@ -73,7 +73,9 @@ class LocalExecutor:
         """Sum of the steps' `forward_s` so far. For any thread to read."""
 
     def submit(self, step: StepInput) -> StepOutput:
-        return self.start(step).wait()
+        output = self._runner.launch(step, self._reporter(step)).wait()
+        self.busy_s += output.forward_s
+        return output
 
     def start(self, step: StepInput) -> RunningStep:
         """Launch a step. Its `wait` belongs to one thread."""

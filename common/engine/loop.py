@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _DEADLINE_WAIT_S, _IDLE_WAIT_S = 0.2, 5.0
 """Longest sleep without an event while the core has deadlines, and while it has none."""
-_LOOK_S = 0.02
+LOOK_S = 0.02
 """Between two looks at deadlines while steps run: at each step of a small model they would be a fiftieth of it."""
 
 
@@ -122,7 +122,7 @@ class EngineLoop:
                 now_s = self.last_round_s = monotonic()
                 if not busy or now_s >= look_at_s:
                     self._core.on_time(now_s)
-                    look_at_s = now_s + _LOOK_S
+                    look_at_s = now_s + LOOK_S
                 was_busy, busy = busy, self._core.step()
                 if was_busy and not busy:  # what it measures is read while this thread sleeps
                     self._core.on_time(monotonic())

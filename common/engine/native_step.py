@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from common.attention.base import AttentionBackend
@@ -77,7 +78,7 @@ class NativeStep:
             slots = array("q", step.slot_mapping[table])
             backend.plan_rows(step.context_lens, step.block_tables[table], slots)
         if rows > len(self._logits):
-            self._logits = np.empty((rows, self._vocab_size), np.float32)
+            self._logits = torch.empty(rows, self._vocab_size).numpy()  # at a cache line, as NumPy's memory is not
             self._logits_address = self._logits.ctypes.data
         token_ids, positions = array("q", step.token_ids), array("q", step.positions)
         rotation = self._struct.rotation

@@ -99,8 +99,7 @@ class StepInput:
     """Made before anything else of the step. No block is the target of two."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One drawn token; `logprobs` only where asked for."""
 
     token_id: int

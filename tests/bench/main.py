@@ -30,6 +30,7 @@ BENCHES = {
     "prefill": "bench.prefill:run",
     "attention": "bench.attention:run",
     "engine_overhead": "bench.overhead:run",
+    "small_step": "bench.small_step:run",
     "neighbours": "bench.neighbours:run",
     "sampling": "bench.sampling:run",
     "long_text": "bench.long_text:run",

@@ -17,6 +17,7 @@ from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
 from common.engine.kv_transfer import IncomingTransfer
+from common.engine.loop import LOOK_S
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.node.core import CoreParts
@@ -67,6 +68,7 @@ class OverheadNode:
         self._executor = LocalExecutor(runner)
         self._send_buffer = SendBuffer(self._deliver)
         self._sent_bytes = 0
+        self._look_at_s = 0.0
         parts = CoreParts(
             me=PeerRef("bench", "0" * 16, "none", ["none"]),
             layout=plan.layout,
@@ -121,7 +123,10 @@ class OverheadNode:
 
     def _round(self) -> None:
         """As one round of `EngineLoop`."""
-        self._node.on_time(monotonic())
+        now_s = monotonic()
+        if now_s >= self._look_at_s:
+            self._node.on_time(now_s)
+            self._look_at_s = now_s + LOOK_S
         assert self._node.step()
         self._send_buffer.flush()
 

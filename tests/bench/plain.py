@@ -11,7 +11,7 @@ import tempfile
 import time
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.overhead_node import GREEDY, OverheadNode, StubRunner
 from bench.results import median, percentile
@@ -22,6 +22,7 @@ from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
 from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput
+from common.kernels.native.library import find_native
 from common.model.lora.checkpoint import open_adapter
 from common.node.plan import make_scheduler, plan_node
 from common.node.worker import load_worker
@@ -85,6 +86,25 @@ class Plain:
         runner = StubRunner() if stub else self._runner
         node = OverheadNode(self._plan, self._scheduler, runner)
         return node.measure([self._random_tokens(prompt) for _ in range(batch)], steps)
+
+    def python_share(self, batch: int, prompt: int, steps: int) -> dict[str, float]:
+        """Seconds of a decode node's round with `batch` running sequences, and its part outside the native kernels."""
+        native = find_native()
+        assert native is not None
+        inside: list[float] = []
+        forward = native.model_forward
+
+        def timed(*arguments: Any) -> None:
+            started = time.perf_counter()
+            forward(*arguments)
+            inside.append(time.perf_counter() - started)
+
+        native.model_forward = cast("Any", timed)
+        try:
+            wall_s = self.overhead(batch, prompt, steps, stub=False)["wall_s"]
+        finally:
+            native.model_forward = forward
+        return {"step_s": wall_s / steps, "share": 1 - sum(inside[-steps:]) / wall_s}
 
     def sampled(self, batch: int, prompt: int, steps: int, grammar: str, sampling: dict[str, Any]) -> float:
         """Seconds of a decode node's round with `batch` sequences of these sampling parameters. The prompts are always the
