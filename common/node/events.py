@@ -96,14 +96,15 @@ class SendBuffer:
         self._chunks.setdefault(identity, []).append(chunk)
 
     def flush(self) -> None:
+        if not (self._messages or self._chunks):
+            return
         out = self._messages + [
             ToClient(identity, TokenBatch(part))
             for identity, chunks in self._chunks.items()
             for part in batches(chunks)
         ]
-        if out:
-            self._messages, self._chunks = [], {}
-            self._deliver(out)
+        self._messages, self._chunks = [], {}
+        self._deliver(out)
 
 
 _CHUNK_ITEMS, _MARK_ITEMS = 20, 4
