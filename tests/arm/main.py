@@ -40,6 +40,7 @@ _TESTS = (
     f"{_UNIT}/engine/sampling/test_row_passes.py",
     *(f"{_UNIT}/model/lora/test_{name}.py" for name in ("products", "whole_layers")),
     f"{_UNIT}/model/test_native_stack.py",
+    f"{_UNIT}/engine/test_native_step.py",
     f"{_EXACTNESS}test_layers_with_windows_on_the_native_kernels_match_transformers",
     f"{_EXACTNESS}test_bfloat16_stays_near_float32",
 )

@@ -9,6 +9,7 @@ All processes of one server have the same seed of `hash`, and what modules read 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -66,7 +67,8 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """As `Popen.send_signal`."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # ended meanwhile, and the server has its exit code
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """As `Popen.terminate`."""
