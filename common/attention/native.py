@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.kernels.native.library import DTYPES, BatchStruct, CacheStruct, NativeLibrary
+from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _WRONG = {
@@ -80,10 +81,10 @@ class NativeAttention:
     def _plan(
         self, query_lens: list[int], context_lens: list[int], tables: list[list[int]], slots: int, num_slots: int
     ) -> None:
-        """slots: address of their numbers."""
+        """slots: address of [num_slots] int64."""
         block_size = self._shape.block_size
         num_entries = len(query_lens)
-        sizes = [-(-context_len // block_size) for context_len in context_lens]
+        sizes = [blocks_for(context_len, block_size) for context_len in context_lens]
         first_rows = [0, *accumulate(query_lens)]
         first_blocks = [0, *accumulate(sizes)]
         blocks = chain.from_iterable(

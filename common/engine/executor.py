@@ -73,9 +73,7 @@ class LocalExecutor:
         """Sum of the steps' `forward_s` so far. For any thread to read."""
 
     def submit(self, step: StepInput) -> StepOutput:
-        output = self._runner.launch(step, self._reporter(step)).wait()
-        self.busy_s += output.forward_s
-        return output
+        return self.start(step).wait()
 
     def start(self, step: StepInput) -> RunningStep:
         """Launch a step. Its `wait` belongs to one thread."""

@@ -36,7 +36,7 @@ class NativeStep:
         backends: Sequence[tuple[NativeAttention, int]],
         sampler: HostSampler,
     ) -> None:
-        """`memory`: of `backends`, which are all, each with its block table."""
+        """`backends`: all that attend, each with the number of its block table. `memory`: what they have for each layer."""
         self._parts = parts  # keeps the memory that the struct points to
         self._memory = memory
         self._native = parts.stack.native
@@ -44,6 +44,7 @@ class NativeStep:
         self._sampler = sampler
         self._vocab_size = parts.embedding.size(0)
         self._logits: NDArray[np.float32] = np.empty((0, self._vocab_size), np.float32)
+        self._logits_address = 0
         self._struct = ModelStruct(
             ctypes.addressof(parts.stack.addresses),
             ctypes.addressof(memory.caches),
@@ -64,16 +65,12 @@ class NativeStep:
         )
 
     def run(self, step: StepInput) -> HostSamplerOutput:
-        """Compute the step and draw its tokens. Raises: ValueError for a token, block or slot that does not exist."""
+        """Compute a step whose rows fit together and draw its tokens. Raises: ValueError for a block or slot that does not exist."""
         return self._sampler.sample_rows(self._logits_of(step), step.samples)
 
     def _logits_of(self, step: StepInput) -> NDArray[np.float32]:
         """[T, vocab], which hold until the next step."""
         rows = len(step.token_ids)
-        if min(step.token_ids) < 0 or max(step.token_ids) >= self._vocab_size:
-            raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
-        if not rows == len(step.positions) == len(step.context_lens):
-            raise ValueError(f"{rows} token ids do not fit the positions and contexts")
         for backend, table in self._backends:
             slots = array("q", step.slot_mapping[table])
             backend.plan_rows(step.context_lens, step.block_tables[table], slots)

@@ -103,6 +103,7 @@ class ModelRunner:
     def _launch_native(self, native: NativeStep, step: StepInput) -> LaunchedStep:
         started = time.perf_counter()
         try:
+            self._check(step)
             self._prepare(step)
             drawn = native.run(step)
         except (RuntimeError, IndexError, ValueError) as error:

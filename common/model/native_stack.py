@@ -40,7 +40,7 @@ class NativeStack:
         self._adapters = adapters
         self.native = wholes[0].native
         self.addresses = _pointers([whole.address for whole in wholes])
-        """Of the struct kv_layer of each layer."""
+        """Addresses of the kv_layer structs, in the order of the layers."""
         self._latest: tuple[AttentionBackend, LayerMemory | None] | None = None
 
     def forward(

@@ -132,17 +132,18 @@ void kv_model_forward(kv_team* team, const kv_model* model, const int64_t* token
     const kv_layer& first = *model->layers[0];
     const int32_t rows = model->batches[0]->num_rows;
     const size_t row_bytes = size_t(first.hidden) * (first.dtype == KV_F32 ? 4 : 2);
-    char* parts[3];  // residual, delta, normed
-    const kv_team::Use uses[3] = {kv_team::RESIDUAL, kv_team::DELTA, kv_team::FINAL};
-    for (int i = 0; i < 3; ++i) {
-        team->buffers[uses[i]].reserve(rows * row_bytes);
-        parts[i] = team->buffers[uses[i]].as<char>();
-    }
+    const auto reserved = [&](kv_team::Use use) {
+        team->buffers[use].reserve(rows * row_bytes);
+        return team->buffers[use].as<char>();
+    };
+    char* residual = reserved(kv_team::RESIDUAL);
+    char* delta = reserved(kv_team::DELTA);
+    char* normed = reserved(kv_team::FINAL);
     for (int32_t row = 0; row < rows; ++row)
-        std::memcpy(parts[0] + row * row_bytes, static_cast<const char*>(model->embedding) + token_ids[row] * row_bytes, row_bytes);
-    kv_layers_forward(team, model->num_layers, model->layers, model->caches, model->batches, &model->rotation, parts[0], parts[1]);
-    kv_norm(team, model->final_norm, model->final_eps, first.hidden, first.dtype, rows, parts[0], parts[1], parts[2]);
-    kv_linear_forward(team, model->lm_head, parts[2], first.dtype, first.hidden, logits, KV_F32, model->lm_head->out, rows, 0);
+        std::memcpy(residual + row * row_bytes, static_cast<const char*>(model->embedding) + token_ids[row] * row_bytes, row_bytes);
+    kv_layers_forward(team, model->num_layers, model->layers, model->caches, model->batches, &model->rotation, residual, delta);
+    kv_norm(team, model->final_norm, model->final_eps, first.hidden, first.dtype, rows, residual, delta, normed);
+    kv_linear_forward(team, model->lm_head, normed, first.dtype, first.hidden, logits, KV_F32, model->lm_head->out, rows, 0);
 }
 
 int32_t kv_check_batch(const kv_batch* batch, int32_t num_blocks, int32_t block_size) {
