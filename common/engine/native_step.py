@@ -65,12 +65,17 @@ class NativeStep:
         )
 
     def run(self, step: StepInput) -> HostSamplerOutput:
-        """Compute a step whose rows fit together and draw its tokens. Raises: ValueError for a block or slot that does not exist."""
+        """Compute the step, whose tokens are in the vocabulary, and draw its tokens.
+
+        Raises: ValueError for a block or slot that does not exist, or for lists of different lengths.
+        """
         return self._sampler.sample_rows(self._logits_of(step), step.samples)
 
     def _logits_of(self, step: StepInput) -> NDArray[np.float32]:
         """[T, vocab], which hold until the next step."""
         rows = len(step.token_ids)
+        if not rows == len(step.positions) == len(step.context_lens):
+            raise ValueError(f"{rows} token ids do not fit the positions and contexts")
         for backend, table in self._backends:
             slots = array("q", step.slot_mapping[table])
             backend.plan_rows(step.context_lens, step.block_tables[table], slots)

@@ -103,7 +103,7 @@ class ModelRunner:
     def _launch_native(self, native: NativeStep, step: StepInput) -> LaunchedStep:
         started = time.perf_counter()
         try:
-            self._check(step)
+            self._check_vocabulary(step)
             self._prepare(step)
             drawn = native.run(step)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -158,10 +158,13 @@ class ModelRunner:
         rows = len(step.token_ids)
         if not rows == len(step.positions) == sum(step.query_lens) or any(len(s) != rows for s in step.slot_mapping):
             raise ValueError(f"{rows} token ids do not fit the positions, slots and query lengths")
-        if min(step.token_ids) < 0 or max(step.token_ids) >= self._model.config.vocab_size:
-            raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
+        self._check_vocabulary(step)
         if any(not 0 <= spec.row < rows for spec in step.samples):
             raise ValueError("a sample refers to a row outside the step")
+
+    def _check_vocabulary(self, step: StepInput) -> None:
+        if min(step.token_ids) < 0 or max(step.token_ids) >= self._model.config.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
 
     def _prepare(self, step: StepInput) -> None:
         if self._pages is not None:
