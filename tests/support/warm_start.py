@@ -139,6 +139,12 @@ def script(code: str, *arguments: str) -> WarmScript:
     return WarmScript(server, pid, stdin, stdout)
 
 
+def environ() -> dict[str, str]:
+    """The environment in which `start` forks; earlier tests of this process may have left others."""
+    assert _environ is not None, "not allowed"
+    return _environ
+
+
 def server_pid() -> int | None:
     """The server's, which outlives the test that started it."""
     return None if _server is None else _server.process.pid
@@ -220,6 +226,5 @@ _environ: dict[str, str] | None = None
 def _running() -> _Server:
     global _server
     if _server is None or _server.process.poll() is not None:
-        assert _environ is not None, "not allowed"
-        _server = _Server(_environ)
+        _server = _Server(environ())
     return _server

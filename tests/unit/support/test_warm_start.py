@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -50,7 +49,7 @@ def test_a_variable_that_modules_read_when_they_are_imported_means_no_fork(tmp_p
     with (tmp_path / "log").open("wb") as log:
         for name, is_forked in (("KVRELAY_LOG_LEVEL", True), ("HF_HOME", False)):
             process = warm_start.start(
-                [sys.executable, *warm_start.KVRELAY, "--help"], log, {**os.environ, name: "debug"}
+                [sys.executable, *warm_start.KVRELAY, "--help"], log, {**warm_start.environ(), name: "debug"}
             )
             assert process.wait(60) == 0
             assert isinstance(process, warm_start.WarmProcess) == is_forked
