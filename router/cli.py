@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from common.base.process import lasting_imports, run_service
 from common.cli import service_app
@@ -18,13 +20,24 @@ must survive: run any number of routers behind a load balancer. It needs neither
 """
 
 
+def preload() -> None:
+    """Import all that the router needs, for a process that forks it."""
+    _load_service()
+
+
 def _run(resolved: Resolved[RouterConfig]) -> None:
     from common.cluster.redis_client import check_redis
 
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():
-        from router.service import serve
+        serve = _load_service()
     run_service(lambda: serve(resolved.config))
+
+
+def _load_service() -> Callable[[RouterConfig], Coroutine[Any, Any, None]]:
+    from router.service import serve
+
+    return serve
 
 
 app = service_app(RouterConfig, help=_HELP, run=_run)

@@ -122,13 +122,11 @@ def test_modules_of_the_working_folder_are_not_taken_for_ours(start, free_port, 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 
-def _fork_server(up: Up) -> psutil.Process:
-    (found,) = [
-        child
-        for child in psutil.Process(up.process.pid).children()
-        if "common.tools.up.fork_server" in " ".join(child.cmdline())
-    ]
-    return found
+def _fork_servers(up: Up) -> dict[str, psutil.Process]:
+    """By what they fork."""
+    children = {" ".join(child.cmdline()): child for child in psutil.Process(up.process.pid).children()}
+    servers = {line.strip().split()[-1]: child for line, child in children.items() if ".fork_server " in line}
+    return {"nodes": servers["decode"], "routers": servers["router"]}
 
 
 def _open_files(pid: int) -> set[str]:
@@ -137,33 +135,36 @@ def _open_files(pid: int) -> set[str]:
 
 
 @on_linux
-def test_forked_nodes_are_children_of_up_like_any_other(start, free_port) -> None:
+def test_forked_services_are_children_of_up_like_any_other(start, free_port) -> None:
     up = start("--port", str(free_port), "--api-key", "hush")
     up.wait_line(READY)
-    for role in ("prefill", "decode"):
-        node = psutil.Process(up.entries()[f"{role}-0"]["pid"])
-        assert node.ppid() == up.process.pid
-        assert os.getsid(node.pid) == node.pid
-        shown = " ".join(node.cmdline())
-        assert f"-m common.cli {role} --" in shown
-        assert f"--node-id {role}-0" in shown
-        assert not _open_files(node.pid) & _open_files(_fork_server(up).pid), "nothing of the server is left open"
+    of_servers = set().union(*(_open_files(server.pid) for server in _fork_servers(up).values()))
+    for name in ("router", "prefill-0", "decode-0"):
+        service = psutil.Process(up.entries()[name]["pid"])
+        assert service.ppid() == up.process.pid
+        assert os.getsid(service.pid) == service.pid
+        assert f"-m common.cli {name.removesuffix('-0')} --" in " ".join(service.cmdline())
+        assert not _open_files(service.pid) & of_servers, "nothing of the server is left open"
     assert not [line for line in up.lines if "fork" in line]
 
 
 @on_linux
-def test_the_end_of_the_fork_server_affects_no_node_and_restarts_go_on(start, free_port, eventually) -> None:
+@pytest.mark.parametrize(("forked", "affected"), [("nodes", ["prefill-0", "decode-0"]), ("routers", ["router"])])
+def test_the_end_of_a_fork_server_affects_no_service_and_restarts_go_on(
+    start, free_port, forked: str, affected: list[str]
+) -> None:
     up = start("--port", str(free_port))
     up.wait_line(READY)
     before = up.entries()
-    _fork_server(up).kill()
+    _fork_servers(up)[forked].kill()
     time.sleep(0.5)
     assert up.entries() == before
     assert all(psutil.pid_exists(entry["pid"]) for entry in before.values())
-    for role in ("prefill", "decode"):
-        os.kill(before[f"{role}-0"]["pid"], signal.SIGKILL)
-        up.wait_line(f"{role}-0 starts a second or two later, without the fork server")
-        up.wait_line(f"{role}-0 is ready again")
+    for name in ("router", "prefill-0", "decode-0"):
+        os.kill(before[name]["pid"], signal.SIGKILL)
+        if name in affected:
+            up.wait_line(f"{name} starts a second or two later, without the fork server")
+        up.wait_line(f"{name} is ready again")
     up.process.send_signal(signal.SIGINT)
     assert up.wait_end() == 0
 

@@ -30,10 +30,7 @@ from common.base.process import (
 )
 from common.cli import commands, main
 from common.config.sources import SUPERVISOR_VARIABLE
-from common.tools.up import child, fork_client, fork_server, supervisor
-from common.tools.up.console import Console
-from common.tools.up.fork_client import ForkServer
-from common.tools.up.plan import ChildSpec
+from common.tools.up import fork_client, fork_server
 
 _REQUEST_BYTES, _MAX_DESCRIPTORS = 1 << 17, 1 << 16
 _CLONE_NEWNET = 0x40000000
@@ -114,19 +111,12 @@ def _take_over(environ: Mapping[str, str], descriptors: list[int], places: tuple
 
 
 def _fork_what_up_starts() -> None:
-    """In this process, have `kvrelay up` fork its fork server, and that one fork routers as well as nodes."""
-
-    class Child(child.Child):
-        def __init__(self, spec: ChildSpec, console: Console, fork_server: ForkServer | None = None) -> None:
-            super().__init__(spec, console, fork_server)
-            self._fork_server = fork_server if KVRELAY[1] in spec.argv else None
-
-    supervisor.Child = Child
+    """In this process, have `kvrelay up` fork its fork servers."""
     fork_client.subprocess = SimpleNamespace(Popen=_ForkServerProcess, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
 class _ForkServerProcess:
-    """In the place of `Popen`: the fork server of `kvrelay up` as a fork of this process."""
+    """In the place of `Popen`: a fork server of `kvrelay up` as a fork of this process."""
 
     def __init__(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> None:
         parent_pid = os.getpid()
@@ -160,7 +150,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_compute(None, nice=0)
     with lasting_imports():
-        for _name in ("prefill", "decode"):
+        for _name in ("prefill", "decode", "router"):
             importlib.import_module(commands()[_name].module).preload()
-        importlib.import_module("router.service")
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -30,7 +30,7 @@ class Child:
     """
 
     def __init__(self, spec: ChildSpec, console: Console, fork_server: ForkServer | None = None) -> None:
-        """`fork_server`: forks the process if it is a node."""
+        """`fork_server`: forks the process; None: it is started as a program."""
         self.spec = spec
         self.policy = RestartPolicy()
         self.ready = False
@@ -44,7 +44,7 @@ class Child:
         """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
         self.last_line = ""
         self._console = console
-        self._fork_server = fork_server if spec.node_id is not None else None
+        self._fork_server = fork_server
         self._process: Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
         self._hidden_lines: deque[str] = deque(maxlen=_KEPT_LINES)

@@ -7,7 +7,7 @@ import asyncio
 from common.cli import service_app
 from common.config.service_configs import UpConfig
 from common.config.sources import Resolved
-from common.tools.up.fork_client import fork_server_for
+from common.tools.up.fork_client import fork_servers_for
 
 _HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
 
@@ -25,11 +25,11 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
-    # The server imports PyTorch while this process imports the rest.
-    with fork_server_for(resolved.config.device) as fork_server:
+    # The servers import what services need while this process imports the rest.
+    with fork_servers_for(resolved.config.device) as fork_servers:
         from common.tools.up.supervisor import up
 
-        asyncio.run(up(resolved.config, resolved.sources, fork_server))
+        asyncio.run(up(resolved.config, resolved.sources, fork_servers))
 
 
 app = service_app(UpConfig, help=_HELP, run=_run)

@@ -1,4 +1,4 @@
-"""The supervisor's side of the fork server: starts it, has it fork nodes, watches these. Supervisor's asyncio loop."""
+"""The supervisor's side of fork servers: starts them, has them fork services, watches these. Supervisor's asyncio loop."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from common.config.sources import SUPERVISOR_VARIABLE
 from common.tools.up.fork_server import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES
 from common.tools.up.gpus import find_gpus
 
-_NODE_COMMANDS = ("prefill", "decode")
+_NODE_COMMANDS, _ROUTER_COMMANDS = ("prefill", "decode"), ("router",)
+"""What one server forks: routers neither wait for PyTorch nor have it in their memory."""
+_NODE_ROLES = ("prefill", "decode", "pooling")
 _LONGEST_COMMAND = 3000
-"""Characters of a node's command line that `ps` can show: a forked process has the room of the server's own."""
+"""Characters of a service's command line that `ps` can show: a forked process has the room of the server's own."""
 _ORPHANS_S = 5.0
 _ANSWER_S = 60.0
 """Time for a fork, the server's imports and the tokenizer included."""
 
 
 @contextlib.contextmanager
-def fork_server_for(device: str) -> Generator[ForkServer | None]:
-    """A fork server for nodes that compute on `device`; None where there can be none: CUDA does not survive a fork."""
-    server = None
-    if device == "cpu" or (device == "auto" and not find_gpus(os.environ)):
-        with contextlib.suppress(OSError):
-            server = ForkServer(_NODE_COMMANDS)
+def fork_servers_for(device: str) -> Generator[dict[str, ForkServer]]:
+    """Fork servers for a cluster whose nodes compute on `device`, by the role of what they fork. Empty where there can be none;
+    without one for nodes on GPUs: CUDA does not survive a fork."""
+    servers: dict[str, ForkServer] = {}
+    with contextlib.suppress(OSError):
+        if device == "cpu" or (device == "auto" and not find_gpus(os.environ)):
+            servers |= dict.fromkeys(_NODE_ROLES, ForkServer(_NODE_COMMANDS))
+        servers["router"] = ForkServer(_ROUTER_COMMANDS)
     try:
-        yield server
+        yield servers
     finally:
-        if server is not None:
+        for server in servers.values():
             server.close()
 
 
 class ForkServer:
-    """The running server. Nodes are forked one after the other."""
+    """A running server. Services are forked one after the other."""
 
     def __init__(self, commands: Sequence[str]) -> None:
-        """Start it, for nodes that run one of the subcommands `commands`. Raises: OSError if that is not possible here."""
+        """Start it, for services that run one of the subcommands `commands`. Raises: OSError if that is not possible here."""
         adopt_orphans()
         os.close(os.pidfd_open(os.getpid()))  # some sandboxes refuse it
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,12 +92,12 @@ class ForkServer:
             async with asyncio.timeout(_ANSWER_S):
                 socket.send_fds(self._channel, [request], [output])
                 return await asyncio.get_running_loop().sock_recv(self._channel, MAX_ANSWER_BYTES)
-        except BaseException:  # a late answer would be that of another request, a late fork a node that nobody watches
+        except BaseException:  # a late answer would be that of another request, a late fork one that nobody watches
             self.close()
             raise
 
     def close(self) -> None:
-        """End the server; the nodes live on."""
+        """End the server; the services live on."""
         self._channel.close()
         self._process.kill()
         self._process.wait()

@@ -1,8 +1,8 @@
-"""A process that has imported what nodes need, PyTorch above all, and forks itself for each node that `kvrelay up` starts:
-importing takes seconds of processor time for every process. `common.tools.up.fork_client` starts it and talks to it.
+"""A process that has imported what nodes need, PyTorch above all, or what routers need, and forks itself for each of them that
+`kvrelay up` starts: importing takes seconds of processor time. `common.tools.up.fork_client` starts it and talks to it.
 
-A forked node is a child of the supervisor like any other, because the process between them ends at once and the supervisor
-adopts its orphans. Nodes outlive this process.
+A forked service is a child of the supervisor like any other, because the process between them ends at once and the supervisor
+adopts its orphans. Services outlive this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPLACED = "installed files were replaced since it started"
 def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
     """Import what the commands `preloaded` need, by the function `preload` of their modules. Then, until the supervisor
     closes its end of `channel`, answer each request with the pid of a new process, or with the reason why there is none: after
-    an upgrade, a forked node would be a mixture of what is imported here and of new files.
+    an upgrade, a forked service would be a mixture of what is imported here and of new files.
 
     A request is a JSON list [argv, environment variables to add, path of the model whose tokenizer is shared or ""] and the
     descriptor of the process's output; argv is the command that it stands for: python -m common.cli, and the arguments of
@@ -121,6 +121,6 @@ def _be_service(channel: socket.socket, argv: list[str], environ: dict[str, str]
 
 if __name__ == "__main__":
     die_with_parent()
-    set_command_line(module_command("common.tools.up.fork_server"))
+    set_command_line(module_command("common.tools.up.fork_server", sys.argv[2]))
     prepare_compute(None, nice=0)
     serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2].split())

@@ -57,9 +57,12 @@ class ChildFailed(KvRelayError):
         self.exit_code = exit_code
 
 
-async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkServer | None = None) -> None:
-    """Run a cluster until SIGINT, SIGTERM or (except under `nohup`) SIGHUP. No child is ever left behind. `fork_server` forks
-    the nodes.
+async def up(
+    config: UpConfig, sources: Mapping[str, Source], fork_servers: Mapping[str, ForkServer] | None = None
+) -> None:
+    """Run a cluster until SIGINT, SIGTERM or (except under `nohup`) SIGHUP. No child is ever left behind.
+
+    `fork_servers`: by the role of what they fork; None: all are started as programs.
 
     Raises: ConfigError before anything is started; ChildFailed or DeadlineExceeded if the start fails.
     """
@@ -94,7 +97,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source], fork_server: ForkS
         else:
             refuse_given(specs, os.environ)
         with announced(running, runtime_folder(os.environ)):
-            await Supervisor(config, specs, redis_url, pid_file, credentials, fork_server).run()
+            await Supervisor(config, specs, redis_url, pid_file, credentials, fork_servers).run()
 
 
 class Supervisor:
@@ -110,11 +113,11 @@ class Supervisor:
         redis_url: str,
         pid_file: PidFile,
         credentials: Credentials | None = None,
-        fork_server: ForkServer | None = None,
+        fork_servers: Mapping[str, ForkServer] | None = None,
     ) -> None:
         self._config = config
         self._console = Console([spec.name for spec in specs], form=config.log_format)
-        self._children = [Child(spec, self._console, fork_server) for spec in specs]
+        self._children = [Child(spec, self._console, (fork_servers or {}).get(spec.role)) for spec in specs]
         self._first_start_s = first_start_s(config, on_gpus=any(VISIBLE in spec.environ for spec in specs))
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]

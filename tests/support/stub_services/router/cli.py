@@ -30,6 +30,10 @@ def _stop(*_: object) -> None:
     os._exit(0)
 
 
+def preload() -> None:
+    """For the fork server."""
+
+
 def _run(resolved: Resolved[RouterConfig]) -> None:
     signal.signal(signal.SIGTERM, _stop)
     print("hello", file=sys.stderr)

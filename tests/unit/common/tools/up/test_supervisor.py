@@ -88,7 +88,7 @@ def test_a_stop_does_not_wait_for_a_fork_server_that_is_still_importing() -> Non
     async def main() -> None:
         specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
         server = Importing()
-        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None), fork_server=server)
+        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None), fork_servers={"decode": server})
         running = asyncio.create_task(cluster.run())
         await server.asked.wait()
         cluster._on_signal(signal.SIGINT)
