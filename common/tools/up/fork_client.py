@@ -34,7 +34,9 @@ def fork_servers_for(device: str) -> Generator[dict[str, ForkServer]]:
     servers: dict[str, ForkServer] = {}
     with contextlib.suppress(OSError):
         if device == "cpu" or (device == "auto" and not find_gpus(os.environ)):
-            servers |= dict.fromkeys(_NODE_ROLES, ForkServer(_NODE_COMMANDS))
+            of_nodes = ForkServer(_NODE_COMMANDS)
+            of_nodes.start()  # what it imports is the longest part of a start
+            servers |= dict.fromkeys(_NODE_ROLES, of_nodes)
         servers["router"] = ForkServer(_ROUTER_COMMANDS)
     try:
         yield servers
@@ -44,17 +46,26 @@ def fork_servers_for(device: str) -> Generator[dict[str, ForkServer]]:
 
 
 class ForkServer:
-    """A running server. Services are forked one after the other."""
+    """A server that runs from `start` or the first fork on. Services are forked one after the other."""
 
     def __init__(self, commands: Sequence[str]) -> None:
-        """Start it, for services that run one of the subcommands `commands`. Raises: OSError if that is not possible here."""
+        """For services that run one of the subcommands `commands`. Raises: OSError if there can be no server here."""
         adopt_orphans()
         os.close(os.pidfd_open(os.getpid()))  # some sandboxes refuse it
+        self._commands = commands
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    def start(self) -> socket.socket:
+        """Start it, if it does not run yet. Returns our end of its channel. Raises: OSError."""
+        if self._channel is not None:
+            return self._channel
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             module = module_command("common.tools.up.fork_server")
             self._process = subprocess.Popen(
-                [*module, str(theirs.fileno()), " ".join(commands), " " * _LONGEST_COMMAND],
+                [*module, str(theirs.fileno()), " ".join(self._commands), " " * _LONGEST_COMMAND],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -63,7 +74,7 @@ class ForkServer:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid())},
             )
         self._channel.setblocking(False)
-        self._one_at_a_time = asyncio.Lock()
+        return self._channel
 
     async def fork(self, argv: Sequence[str], environ: Mapping[str, str], model_path: str) -> ForkedProcess:
         """A new process that does what `argv` would, in a session of its own, with `environ` added to its environment.
@@ -77,7 +88,7 @@ class ForkServer:
         output = os.fdopen(reading, "rb", 0)
         try:
             async with self._one_at_a_time:
-                answer = await self._ask(request, writing)
+                answer = await self._ask(self.start(), request, writing)
             if not answer.isdigit():
                 raise OSError(answer.decode() or "it has ended")
             return await ForkedProcess.watch(int(answer), output)
@@ -87,20 +98,22 @@ class ForkServer:
         finally:
             os.close(writing)
 
-    async def _ask(self, request: bytes, output: int) -> bytes:
+    async def _ask(self, channel: socket.socket, request: bytes, output: int) -> bytes:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                socket.send_fds(self._channel, [request], [output])
-                return await asyncio.get_running_loop().sock_recv(self._channel, MAX_ANSWER_BYTES)
+                socket.send_fds(channel, [request], [output])
+                return await asyncio.get_running_loop().sock_recv(channel, MAX_ANSWER_BYTES)
         except BaseException:  # a late answer would be that of another request, a late fork one that nobody watches
             self.close()
             raise
 
     def close(self) -> None:
         """End the server; the services live on."""
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class ForkedProcess:
