@@ -41,7 +41,7 @@ def fork_servers_for(device: str) -> Generator[dict[str, ForkServer]]:
     try:
         yield servers
     finally:
-        for server in servers.values():
+        for server in set(servers.values()):
             server.close()
 
 
