@@ -143,7 +143,9 @@ def test_forked_services_are_children_of_up_like_any_other(start, free_port) -> 
         service = psutil.Process(up.entries()[name]["pid"])
         assert service.ppid() == up.process.pid
         assert os.getsid(service.pid) == service.pid
-        assert f"-m common.cli {name.removesuffix('-0')} --" in " ".join(service.cmdline())
+        shown = " ".join(service.cmdline())
+        assert f"-m common.cli {name.removesuffix('-0')} --" in shown
+        assert name == "router" or f"--node-id {name}" in shown
         assert not _open_files(service.pid) & of_servers, "nothing of the server is left open"
     assert not [line for line in up.lines if "fork" in line]
 

@@ -25,7 +25,7 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
-    # The servers import what services need while this process imports the rest.
+    # The nodes' server imports PyTorch while this process imports the rest.
     with fork_servers_for(resolved.config.device) as fork_servers:
         from common.tools.up.supervisor import up
 

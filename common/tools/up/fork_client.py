@@ -103,7 +103,8 @@ class ForkServer:
             async with asyncio.timeout(_ANSWER_S):
                 socket.send_fds(channel, [request], [output])
                 return await asyncio.get_running_loop().sock_recv(channel, MAX_ANSWER_BYTES)
-        except BaseException:  # a late answer would be that of another request, a late fork one that nobody watches
+        except BaseException:
+            # A late answer would be taken for that of another request, and nobody would watch a service that is forked late.
             self.close()
             raise
 
