@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""

@@ -33,22 +33,27 @@ class Variant:
     name: str
     flags: tuple[str, ...]
     zig_cpu: str
+    definitions: tuple[str, ...] = ()
 
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
+_AMX = (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
 
-def _x86(name: str, features: tuple[str, ...]) -> Variant:
-    return Variant(name, tuple(f"-m{feature}" for feature in features), "+".join(("baseline", *features)))
+def _x86(name: str, features: tuple[str, ...], *definitions: str) -> Variant:
+    zig_cpu = "+".join(("baseline", *(feature.replace("-", "_") for feature in features)))
+    return Variant(name, tuple(f"-m{feature}" for feature in features), zig_cpu, definitions)
 
 
 _VARIANTS = {
     "x86_64": (
         _x86("portable", ()),
+        _x86("amx_emulated", (), "-DKV_HAS_TILES", "-DKV_EMULATES_TILES"),
         _x86("avx2", _AVX2),
         _x86("avx512", _AVX512),
         _x86("avx512bf16", (*_AVX512, "avx512bf16")),
+        _x86("amx", _AMX, "-DKV_HAS_TILES"),
     ),
     "aarch64": (
         Variant("portable", (), "baseline"),
@@ -104,7 +109,7 @@ def make_recipe(compiler: Compiler, sources: Path, machine: str, *, for_wheel: b
         flags = (f"-mcpu={variant.zig_cpu}",) if compiler.is_zig else variant.flags
         objects.append(f"{variant.name}.o")
         named = f"-DKV_VARIANT={variant.name}"
-        commands.append((*base, *flags, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1]))
+        commands.append((*base, *flags, *variant.definitions, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1]))
     baseline = ("-mcpu=baseline",) if compiler.is_zig else ()
     shared = sorted(file for file in sources.glob("*.cpp") if file.name != _PER_VARIANT)
     for file in shared:

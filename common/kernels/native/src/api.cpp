@@ -9,6 +9,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -16,11 +20,21 @@
 namespace {
 
 #if defined(__x86_64__)
-// Registers that the operating system saves: bits 1, 2 for AVX; 5, 6, 7 for AVX-512.
+// Registers that the operating system saves: bits 1, 2 for AVX; 5, 6, 7 for AVX-512; 17, 18 for tiles.
 __attribute__((target("xsave"))) uint64_t saved_registers() { return _xgetbv(0); }
 
+// Linux lets a process use tiles after it has asked for them, once; the threads that it starts may as well.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
 struct Features {
-    bool avx2 = false, avx512 = false, avx512bf16 = false, is_intel = false;
+    bool amx = false, avx2 = false, avx512 = false, avx512bf16 = false, is_intel = false;
 
     Features() {
         unsigned a, b, c, d;
@@ -30,9 +44,12 @@ struct Features {
         const uint64_t saved = saved_registers();
         if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
         avx2 = has_fma && (b & bit_AVX2) && (saved & 0x6) == 0x6;
+        const unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;  // for bfloat16, as such, for int8
+        const bool has_tiles = (d & tiles) == tiles && (saved & 0x60000) == 0x60000;
         const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
         avx512 = avx2 && (b & needed) == needed && (c & (1u << 11)) && (saved & 0xe6) == 0xe6;  // bit 11: VNNI
         avx512bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
+        amx = avx512bf16 && has_tiles;
     }
 };
 #endif
@@ -49,14 +66,17 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 12; }
+int32_t kv_abi_version(void) { return 13; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
     const Features has;
+    const bool has_amx = (!*limit || !std::strcmp(limit, "amx")) && has.amx && may_use_tiles();
     // Intel's cores begin a bfloat16 product of 16 pairs every two cycles, and four multiply-adds of 16 float32 meanwhile.
-    if (!*limit && has.is_intel) limit = "avx512";
+    if (!*limit && has.is_intel && !has_amx) limit = "avx512";
     const Entry entries[] = {
+        {"amx_emulated", *limit != 0, &kv_variant_amx_emulated},  // for tests
+        {"amx", has_amx, &kv_variant_amx},
         {"avx512bf16", has.avx512bf16, &kv_variant_avx512bf16},
         {"avx512", has.avx512, &kv_variant_avx512},
         {"avx2", has.avx2, &kv_variant_avx2},

@@ -88,7 +88,7 @@ class Attention {
                 find(*following, following->first, next);
             Ahead ahead = fetch_ahead(next, TOKENS_PER_CALL, true);
             Ahead own_values = fetch_ahead(tokens, LANES, false);
-            const bool in_blocks = reads_blocks(item.rows, cache_.head_dim);
+            const bool in_blocks = reads_blocks<Act>(item.rows, cache_.head_dim);
             pack(tokens, !in_blocks, i == task.first && !is_fetched ? own_values : ahead, ahead);
             // Rows whose position lies before the partition see nothing of it, nor do those whose window begins behind it.
             const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group, last = last_row(item, i);
@@ -166,10 +166,11 @@ class Attention {
     // The item's rows [first, last) and the partition that begins at position `start`, whose values are in panels, or
     // `in_blocks`.
     void attend_rows(const Item& item, int first, int last, int start, const Tokens* in_blocks, Ahead& ahead, Partial out) {
-        const int tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
+        constexpr int ROWS = TILE_ROWS<Act>;
+        const int tiles = (last - first + ROWS - 1) / ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
-            int tokens_from[TILE_ROWS], tokens_seen[TILE_ROWS];
+            int tokens_from[ROWS], tokens_seen[ROWS];
             for (int m = 0; m < hi - lo; ++m) {
                 const int seen = item.seen + (lo + m) / plan_.group;
                 tokens_from[m] = std::max(0, seen_from(cache_, seen) - start);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "float8.h"
-#include "linear.h"
+#include "linear_tiles.h"
 
 namespace KV_VARIANT::attention {
 
@@ -235,6 +235,8 @@ void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32
                 store_words(x, y, values + t / UNIT * PANEL, Number{});
             }
         for (; t < tokens.count; t += UNIT) store_padded(t);
+        // Matrix units take 32 tokens at a time.
+        for (; t % PANEL; t += UNIT) std::memset(values + t / UNIT * PANEL, 0, PANEL * sizeof *values);
     }
 }
 

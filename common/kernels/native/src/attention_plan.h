@@ -103,7 +103,7 @@ class Planner {
         }
     }
 
-    static int64_t cost(const Item& item) { return int64_t(item.partitions) * (item.rows / TILE_ROWS + 1); }
+    static int64_t cost(const Item& item) { return int64_t(item.partitions) * (item.rows / MAX_ROWS + 1); }
 
     // Partitions for each task of an item: all, unless that is too large a part of the step's work.
     int span(const Item& item) const {

@@ -4,7 +4,18 @@
 
 namespace KV_VARIANT::attention {
 
-constexpr int TILE_ROWS = MAX_ROWS;
+// Whether matrix units multiply rows of this type, with panels of bfloat16.
+#ifdef KV_HAS_TILES
+template <class Act>
+constexpr bool ON_TILES = sizeof(Act) == 2;
+constexpr int MOST_TILE_ROWS = TILED_ROWS;
+#else
+template <class Act>
+constexpr bool ON_TILES = false;
+constexpr int MOST_TILE_ROWS = MAX_ROWS;
+#endif
+template <class Act>
+constexpr int TILE_ROWS = ON_TILES<Act> ? MOST_TILE_ROWS : MAX_ROWS;
 
 // sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
 template <int ROWS, int COUNT>
@@ -56,6 +67,29 @@ constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<in
     return functions[num_rows - 1];
 }
 
+#ifdef KV_HAS_TILES
+// The same on matrix units, whose shapes are set for the rows. Words up to the next multiple of 16 are read.
+template <bool HAS_TWO>
+__attribute__((noinline)) void multiply_on_units(const uint32_t* panel, int words, const bf16* rows, int64_t stride, float* out,
+                                                 int64_t out_stride) {
+    NoFetch none;
+    tiles::clear_sums<HAS_TWO>();
+    tiles::add_steps<tiles::Bf16, HAS_TWO>(reinterpret_cast<const char*>(rows), stride * 2, reinterpret_cast<const char*>(panel),
+                                           round_up(words, tiles::UNITS) / tiles::UNITS, none);
+    tiles::store_sums<HAS_TWO>(reinterpret_cast<char*>(out), out_stride * 4);
+}
+#endif
+
+// The function above for so many rows.
+template <class Act, class Number>
+MultiplyTile<Act> tile_function(int num_rows) {
+#ifdef KV_HAS_TILES
+    if constexpr (ON_TILES<Act>) return num_rows > tiles::ROWS ? &multiply_on_units<true> : &multiply_on_units<false>;
+    else
+#endif
+    return tile_function<Act, Number>(num_rows, std::make_integer_sequence<int, MAX_ROWS>{});
+}
+
 // The products of rows of weights with values in panels.
 template <class Number, class Act>
 struct PanelValues {
@@ -65,7 +99,7 @@ struct PanelValues {
     void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
                   Ahead& ahead) const {
         constexpr int UNIT = PER_WORD<Number>;
-        const auto tile = tile_function<Act, Number>(num_rows, std::make_integer_sequence<int, TILE_ROWS>{});
+        const auto tile = tile_function<Act, Number>(num_rows);
         for (int d = 0; d < dim; d += PANEL) {
             ahead.fetch();
             ahead.fetch();
@@ -85,8 +119,12 @@ KV_INLINE void store_in_turns(float* out, Lanes even, Lanes odd) {
     KV_PARTS store_part_in_turns(out + 2 * p * PART_LANES, even.v[p], odd.v[p], std::make_index_sequence<PART_LANES>{});
 }
 
-// Where one tile takes all rows, values come straight from the blocks: panels would be written to be read once.
-inline bool reads_blocks(int rows, int dim) { return rows <= TILE_ROWS && dim % (2 * PANEL) == 0; }
+// Where one tile takes all rows, values come straight from the blocks: panels would be written to be read once. Matrix units
+// take panels.
+template <class Act>
+bool reads_blocks(int rows, int dim) {
+    return !ON_TILES<Act> && rows <= MAX_ROWS && dim % (2 * PANEL) == 0;
+}
 
 // The same sums in the same order as PanelValues.
 template <class T, class Act>
@@ -99,7 +137,7 @@ struct BlockValues {
 
     void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
                   Ahead& ahead) const {
-        multiply_rows(num_rows, std::make_integer_sequence<int, TILE_ROWS>{}, weights, begin, end, dim, out, out_stride, ahead);
+        multiply_rows(num_rows, std::make_integer_sequence<int, MAX_ROWS>{}, weights, begin, end, dim, out, out_stride, ahead);
     }
 
   private:
@@ -304,25 +342,29 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
+// Up to TILE_ROWS<Act> rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
 // Neither end is before that of row m - 1.
 template <class Number, class Act, class Values>
 void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act* queries, int64_t query_stride,
                  int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {
-    constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
-    alignas(64) float scores[TILE_ROWS * PARTITION];
-    alignas(64) Act weights[TILE_ROWS * PARTITION];
-    const auto multiply = tile_function<Act, Number>(num_rows, COUNTS);
+    constexpr int ROWS = TILE_ROWS<Act>;
+    alignas(64) float scores[ROWS * PARTITION];
+    alignas(64) Act weights[ROWS * PARTITION];
+#ifdef KV_HAS_TILES
+    tiles::Shapes shapes;
+    if (ON_TILES<Act>) shapes.set(num_rows);
+#endif
+    const auto multiply = tile_function<Act, Number>(num_rows);
     const int words = (dim + PER_WORD<Number> - 1) / PER_WORD<Number>;
     const int padded_words = round_up(dim, LANES * PER_WORD<Number>) / PER_WORD<Number>;
-    const int most = seen[num_rows - 1], padded = round_up(most, LANES);
+    const int most = seen[num_rows - 1], padded = round_up(most, PANEL);
     const int begin = from[0] / PANEL * PANEL;
     for (int t = begin; t < most; t += PANEL) {
         ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
     }
     // One step for all rows at a time: a row's steps wait for one another.
-    Lanes lanes[TILE_ROWS];
+    Lanes lanes[ROWS];
     for (int m = 0; m < num_rows; ++m) {
         float* own = scores + m * PARTITION;
         if (how.cap != 0) take_tanh(own, from[m] / LANES * LANES, seen[m], how.scale);

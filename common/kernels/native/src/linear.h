@@ -26,9 +26,9 @@ constexpr int FEW_ROWS = MAX_ROWS / 3;
 constexpr int halves_of(int rows) { return rows <= FEW_ROWS ? 2 : TILE_HALVES; }
 constexpr int CACHE_LINE = 64;
 constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
-// How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get this variant, wait for more lines at once on the
+// How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get these variants, wait for more lines at once on the
 // way to the second-level cache than to the first.
-#if defined(__AVX512F__) && !defined(KV_HAS_BF16_DOT)
+#if defined(__AVX512F__) && (!defined(KV_HAS_BF16_DOT) || defined(KV_HAS_TILES))
 constexpr int NEAR = 2;
 #else
 constexpr int NEAR = 3;
@@ -161,7 +161,7 @@ struct ShiftedWeights : UsualTiles {
     }
 };
 
-#ifdef KV_HAS_BF16_DOT
+#if defined(KV_HAS_BF16_DOT) && !defined(KV_HAS_TILES)
 struct PairedWeights : UsualTiles {
     using Act = bf16;
     static constexpr bool IS_SLICED = true;
@@ -373,7 +373,7 @@ inline void product(Worker& w, const kv_linear& l, const float* x, int64_t strid
         multiply<ShiftedWeights>(w, l, {x, stride}, output, num_rows);
 }
 
-#ifdef KV_HAS_BF16_DOT
+#if defined(KV_HAS_BF16_DOT) && !defined(KV_HAS_TILES)
 inline void product(Worker& w, const kv_linear& l, const bf16* x, int64_t stride, const Output& output, int num_rows) {
     multiply<PairedWeights>(w, l, {x, stride}, output, num_rows);
 }

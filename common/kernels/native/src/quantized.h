@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "linear.h"
+#include "linear_tiles.h"
 
 namespace KV_VARIANT {
 
@@ -19,8 +19,8 @@ KV_INLINE Lanes as_lanes(Ints a) {
     return r;
 }
 
-// Rows are stored as code + OFFSET: AVX-512 multiplies unsigned rows by signed weights.
-#if defined(__AVX512VNNI__)
+// Rows are stored as code + OFFSET: AVX-512 and tiles multiply unsigned rows by signed weights.
+#if defined(__AVX512VNNI__) || defined(KV_HAS_TILES)
 constexpr int OFFSET = 128;
 #else
 constexpr int OFFSET = 0;
@@ -58,12 +58,15 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
     return acc;
 }
 
-#if defined(__AVX2__) && !defined(KV_HAS_BF16_DOT)
+#if (defined(__AVX2__) && !defined(KV_HAS_BF16_DOT)) || defined(KV_HAS_TILES)
 #define KV_HAS_INT16_DOT 1
 // acc[i] += pairs[2i] * pair[0] + pairs[2i + 1] * pair[1]. `pair` is two int16, `pairs` sixteen times two.
 KV_INLINE Ints dot_pairs(Ints acc, Words pairs, uint32_t pair) {
 #if defined(__AVX512VNNI__)
     acc.v[0] = (IntPart)_mm512_dpwssd_epi32((__m512i)acc.v[0], (__m512i)pairs.v[0], _mm512_set1_epi32((int)pair));
+#elif defined(KV_EMULATES_TILES)
+    const IntPart x = IntPart{} + int16_t(pair), y = IntPart{} + int16_t(pair >> 16);
+    KV_PARTS acc.v[p] += ((IntPart)(pairs.v[p] << 16) >> 16) * x + ((IntPart)pairs.v[p] >> 16) * y;
 #else
     KV_PARTS add_to(acc.v[p], (IntPart)_mm256_madd_epi16((__m256i)pairs.v[p], _mm256_set1_epi32((int)pair)));
 #endif
@@ -93,15 +96,21 @@ struct Int8Weights : UsualTiles {
                 for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_four(sums[m][h], w[h], four);
             }
         }
-        for (int h = 0; h < COUNT; ++h) {
-            const int at = (halves.first + h) * LANES;
-            const Lanes scale = load(l.scale + at);
-            Ints added{};  // by OFFSET in each row code: OFFSET times the sum of an output's codes
-            if (OFFSET) KV_PARTS added.v[p] = __builtin_convertvector(load(l.zero + at).v[p], IntPart) * OFFSET;
-            for (int m = 0; m < ROWS; ++m) {
-                KV_PARTS sums[m][h].v[p] -= added.v[p];
-                acc[m][h] = as_lanes(sums[m][h]) * (scale * splat(rows.scales[m]));
-            }
+        for (int h = 0; h < COUNT; ++h)
+            finish(l, halves.first + h, ROWS, rows.scales, [&](int m) { return sums[m][h]; }, [&](int m, Lanes a) { acc[m][h] = a; });
+    }
+
+    // Results of some rows and one half of a panel, made of sums of products of codes. scales: of the rows.
+    template <class Sums, class Results>
+    static KV_INLINE void finish(const kv_linear& l, int half, int num_rows, const float* scales, const Sums& sums,
+                                 const Results& results) {
+        const Lanes scale = load(l.scale + half * LANES);
+        Ints added{};  // by OFFSET in each row code: OFFSET times the sum of an output's codes
+        if (OFFSET) KV_PARTS added.v[p] = __builtin_convertvector(load(l.zero + half * LANES).v[p], IntPart) * OFFSET;
+        for (int m = 0; m < num_rows; ++m) {
+            Ints sum = sums(m);
+            KV_PARTS sum.v[p] -= added.v[p];
+            results(m, as_lanes(sum) * (scale * splat(scales[m])));
         }
     }
 };
@@ -139,6 +148,22 @@ void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, 
         scales[row] = round_to_codes(x + row * stride, l.in, 127, OFFSET, to);
         for (int i = l.in; i % 4; ++i) to[i] = OFFSET;
     });
+}
+
+inline void int8_product(Worker& w, const kv_linear& l, Rows<uint8_t> rows, const Output& output, int num_rows) {
+#ifdef KV_HAS_TILES
+    multiply_tiled<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows,
+                                [&](int panel, int row, int count, char* sums) {
+        for (int half = 0; half < 2; ++half) {
+            char* own = sums + half * CACHE_LINE;
+            Int8Weights::finish(l, 2 * panel + half, count, rows.scales + row,
+                [&](int m) { Ints sum; std::memcpy(&sum, own + m * PANEL * 4, sizeof sum); return sum; },
+                [&](int m, Lanes a) { store(reinterpret_cast<float*>(own + m * PANEL * 4), a); });
+        }
+    });
+#else
+    multiply<Int8Weights>(w, l, rows, output, num_rows);
+#endif
 }
 
 // int4 codes of two inputs at a time as numbers that rows multiply, for three types of rows. ADDED is what each number is above
@@ -373,11 +398,11 @@ void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const O
     if (l.format == KV_LINEAR_INT8) {
         uint8_t* codes = w.team.buffers[kv_team::CODES].as<uint8_t>();
         quantize_rows(w, l, x, stride, num_rows, codes, sums);
-        return multiply<Int8Weights>(w, l, {codes, code_stride(l), sums}, output, num_rows);
+        return int8_product(w, l, {codes, code_stride(l), sums}, output, num_rows);
     }
     if (l.format != KV_LINEAR_INT4) return product(w, l, x, stride, output, num_rows);
 #ifdef KV_HAS_INT16_DOT
-    if constexpr (!std::is_same_v<Model, Act>) {
+    if constexpr (sizeof(Model) == 2) {
         int16_t* codes = w.team.buffers[kv_team::CODES].as<int16_t>();
         float* scales = sums + int64_t(num_rows) * (l.in / l.group);
         quantize_groups(w, l, x, stride, num_rows, codes, scales, sums);

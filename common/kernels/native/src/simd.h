@@ -225,25 +225,34 @@ KV_INLINE Lanes exp(Lanes x) {
 KV_INLINE Lanes silu(Lanes x) { return x / (splat(1.0f) + exp(zeros() - x)); }
 
 // What matrix products take as activations: bfloat16 where the processor multiplies pairs of them.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(KV_EMULATES_TILES)
 #define KV_HAS_BF16_DOT 1
+// acc + the products of sixteen pairs with sixteen others.
+KV_INLINE Lanes dot_words(Lanes acc, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)a.v[0], (__m512bh)(__m512i)b.v[0]);
+#elif defined(KV_EMULATES_TILES)
+    KV_PARTS {
+        acc.v[p] = fused((FloatPart)(a.v[p] << 16), (FloatPart)(b.v[p] << 16), acc.v[p]);
+        acc.v[p] = fused((FloatPart)(a.v[p] & 0xffff0000u), (FloatPart)(b.v[p] & 0xffff0000u), acc.v[p]);
+    }
+#else
+    KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)a.v[p], (bfloat16x8_t)b.v[p]);
+#endif
+    return acc;
+}
 // acc[i] += pairs[2i] * pair[0] + pairs[2i + 1] * pair[1]. `pair` is two bfloat16, `pairs` sixteen times two.
 KV_INLINE Lanes dot_pairs(Lanes acc, Words pairs, uint32_t pair) {
 #if defined(__AVX512BF16__)
     acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)pairs.v[0],
                                            (__m512bh)_mm512_set1_epi32((int)pair));
+#elif defined(KV_EMULATES_TILES)
+    Words both;
+    KV_PARTS both.v[p] = WordPart{} + pair;
+    acc = dot_words(acc, pairs, both);
 #else
     KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)pairs.v[p],
                                                (bfloat16x8_t)vdupq_n_u32(pair));
-#endif
-    return acc;
-}
-// acc + the products of sixteen pairs with sixteen others.
-KV_INLINE Lanes dot_words(Lanes acc, Words a, Words b) {
-#if defined(__AVX512BF16__)
-    acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)a.v[0], (__m512bh)(__m512i)b.v[0]);
-#else
-    KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)a.v[p], (bfloat16x8_t)b.v[p]);
 #endif
     return acc;
 }

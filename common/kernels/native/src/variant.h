@@ -20,4 +20,4 @@ struct kv_variant {
 #define KV_PASTE(a, b) a##b
 #define KV_TABLE(name) KV_PASTE(kv_variant_, name)
 
-extern const kv_variant kv_variant_avx512bf16, kv_variant_avx512, kv_variant_avx2, kv_variant_neonbf16, kv_variant_portable;
+extern const kv_variant kv_variant_amx, kv_variant_amx_emulated, kv_variant_avx512bf16, kv_variant_avx512, kv_variant_avx2, kv_variant_neonbf16, kv_variant_portable;

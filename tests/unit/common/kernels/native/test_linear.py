@@ -64,7 +64,7 @@ def rounded_rows(x: Tensor, top: int = 127) -> Tensor:
 
 def rounded_groups(x: Tensor, variant: str, group: int) -> Tensor:
     """What int4 layers multiply in place of `x`, float64."""
-    if x.dtype == torch.float32 or variant not in ("avx2", "avx512"):
+    if x.dtype == torch.float32 or variant not in ("avx2", "avx512", "amx", "amx_emulated"):
         return x.double()
     return rounded_rows(x.unflatten(1, (-1, group)), min(2**15 - 1, (2**31 - 1) // 15 // group)).flatten(1)
 
