@@ -84,21 +84,23 @@ void multiply_tiled_rows(const kv_linear& l, int panel_index, const SteppedPanel
 template <class Kind, class T, class Finish>
 void multiply_tiled(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> rows, const Output& output, int num_rows,
                     const Finish& finish) {
-    constexpr int BLOCK = 16 * TILED_ROWS, CHUNKS_PER_MEMBER = 8, MOST_PANELS = 8;
-    const int panels = num_panels(l), blocks = (num_rows + BLOCK - 1) / BLOCK;
+    constexpr int CHUNKS_PER_MEMBER = 8, MOST_PANELS = 8, BLOCK_BYTES = 1 << 20, FEWEST = 3, MOST = 16;
+    const int row_bytes = l.in * int(sizeof(T));
+    const int block_rows = std::clamp(BLOCK_BYTES / row_bytes / TILED_ROWS, FEWEST, MOST) * TILED_ROWS;
+    const int panels = num_panels(l), blocks = (num_rows + block_rows - 1) / block_rows;
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
     const int per_chunk = std::clamp(panels * blocks / wanted, 1, MOST_PANELS);
     const int chunks = (panels + per_chunk - 1) / per_chunk;
     w.for_each(chunks * blocks, [&](int task) {
-        const int first = task % chunks * per_chunk, lo = task / chunks * BLOCK;
-        const int last = std::min(first + per_chunk, panels), hi = std::min(lo + BLOCK, num_rows);
+        const int first = task % chunks * per_chunk, lo = task / chunks * block_rows;
+        const int last = std::min(first + per_chunk, panels), hi = std::min(lo + block_rows, num_rows);
         tiles::Shapes shapes;
         for (int row = lo, end; row < hi; row = end) {
             const int whole = (hi - row) / TILED_ROWS * TILED_ROWS;
             end = whole ? row + whole : hi;
             shapes.set(whole ? TILED_ROWS : end - row);
             for (int p = first; p < last; ++p) {
-                const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, l.in * int(sizeof(T)));
+                const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, row_bytes);
                 multiply_tiled_rows<Kind>(l, p, panel, rows, output, row, end - row,
                                           [&](int at, int count, char* sums) { finish(p, at, count, sums); });
             }

@@ -161,11 +161,11 @@ KV_INLINE void add_steps(const char* rows, int64_t row_stride, const char* panel
         fetch();
         load<4>(rows, row_stride);
         load<6>(panel, PANEL_ROW);
-        Kind::template add<0, 4, 6>();
         load<7>(panel + ROW_BYTES, PANEL_ROW);
+        if constexpr (HAS_TWO) load<5>(rows + ROWS * row_stride, row_stride);
+        Kind::template add<0, 4, 6>();
         Kind::template add<1, 4, 7>();
         if constexpr (HAS_TWO) {
-            load<5>(rows + ROWS * row_stride, row_stride);
             Kind::template add<2, 5, 6>();
             Kind::template add<3, 5, 7>();
         }
