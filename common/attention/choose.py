@@ -12,7 +12,8 @@ from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
-from common.kernels.native.library import DTYPES, find_native
+from common.kernels.native.find import find_native
+from common.kernels.native.library import DTYPES
 from common.kv.storage import GroupStorage, KVStorage
 
 log = logging.getLogger(__name__)

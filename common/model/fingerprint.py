@@ -36,13 +36,15 @@ def fingerprint(
     seed: int,
     drawn_on: str = "cpu",
     quantization: Quantization = "auto",
+    arithmetic: str = "",
 ) -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
     Covers the config, the tokenizer (`tokenizer_digest`), and of every weight file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
-    What `--quantization` makes of the weights is appended by name, so that a refusal says it.
+    What `--quantization` makes of the weights, and `arithmetic` (`common.kernels.native.find`), are appended by name, so that
+    a refusal says it.
 
     Raises: ConfigError for missing or corrupt files.
     """
@@ -55,8 +57,8 @@ def fingerprint(
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
-    suffix = f"-{quantization}" if quantization in ("int8", "int4") else ""
-    return digest.hexdigest()[:32] + suffix
+    names = (quantization if quantization in ("int8", "int4") else "", arithmetic)
+    return "-".join((digest.hexdigest()[:32], *filter(None, names)))
 
 
 def pooling_fingerprint(

@@ -18,7 +18,7 @@ from common.base.errors import ConfigError
 from common.base.free_memory import release_free_memory
 from common.config.option_groups import Quantization
 from common.kernels.choose import choose_kernels
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel

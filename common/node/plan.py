@@ -23,6 +23,7 @@ from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
+from common.kernels.native.find import arithmetic
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.model.choose import choose_model
@@ -89,7 +90,14 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     weights = files_state(path, config.load_format)
     layout = KVLayout(
         fingerprint=fingerprint(
-            path, model_config, config.load_format, dtype, config.seed, drawn_on, config.quantization
+            path,
+            model_config,
+            config.load_format,
+            dtype,
+            config.seed,
+            drawn_on,
+            config.quantization,
+            arithmetic() if device == "cpu" and dtype == "bfloat16" else "",
         ),
         spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
         tp_size=config.tensor_parallel_size,

@@ -33,7 +33,7 @@ from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.row_passes import choose_passes
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
 from common.model.files import files_state

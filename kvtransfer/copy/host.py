@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from common.base.errors import ConfigError
-from common.kernels.native.library import NativeLibrary, find_native
+from common.kernels.native.find import find_native
+from common.kernels.native.library import NativeLibrary
 from common.kv.memory_layout import Strip, strips_of
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import RelayDevice, StreamMark

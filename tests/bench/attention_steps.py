@@ -12,7 +12,7 @@ from common.attention.cpu import CpuAttention
 from common.attention.native import NativeAttention
 from common.base.torch_setup import configure_torch
 from common.kernels.native.build import build_library
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage

@@ -22,7 +22,7 @@ from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
 from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.model.lora.checkpoint import open_adapter
 from common.node.plan import make_scheduler, plan_node
 from common.node.worker import load_worker

@@ -6,9 +6,6 @@ ctypes releases the GIL during every call. All calls but `scatter_rows` come fro
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
-import os
 from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
@@ -16,9 +13,6 @@ import torch
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
-from common.kernels.native.build import Missing, find_library
-
-log = logging.getLogger(__name__)
 
 ABI_VERSION = 13
 
@@ -141,18 +135,16 @@ class NativeLibrary:
     """The kernels for this processor and the team of threads that runs them."""
 
     def __init__(self, path: Path, limit: str, threads: int) -> None:
-        """`limit`: a value of `CPU_KERNELS`, "" for none. Raises: OSError, ConfigError."""
+        """`limit`: as `select` takes it. Raises: OSError, ConfigError."""
         library = ctypes.CDLL(str(path))
-        library.kv_select_variant.restype = c_char_p
-        library.kv_select_variant.argtypes = [c_char_p]
+        self._select = library.kv_select_variant
+        self._select.restype = c_char_p
+        self._select.argtypes = [c_char_p]
         library.kv_team_new.restype = c_void_p
         library.kv_team_new.argtypes = [_I]
         if library.kv_abi_version() != ABI_VERSION:
             raise OSError(f"{path} has version {library.kv_abi_version()} of the interface, not {ABI_VERSION}")
-        chosen: bytes | None = library.kv_select_variant(limit.encode())
-        if chosen is None:
-            raise ConfigError(f"{CPU_KERNELS}={limit!r} names no kernels that this processor runs")
-        self.variant = chosen.decode()
+        self.select(limit)
         self.threads = threads
         self.team: int | None = library.kv_team_new(threads)
         """struct kv_team, the first argument of every function below except `check_batch` and `scatter_rows`."""
@@ -180,39 +172,15 @@ class NativeLibrary:
         self.log_sum_exp = library.kv_log_sum_exp
         self.draw_tokens = library.kv_draw_tokens
 
+    def select(self, limit: str) -> str:
+        """Use the best variant that this processor runs, at most `limit`: a value of `CPU_KERNELS`, "" for none. Returns its
+        name. The choice is the whole process's. Raises: ConfigError.
+        """
+        chosen: bytes | None = self._select(limit.encode())
+        if chosen is None:
+            raise ConfigError(f"{CPU_KERNELS}={limit!r} names no kernels that this processor runs")
+        self.variant = chosen.decode()
+        return self.variant
+
     def __str__(self) -> str:
         return f"native {self.variant}, {self.threads} threads"
-
-
-def find_native() -> NativeLibrary | None:
-    """This process's native kernels, with as many threads as PyTorch uses; None, with the reason in the log, if PyTorch's
-    operations are used instead.
-
-    Raises: ConfigError for an unknown value of `CPU_KERNELS`.
-    """
-    found = _load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads())
-    return found if isinstance(found, NativeLibrary) else None
-
-
-def describe_native() -> str:
-    """What computes on this CPU, for operators: "native avx512bf16, 2 threads", or "PyTorch" and why."""
-    return str(_load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads()))
-
-
-@functools.cache
-def _load(limit: str, threads: int) -> NativeLibrary | str:
-    found = _find(limit, threads)
-    log.info("kernels: %s", found)
-    return found
-
-
-def _find(limit: str, threads: int) -> NativeLibrary | str:
-    if limit == "torch":
-        return f"PyTorch ({CPU_KERNELS}=torch)"
-    library = find_library()
-    if isinstance(library, Missing):
-        return f"PyTorch (native kernels: {library})"
-    try:
-        return NativeLibrary(library, limit, threads)
-    except OSError as error:
-        return f"PyTorch (the native kernels do not load: {error})"

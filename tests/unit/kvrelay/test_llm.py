@@ -23,7 +23,7 @@ from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
 from kvrelay.local_node import LocalNode
 
 from common.config.service_configs import UpConfig
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 connections: list[str] = []

@@ -262,16 +262,34 @@ inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 *
 KV_INLINE Lanes group_sum(Lanes sum, const float*, int64_t) { return sum; }
 KV_INLINE Lanes group_sum(Ints sum, const float* scales, int64_t at) { return as_lanes(sum) * splat(scales[at]); }
 
-// For each group, whose sums of row * (code + ADDED) `add_group` adds up:
+// Float sums of more inputs than this would lose too much: large groups are added up in parts.
+template <class T>
+constexpr int MOST_SUMMED = std::is_same_v<typename Int4Weights<T>::Sums, Lanes> ? 1024 : INT32_MAX;
+
+// For each group, whose sums of row * (code + ADDED) `add_part` adds up:
 // acc += scale * (sum - (zero + ADDED) * sum of the row).
 template <class T, int ROWS, int COUNT, class F>
-KV_INLINE void multiply_groups(const kv_linear& l, int first_half, Rows<T> rows, Tile<ROWS, COUNT>& acc, const F& add_group) {
+KV_INLINE void multiply_groups(const kv_linear& l, int first_half, Rows<T> rows, Tile<ROWS, COUNT>& acc, const F& add_part) {
     const int groups = l.in / l.group;
     for (int g = 0; g < groups; ++g) {
         typename Int4Weights<T>::Sums sums[ROWS][COUNT];
-        for (int m = 0; m < ROWS; ++m)
-            for (int h = 0; h < COUNT; ++h) sums[m][h] = {};
-        add_group(g * l.group, sums);
+        const auto add = [&](int first, int end) __attribute__((always_inline)) {
+            for (int m = 0; m < ROWS; ++m)
+                for (int h = 0; h < COUNT; ++h) sums[m][h] = {};
+            add_part(first, end, sums);
+        };
+        int first = g * l.group;
+        const int end = first + l.group;
+        for (; end - first > MOST_SUMMED<T>; first += MOST_SUMMED<T>) {
+            add(first, first + MOST_SUMMED<T>);
+            for (int h = 0; h < COUNT; ++h) {
+                const int half = first_half + h;
+                const Lanes scale = load(l.scale + (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES);
+                for (int m = 0; m < ROWS; ++m)
+                    acc[m][h] = multiply_add(scale, group_sum(sums[m][h], rows.scales, int64_t(m) * groups + g), acc[m][h]);
+            }
+        }
+        add(first, end);
         for (int h = 0; h < COUNT; ++h) {
             const int half = first_half + h;
             const int64_t at = (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES;
@@ -300,9 +318,9 @@ struct CodedInt4 : UsualTiles {
 
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
-        const auto add_group = [&](int first, auto& sums) {
+        const auto add_part = [&](int first, int end, auto& sums) {
             Halves own = halves.from(int64_t(first) / 8 * PANEL * 4);
-            for (int k = first; k < first + l.group; k += 8, own.advance()) {
+            for (int k = first; k < end; k += 8, own.advance()) {
                 fetch();
 #pragma GCC unroll 4  // else gcc keeps sums in memory
                 for (int h = 0; h < COUNT; ++h) {
@@ -312,7 +330,7 @@ struct CodedInt4 : UsualTiles {
                 }
             }
         };
-        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_group);
+        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_part);
     }
 };
 
@@ -332,12 +350,12 @@ struct ExpandedInt4 : UsualTiles {
     }
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
-        const auto add_group = [&](int first, auto& sums) {
+        const auto add_part = [&](int first, int end, auto& sums) {
             Halves own = halves.from(int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES);
-            for (int k = first; k < first + l.group; k += 2)
+            for (int k = first; k < end; k += 2)
                 Int4Weights<T>::template add_expanded_pair<ROWS, COUNT>(sums, own, rows, k);
         };
-        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_group);
+        multiply_groups<T, ROWS, COUNT>(l, halves.first, rows, acc, add_part);
     }
 };
 

@@ -25,7 +25,7 @@ from common.kernels import library
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.kernels.torch_kernels import TORCH
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec

@@ -13,7 +13,7 @@ from support.runner_cases import drive, make_runner, prompt
 from common.base.errors import EngineError
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, ScoredRows, StepInput
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 
 pytestmark = pytest.mark.skipif(find_native() is None, reason="no native kernels")
 

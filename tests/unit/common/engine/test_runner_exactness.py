@@ -14,7 +14,7 @@ from support.runner_cases import check, drive, make_runner, prompt
 
 from common.base.errors import EngineError
 from common.engine.step import StepInput
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.model.native_layer import _log_once  # pyright: ignore[reportPrivateUsage]
 
 LATER = (

@@ -53,6 +53,13 @@ def test_fingerprint_sees_every_tensor_the_config_the_dtype_and_the_tokenizer(fo
     assert len(seen) == 10
 
 
+def test_a_fingerprint_ends_with_what_a_refusal_must_name(folder: Path) -> None:
+    def of(quantization: Quantization, arithmetic: str) -> str:
+        return fingerprint(folder, load_model_config(folder), "auto", "bfloat16", 0, "cpu", quantization, arithmetic)
+
+    assert of("int8", "amx") == of("auto", "") + "-int8-amx"
+
+
 def test_weights_of_a_pooling_model_are_told_apart(folder: Path) -> None:
     """Their nodes registered the tokenizer alone: vectors of two fine-tunes were mixed, and `kvrelay admin check` found nothing."""
 

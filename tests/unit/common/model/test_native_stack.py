@@ -12,7 +12,7 @@ from support.recording import Recorder
 from support.runner_cases import drive, make_runner, prompt
 
 from common.engine.runner import ModelRunner
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.model.decoder import DecoderModel
 from common.model.native_stack import NativeStack
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.oracle import make_tiny
 
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.model import weights as weight_sources
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel

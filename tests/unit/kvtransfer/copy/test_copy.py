@@ -16,7 +16,7 @@ from support.host_device import CopyRuns, HostDevice, copy_runs
 from support.kv_words import plane_words
 
 from common.base.errors import ConfigError, CorruptSlice
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.kernels.native.kernels import NativeRotary
-from common.kernels.native.library import find_native
+from common.kernels.native.find import find_native
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])

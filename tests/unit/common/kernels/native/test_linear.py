@@ -152,3 +152,12 @@ def test_rows_may_be_parts_of_a_wider_tensor(variant: str) -> None:
     wide = torch.randn(5, 192).bfloat16()
     assert torch.equal(layer.forward(wide[:, 64:128]), layer.forward(wide[:, 64:128].contiguous()))
     assert torch.equal(layer.forward(wide[:, 0:128:2]), layer.forward(wide[:, 0:128:2].contiguous()))
+
+
+@pytest.mark.parametrize("name", ["float", "int8"])
+def test_emulated_tiles_give_what_matrix_units_give(name: str) -> None:
+    torch.manual_seed(5)
+    made = MAKERS[name](160, 968, torch.bfloat16)
+    x = torch.randn(70, 968).bfloat16()
+    found = [NativeLinear(native(variant), made.packed(False), None).forward(x) for variant in ("amx_emulated", "amx")]
+    assert torch.equal(*found)

@@ -1,0 +1,163 @@
+"""Which kernels multiply fastest on this processor: measured once, and kept beside the compiled library.
+
+The candidates are the library's variants and oneDNN's products through PyTorch. All products of a model are by the one that
+is best over all row counts together, because a row's result must not depend on the batch that it is in. Runs before a model
+is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.base.errors import ConfigError
+from common.base.file_lock import locked
+from common.kernels.native.build import native_folder
+
+log = logging.getLogger(__name__)
+
+TORCH = "torch"
+ROWS = (1, 8, 16, 64, 256, 2048)
+_TORCH_MARGIN = 0.8
+"""How much of the best variant's time oneDNN's products may take to be chosen: with them norms, attention and all else are
+PyTorch's, too, several times slower than the native ones."""
+_HOPELESS = 2.5
+"""A candidate that takes so many times as long as the best one is not measured again."""
+_TURNS = 3
+_INPUTS, _OUTPUTS, _COPIES = 992, 2048, 12
+"""49 MB of bfloat16 weights in all, so that products of few rows read them from memory, as in a model. Rows are not a power of
+two apart, as in the engine."""
+_LOCK = "lock-choice"
+_LOCK_TIMEOUT_S = 10.0
+
+Product = Callable[[torch.Tensor, int], object]
+"""Multiplies rows [rows, in] by copy number `copy` of the weights."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels to use, and the geometric mean of each candidate's times over those of the chosen one."""
+
+    kernels: str
+    times_as_long: Mapping[str, float]
+
+    def __str__(self) -> str:
+        others = (
+            f"{'PyTorch' if name == TORCH else name} {factor:.1f} x"
+            for name, factor in sorted(self.times_as_long.items(), key=lambda item: item[1])
+            if name != self.kernels
+        )
+        return ", ".join(("fastest measured", *others))
+
+
+def choose(library: Path, threads: int, candidates: Callable[[], Mapping[str, Product]]) -> Choice | None:
+    """The choice for this processor, library and number of threads: the kept one, else measured now. None where it could not
+    be kept, because nodes that measure each for itself might choose differently.
+
+    `candidates`: makes the products to compare.
+    """
+    try:
+        folder = native_folder()
+        kept = folder / f"choice-{_key(library, threads)}.json"
+        if (choice := _read(kept)) is not None:
+            return choice
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(folder / _LOCK, time.monotonic() + _LOCK_TIMEOUT_S) as is_held:
+            if not is_held:
+                return None
+            if (choice := _read(kept)) is None:  # another process may have measured it meanwhile
+                choice = best(measure(candidates()))
+                _write(kept, choice)
+            return choice
+    except (OSError, ConfigError) as error:
+        log.warning("no kernels are chosen by measurement: %s", error)
+        return None
+
+
+@torch.inference_mode()
+def measure(candidates: Mapping[str, Product]) -> dict[str, list[float]]:
+    """The shortest of several times of each candidate's product, in seconds, for each number in `ROWS`."""
+    rows = [torch.randn(count, _INPUTS).bfloat16() for count in ROWS]
+    times = {name: [math.inf] * len(ROWS) for name in candidates}
+    for turn in range(_TURNS):
+        means = {name: _mean(found) for name, found in times.items()}
+        for name, product in candidates.items():
+            if turn and means[name] > _HOPELESS * min(means.values()):
+                continue
+            for at, x in enumerate(rows):
+                times[name][at] = min(times[name][at], _seconds(product, x))
+    return times
+
+
+def best(times: Mapping[str, Sequence[float]]) -> Choice:
+    """Pure: the choice by these times."""
+    means = {name: _mean(found) for name, found in times.items()}
+    chosen = min((name for name in means if name != TORCH), key=lambda name: means[name])
+    if means.get(TORCH, math.inf) < _TORCH_MARGIN * means[chosen]:
+        chosen = TORCH
+    return Choice(chosen, {name: mean / means[chosen] for name, mean in means.items()})
+
+
+def make_weights() -> list[torch.Tensor]:
+    """The weights that candidates multiply by: [out, in] each."""
+    return [torch.randn(_OUTPUTS, _INPUTS).bfloat16() for _ in range(_COPIES)]
+
+
+def _seconds(product: Product, x: torch.Tensor) -> float:
+    copies = _COPIES if x.size(0) <= 16 else 1
+    started = time.perf_counter()
+    for copy in range(copies):
+        product(x, copy)
+    return (time.perf_counter() - started) / copies
+
+
+def _mean(times: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, times)) / len(times)) if math.inf not in times else math.inf
+
+
+def _key(library: Path, threads: int) -> str:
+    facts = (library.name, threads, torch.__version__, platform.machine(), _processor())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What tells processors apart: the first one's name, stepping and features."""
+    try:
+        first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    changing = ("processor", "cpu MHz", "bogomips", "apicid", "initial apicid", "core id", "BogoMIPS")
+    return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].strip() not in changing)
+
+
+def _read(file: Path) -> Choice | None:
+    try:
+        kept = json.loads(file.read_text())
+        times = {str(name): float(factor) for name, factor in kept["times_as_long"].items()}
+        return Choice(kept["kernels"], times) if kept["kernels"] in times else None
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(file: Path, choice: Choice) -> None:
+    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump({"kernels": choice.kernels, "times_as_long": dict(choice.times_as_long)}, stream)
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
