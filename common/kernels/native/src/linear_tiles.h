@@ -10,7 +10,7 @@ namespace KV_VARIANT {
 constexpr int TILED_ROWS = tiles::BLOCKS * tiles::ROWS;
 constexpr int STEP_BYTES = tiles::UNITS * PANEL * 4;  // of a panel
 // Steps that are fetched ahead of the one in use.
-constexpr int STEPS_AHEAD = 4;
+constexpr int STEPS_AHEAD = 8;
 
 // Fetches LINES cache lines of weights in each step.
 template <int LINES>
@@ -19,7 +19,7 @@ struct FetchLines {
 
     KV_INLINE void operator()() {
 #pragma GCC unroll 32
-        for (int i = 0; i < LINES; ++i) __builtin_prefetch(next + i * CACHE_LINE, 0, 3);
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(next + i * CACHE_LINE, 0, NEAR);
         next += LINES * CACHE_LINE;
     }
 };
