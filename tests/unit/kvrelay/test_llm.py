@@ -212,14 +212,15 @@ def open_packed_weights() -> list[str]:
 def test_a_closed_or_failed_llm_leaves_its_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_PACKED_CACHE_GB", "1")
     monkeypatch.setattr("common.model.packed_weights.weights_folder", lambda: tmp_path)
+    before = len(open_packed_weights())  # of other tests of this process
     llm = LLM(kv_memory_gb=0.01)
-    during = len(open_packed_weights())
+    during = len(open_packed_weights()) - before
     llm.close()
     with pytest.raises(ConfigError, match="max_model_len 2000 needs more"):
         LLM(kv_blocks=4, max_model_len=2000)
     with pytest.raises(ConfigError, match="KV blocks of"):
         LLM(kv_memory_gb=1e-6)
-    assert (during, len(open_packed_weights())) == (0 if find_native() is None else 1, 0)
+    assert (during, len(open_packed_weights()) - before) == (0 if find_native() is None else 1, 0)
 
 
 def test_a_closed_llm_says_so_and_has_freed_its_model() -> None:

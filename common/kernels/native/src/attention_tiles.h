@@ -4,18 +4,18 @@
 
 namespace KV_VARIANT::attention {
 
-// Whether matrix units multiply rows of this type, with panels of bfloat16.
+// Whether matrix units multiply rows of this type, with panels of bfloat16; and the most rows that are multiplied at once.
 #ifdef KV_HAS_TILES
 template <class Act>
 constexpr bool ON_TILES = sizeof(Act) == 2;
-constexpr int MOST_TILE_ROWS = TILED_ROWS;
+template <class Act>
+constexpr int TILE_ROWS = ON_TILES<Act> ? TILED_ROWS : MAX_ROWS;
 #else
 template <class Act>
 constexpr bool ON_TILES = false;
-constexpr int MOST_TILE_ROWS = MAX_ROWS;
-#endif
 template <class Act>
-constexpr int TILE_ROWS = ON_TILES<Act> ? MOST_TILE_ROWS : MAX_ROWS;
+constexpr int TILE_ROWS = MAX_ROWS;
+#endif
 
 // sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
 template <int ROWS, int COUNT>
@@ -70,7 +70,7 @@ constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<in
 #ifdef KV_HAS_TILES
 // The same on matrix units, whose shapes are set for the rows. Words up to the next multiple of 16 are read.
 template <bool HAS_TWO>
-__attribute__((noinline)) void multiply_on_units(const uint32_t* panel, int words, const bf16* rows, int64_t stride, float* out,
+__attribute__((noinline)) void multiply_by_tiles(const uint32_t* panel, int words, const bf16* rows, int64_t stride, float* out,
                                                  int64_t out_stride) {
     NoFetch none;
     tiles::clear_sums<HAS_TWO>();
@@ -84,7 +84,7 @@ __attribute__((noinline)) void multiply_on_units(const uint32_t* panel, int word
 template <class Act, class Number>
 MultiplyTile<Act> tile_function(int num_rows) {
 #ifdef KV_HAS_TILES
-    if constexpr (ON_TILES<Act>) return num_rows > tiles::ROWS ? &multiply_on_units<true> : &multiply_on_units<false>;
+    if constexpr (ON_TILES<Act>) return num_rows > tiles::ROWS ? &multiply_by_tiles<true> : &multiply_by_tiles<false>;
     else
 #endif
     return tile_function<Act, Number>(num_rows, std::make_integer_sequence<int, MAX_ROWS>{});

@@ -41,7 +41,7 @@ struct SteppedPanel {
 
 // sums: [num_rows][32] = the products of up to 32 rows with a panel, as float or int32.
 template <class Kind, bool HAS_TWO, class F>
-void multiply_tiled(const SteppedPanel& panel, const char* rows, int64_t stride, int num_rows, F fetch, char* sums) {
+void multiply_by_tiles(const SteppedPanel& panel, const char* rows, int64_t stride, int num_rows, F fetch, char* sums) {
     tiles::clear_sums<HAS_TWO>();
     tiles::add_steps<Kind, HAS_TWO>(rows, stride, panel.whole, panel.steps, fetch);
     if (panel.has_rest) {
@@ -56,14 +56,14 @@ void multiply_tiled(const SteppedPanel& panel, const char* rows, int64_t stride,
 
 // One panel by `num_rows` rows from `row` on: either up to 32, or a multiple of 32. The first two products fetch the next panel.
 template <class Kind, class T, class Finish>
-void multiply_tiled_rows(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
+void multiply_by_tiles_rows(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
                          int row, int num_rows, const Finish& finish) {
     alignas(CACHE_LINE) char sums[TILED_ROWS * PANEL * 4];
     const int64_t stride = rows.stride * int64_t(sizeof(T));
     const auto multiply = [&](int first, int count, auto fetch) {
         const char* x = reinterpret_cast<const char*>(rows[first]);
-        const auto function = count > tiles::ROWS ? &multiply_tiled<Kind, true, decltype(fetch)>
-                                                  : &multiply_tiled<Kind, false, decltype(fetch)>;
+        const auto function = count > tiles::ROWS ? &multiply_by_tiles<Kind, true, decltype(fetch)>
+                                                  : &multiply_by_tiles<Kind, false, decltype(fetch)>;
         function(panel, x, stride, count, fetch, sums);
         finish(first, count, sums);
         put(l, output, panel_index, first, count, reinterpret_cast<const float*>(sums));
@@ -82,7 +82,7 @@ void multiply_tiled_rows(const kv_linear& l, int panel_index, const SteppedPanel
 // Groups of panels by blocks of rows, shared out among the team: a block stays in the second-level cache while the weights of
 // a group stream through. finish(row, rows, sums) makes floats of sums that are none yet.
 template <class Kind, class T, class Finish>
-void multiply_tiled(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> rows, const Output& output, int num_rows,
+void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> rows, const Output& output, int num_rows,
                     const Finish& finish) {
     constexpr int CHUNKS_PER_MEMBER = 8, MOST_PANELS = 8, BLOCK_BYTES = 1 << 20, FEWEST = 3, MOST = 16;
     const int row_bytes = l.in * int(sizeof(T));
@@ -101,7 +101,7 @@ void multiply_tiled(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> 
             shapes.set(whole ? TILED_ROWS : end - row);
             for (int p = first; p < last; ++p) {
                 const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, row_bytes);
-                multiply_tiled_rows<Kind>(l, p, panel, rows, output, row, end - row,
+                multiply_by_tiles_rows<Kind>(l, p, panel, rows, output, row, end - row,
                                           [&](int at, int count, char* sums) { finish(p, at, count, sums); });
             }
         }
@@ -109,7 +109,7 @@ void multiply_tiled(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> 
 }
 
 inline void product(Worker& w, const kv_linear& l, const bf16* x, int64_t stride, const Output& output, int num_rows) {
-    multiply_tiled<tiles::Bf16>(w, l, ShiftedWeights::panel_bytes(l), Rows<bf16>{x, stride}, output, num_rows,
+    multiply_by_tiles<tiles::Bf16>(w, l, ShiftedWeights::panel_bytes(l), Rows<bf16>{x, stride}, output, num_rows,
                                 [](int, int, int, char*) {});
 }
 

@@ -152,7 +152,7 @@ void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, 
 
 inline void int8_product(Worker& w, const kv_linear& l, Rows<uint8_t> rows, const Output& output, int num_rows) {
 #ifdef KV_HAS_TILES
-    multiply_tiled<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows,
+    multiply_by_tiles<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows,
                                 [&](int panel, int row, int count, char* sums) {
         for (int half = 0; half < 2; ++half) {
             char* own = sums + half * CACHE_LINE;
