@@ -7,8 +7,8 @@ import torch
 from common.kernels.base import Kernels
 from common.kernels.flashinfer_kernels import DTYPES, FlashInferKernels
 from common.kernels.library import find_flashinfer
-from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.find import describe_native, find_native
+from common.kernels.native.kernels import NativeKernels
 from common.kernels.torch_kernels import TORCH
 
 

@@ -19,8 +19,8 @@ from common.kernels.base import Kernels
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
-from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.find import find_native
+from common.kernels.native.kernels import NativeKernels
 from common.kernels.torch_kernels import TORCH
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage

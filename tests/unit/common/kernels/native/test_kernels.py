@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.kernels.native.kernels import NativeRotary
 from common.kernels.native.find import find_native
+from common.kernels.native.kernels import NativeRotary
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
