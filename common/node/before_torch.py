@@ -13,7 +13,7 @@ from common.config.service_configs import NodeConfig
 if TYPE_CHECKING:
     from common.node.role import NodeRole
 
-COMPILE_S = 60.0
+COMPILE_S = 120.0
 """Time for compiling native kernels at a start, where the installation has not done it. After it, PyTorch computes."""
 
 

@@ -154,7 +154,7 @@ def _compile_any(compilers: list[Compiler], folder: Path, deadline_s: float) -> 
     for compiler in compilers:
         started_s = time.monotonic()
         # zig first compiles its own C++ runtime; the cache keeps that.
-        usual = "about a minute, the first time" if compiler.is_zig else "about 20 s"
+        usual = "about two minutes, the first time" if compiler.is_zig else "about half a minute"
         log.info("compiling native kernels with %s: %s", compiler.name, usual)
         try:
             with _work_folder(folder) as work:

@@ -33,7 +33,8 @@ class Variant:
     name: str
     flags: tuple[str, ...]
     zig_cpu: str
-    definitions: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    """More options, the same for all compilers."""
 
 
 _AVX2 = ("avx2", "fma", "f16c")
@@ -41,15 +42,15 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
 _AMX = (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
 
-def _x86(name: str, features: tuple[str, ...], *definitions: str) -> Variant:
+def _x86(name: str, features: tuple[str, ...], *options: str) -> Variant:
     zig_cpu = "+".join(("baseline", *(feature.replace("-", "_") for feature in features)))
-    return Variant(name, tuple(f"-m{feature}" for feature in features), zig_cpu, definitions)
+    return Variant(name, tuple(f"-m{feature}" for feature in features), zig_cpu, options)
 
 
 _VARIANTS = {
     "x86_64": (
         _x86("portable", ()),
-        _x86("amx_emulated", (), "-DKV_HAS_TILES", "-DKV_EMULATES_TILES"),
+        _x86("amx_emulated", (), "-DKV_HAS_TILES", "-DKV_EMULATES_TILES", "-O1"),
         _x86("avx2", _AVX2),
         _x86("avx512", _AVX512),
         _x86("avx512bf16", (*_AVX512, "avx512bf16")),
@@ -110,7 +111,7 @@ def make_recipe(compiler: Compiler, sources: Path, machine: str, *, for_wheel: b
         objects.append(f"{variant.name}.o")
         named = f"-DKV_VARIANT={variant.name}"
         commands.append(
-            (*base, *flags, *variant.definitions, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1])
+            (*base, *flags, *variant.options, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1])
         )
     baseline = ("-mcpu=baseline",) if compiler.is_zig else ()
     shared = sorted(file for file in sources.glob("*.cpp") if file.name != _PER_VARIANT)

@@ -185,10 +185,9 @@ class Attention {
                         queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from, tokens_seen, scores_, ahead,
                         Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
                 };
-                if (in_blocks)
-                    attend(BlockValues<T, Act>{static_cast<const T*>(cache_.v), *in_blocks});
-                else
-                    attend(PanelValues<Number, Act>{reinterpret_cast<const uint32_t*>(values_)});
+                if constexpr (!ON_TILES<Act>)
+                    if (in_blocks) return attend(BlockValues<T, Act>{static_cast<const T*>(cache_.v), *in_blocks});
+                attend(PanelValues<Number, Act>{reinterpret_cast<const uint32_t*>(values_)});
             });
         }
     }

@@ -424,11 +424,13 @@ void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const O
         int16_t* codes = w.team.buffers[kv_team::CODES].as<int16_t>();
         float* scales = sums + int64_t(num_rows) * (l.in / l.group);
         quantize_groups(w, l, x, stride, num_rows, codes, scales, sums);
-        return int4_product<int16_t>(w, l, {codes, code_stride(l), scales, sums}, output, num_rows);
-    }
+        int4_product<int16_t>(w, l, {codes, code_stride(l), scales, sums}, output, num_rows);
+    } else
 #endif
-    sum_groups(w, l, x, stride, num_rows, sums);
-    int4_product<Act>(w, l, {x, stride, nullptr, sums}, output, num_rows);
+    {
+        sum_groups(w, l, x, stride, num_rows, sums);
+        int4_product<Act>(w, l, {x, stride, nullptr, sums}, output, num_rows);
+    }
 }
 
 }  // namespace KV_VARIANT
