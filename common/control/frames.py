@@ -6,6 +6,7 @@ Used at both ends of a control link, on the asyncio loop of the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import cast
 
 from common.base.errors import Unavailable
 from common.control.codec import MAX_MESSAGE_BYTES
+from common.control.direct_writer import DirectWriter
 from common.security.tls import shows_role
 
 _LENGTH_BYTES = 4
@@ -51,6 +53,7 @@ class FrameConnection(asyncio.Protocol):
         self._on_frame, self._on_end, self._on_open = on_frame, on_end, on_open
         self._on_growth = on_growth
         self._transport: asyncio.Transport | None = None
+        self._writer: DirectWriter | None = None
         self._rest: bytes | bytearray = b""
         """Bytes received and not yet handled."""
         self._paused = False
@@ -77,7 +80,13 @@ class FrameConnection(asyncio.Protocol):
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._resume)
 
+    def resume_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.drained()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
         while not self.closed and self._handle_frames():  # handle what arrived before the end
             pass
         self._end("broke" if exc is None else f"broke: {exc}")
@@ -88,11 +97,31 @@ class FrameConnection(asyncio.Protocol):
             raise Unavailable("cannot send: the connection is closed")
         if self.is_full:
             raise Unavailable("cannot send: its queue is full")
-        self._transport.write(with_length(frame))
+        if self._writer is not None:
+            self._writer.write(with_length(frame))
+        else:
+            self._transport.write(with_length(frame))
+
+    def take_direct_sends(self) -> None:
+        """Let `send_directly` send from now on. Not for TLS, whose state belongs to the loop."""
+        assert self._transport is not None
+        if self._transport.get_extra_info("ssl_object") is None:
+            with contextlib.suppress(OSError):  # too many open files
+                self._writer = DirectWriter(self._transport)
+
+    def send_directly(self, frame: bytes) -> bool:
+        """Send on this thread, which may be any. Returns False, and sends nothing, if only `send` can do it."""
+        writer = self._writer
+        if writer is None or self.closed or writer.is_behind:
+            return False
+        writer.write(with_length(frame))
+        return True
 
     @property
     def is_full(self) -> bool:
         """Whether the other end has left so much unread that nothing more is sent."""
+        if self._writer is not None:
+            return self._writer.unsent_bytes >= QUEUE_BYTES
         return self._transport is not None and self._transport.get_write_buffer_size() >= QUEUE_BYTES
 
     @property
@@ -121,12 +150,17 @@ class FrameConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close. What was sent before still goes out, if the other end reads it in time."""
         self.closed = True
+        if self._writer is not None:
+            self._writer.pass_on()
+            self._writer.close()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """Close, and drop what was not sent."""
         self.closed = True
+        if self._writer is not None:
+            self._writer.close()
         if self._transport is not None:
             self._transport.abort()
 

@@ -100,6 +100,18 @@ class Server:
             raise Unavailable("cannot send: the link is gone")
         connection.send(join([encode(message)]))
 
+    def send_directly(self, identity: Identity, message: Message) -> bool:
+        """Send on this thread, which may be any, without waking the loop. Returns False, and sends nothing, if only `send` can
+        do it, or tell why not: the link is gone or over TLS, its other end reads slowly, or the message cannot be encoded.
+        """
+        connection = self._connections.get(identity)
+        if connection is None:
+            return False
+        try:
+            return connection.send_directly(join([encode(message)]))
+        except ProtocolError:
+            return False
+
     def is_connected(self, identity: Identity) -> bool:
         """Whether this link still exists; one that is gone does not come back."""
         return identity in self._connections
@@ -128,6 +140,7 @@ class Server:
                 return
             self._connections[identity] = connection
             self._limits.opened(connection)
+            connection.take_direct_sends()
             connection.send(join([]))
 
         def ended(reason: str) -> None:

@@ -35,6 +35,7 @@ from common.control.messages import (
     PeerRef,
     Ping,
     Pong,
+    TokenBatch,
     TransferAbort,
 )
 from common.control.self_report import SelfReport
@@ -51,6 +52,8 @@ from common.security.tls import open_credentials
 log = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 64
+_FEW_CHUNKS = 8
+"""The engine's thread packs and sends at most this many itself: each takes some microseconds."""
 
 
 class ServedCore(EngineCore, Protocol):
@@ -70,6 +73,8 @@ class NodeServer:
         self._tls = open_credentials(config.tls_dir)
         self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
+        self._handed_over = self._delivered = 0
+        """Rounds of messages that the engine's thread has handed to the loop, and how many of them the loop has sent."""
         self._loop = asyncio.get_running_loop()
         self._engine: EngineLoop | None = None
         self._core: ServedCore | None = None
@@ -278,7 +283,25 @@ class NodeServer:
     # ------------------------------------------------------------ out
 
     def _deliver_from_engine(self, messages: list[OutgoingMessage]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, messages)
+        """On the engine's thread. A step's tokens are sent at once if they are few, and if nothing before them still waits for
+        the loop: waking it would cost more, and take a core from the next step."""
+        if len(messages) == 1 and self._handed_over == self._delivered and self._send_few_tokens(messages[0]):
+            return
+        self._handed_over += 1
+        self._loop.call_soon_threadsafe(self._deliver_next, messages)
+
+    def _send_few_tokens(self, outgoing: OutgoingMessage) -> bool:
+        message = outgoing.message
+        return (
+            isinstance(outgoing, ToClient)
+            and isinstance(message, TokenBatch)
+            and len(message.chunks) <= _FEW_CHUNKS
+            and self._server.send_directly(outgoing.identity, message)
+        )
+
+    def _deliver_next(self, messages: list[OutgoingMessage]) -> None:
+        self._deliver(messages)
+        self._delivered += 1
 
     def _deliver(self, messages: list[OutgoingMessage]) -> None:
         for outgoing in messages:

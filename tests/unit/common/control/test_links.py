@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import pytest
@@ -237,6 +238,70 @@ def test_a_client_that_does_not_read_loses_its_link_and_hears_of_it(monkeypatch:
         with pytest.raises(Unavailable):
             server.send(asked[0], abort(2))
         await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_another_thread_sends_in_order_with_the_loop_until_the_client_reads_slowly(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main() -> None:
+        asked, received, lost, refused = list[bytes](), list[Message](), list[str](), list[int]()
+        server = Server("127.0.0.1", 0, lambda identity, _: asked.append(identity))
+        link = Link(server.address, received.append, lost.append)
+        link.send(abort(0))
+        await until(lambda: asked)
+
+        def send_some() -> None:
+            for number in range(1, 100):
+                assert server.send_directly(asked[0], abort(number))
+
+        await asyncio.to_thread(send_some)
+        server.send(asked[0], abort(100))
+        assert link._connection is not None
+        assert link._connection._transport is not None
+        link._connection._transport.pause_reading()
+
+        def fill() -> None:
+            for number in range(101, 121):  # the kernel's buffers take the first ones
+                message = AttemptFailed(AttemptKey(str(number), 1), "code", "x" * 1_000_000)
+                if not server.send_directly(asked[0], message):
+                    refused.append(number)
+
+        await asyncio.to_thread(fill)
+        assert refused
+        server.send(asked[0], abort(121))
+        link._connection._transport.resume_reading()
+        sent = [number for number in range(1, 122) if number not in refused]
+        await until(lambda: len(received) == len(sent))
+        assert [int(each.key.request_id) for each in received if isinstance(each, Abort | AttemptFailed)] == sent
+        await until(lambda: server.send_directly(asked[0], abort(0)))
+        assert not lost
+        link.close()
+        await until(lambda: not server.send_directly(asked[0], abort(0)))
+        await server.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_a_slow_client_has_not_read_still_arrives_after_the_end() -> None:
+    async def main() -> None:
+        asked, received = list[bytes](), list[Message]()
+        server = Server("127.0.0.1", 0, lambda identity, _: asked.append(identity))
+        link = Link(server.address, received.append, lambda _: None)
+        link.send(abort(0))
+        await until(lambda: asked)
+        assert link._connection is not None
+        assert link._connection._transport is not None
+        link._connection._transport.pause_reading()
+        for number in range(20):
+            server.send(asked[0], AttemptFailed(AttemptKey(str(number), 1), "code", "x" * 1_000_000))
+        await server.close()
+        link._connection._transport.resume_reading()
+        await until(lambda: len(received) == 20)
+        link.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

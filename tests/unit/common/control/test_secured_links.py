@@ -76,3 +76,21 @@ def test_a_link_that_tries_for_ever_says_once_what_is_wrong_with_the_certificate
     said = [line for line in caplog.messages if line.startswith("cannot connect to")]
     assert len(said) == 1
     assert "certificate has expired" in said[0]
+
+
+def test_only_the_loop_sends_over_tls() -> None:
+    """Its state belongs to the loop's thread."""
+
+    async def main() -> None:
+        asked: list[bytes] = []
+        credentials = Credentials(str(made() / "node"))
+        server = Server("127.0.0.1", 0, lambda identity, _: asked.append(identity), credentials)
+        link = Link(server.address, lambda _: None, lambda _: None, credentials=Credentials(str(made() / "router")))
+        link.send(Abort(AttemptKey("a", 1)))
+        async with asyncio.timeout(20):
+            await until(lambda: asked)
+        assert not server.send_directly(asked[0], Abort(AttemptKey("a", 1)))
+        link.close()
+        await server.close()
+
+    asyncio.run(main())

@@ -12,7 +12,7 @@ from support.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
 from common.control.codec import MAX_MESSAGE_BYTES
 from common.control.links import Link
-from common.control.messages import Abort, AttemptFailed, AttemptKey, Message, Ping
+from common.control.messages import Abort, AttemptFailed, AttemptKey, Message, Ping, TokenBatch, TokenChunk
 from common.control.pooling import PoolResult
 from common.node.events import ClientLost, FromClient, ToClient
 from common.node.server import NodeServer
@@ -100,3 +100,42 @@ def test_only_a_holder_that_stays_connected_is_called_silent(
     assert record.levelname == told[0]
     assert "prefill-0" in record.message
     assert told[1] in record.message
+
+
+def test_few_tokens_are_sent_without_the_loop_and_never_before_what_it_has_still_to_send(
+    redis_server: RedisServer,
+) -> None:
+    key, sent = AttemptKey("a", 1), list[str]()
+
+    async def main() -> None:
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url), "decode-x")
+        await shell.bind()
+
+        def send_directly(identity: bytes, message: Message) -> bool:
+            sent.append(f"{len(message.chunks)} directly" if isinstance(message, TokenBatch) else "?")
+            return True
+
+        shell._server.send_directly = send_directly  # type: ignore[method-assign]
+        shell._server.send = lambda identity, message: sent.append(type(message).__name__)  # type: ignore[method-assign]
+        tokens = [TokenChunk(key, start, [1]) for start in range(9)]
+
+        def work() -> None:
+            for chunks in (tokens[:1], tokens[:8], tokens):
+                for chunk in chunks:
+                    shell.send_buffer.tokens(b"1", chunk)
+                shell.send_buffer.flush()
+            shell.send_buffer.tokens(b"1", tokens[0])
+            shell.send_buffer.flush()
+
+        work()
+        assert sent == ["1 directly", "8 directly"]
+        await asyncio.sleep(0.01)
+        shell.send_buffer.reply(b"1", AttemptFailed(key, "code", "message"))
+        shell.send_buffer.flush()
+        await asyncio.sleep(0.01)
+        shell.send_buffer.tokens(b"1", tokens[0])
+        shell.send_buffer.flush()
+        assert sent[2:] == ["TokenBatch", "TokenBatch", "AttemptFailed", "1 directly"]
+        await shell._server.close()
+
+    asyncio.run(main())
