@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from common.base.spare_cores import LOOK_S, SpareCores
+from common.base.spare_cores import SpareCores
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ _AHEAD_BYTES = 2 * _SLICE_BYTES
 """How far in each plane the pages are provided ahead of the blocks in use."""
 _REST_S = 0.003
 """Between two times that the thread provides 2 MB: at once, they would hold up a step."""
+_BUSY_S = 1.0
+"""Between two looks for idle cores while other processes use them: each wakes the engine's thread, on one of those cores."""
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -58,7 +60,7 @@ class PageSupply:
             return None
         if self._spare_cores.are_there():
             return 0.0 if self.advance() else None
-        return LOOK_S
+        return _BUSY_S
 
     def advance(self) -> bool:
         """Provide the next 2 MB. Returns whether that was done, so that it may be called again. Releases the GIL."""

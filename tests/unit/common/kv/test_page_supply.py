@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.base.spare_cores import LOOK_S, SpareCores
+from common.base.spare_cores import SpareCores
 from common.kv.page_supply import PageSupply
 
 _SIZE = 8 * 2**20
@@ -49,7 +49,7 @@ def test_idle_time_is_used_while_other_processes_leave_cores_idle(monkeypatch: p
     monkeypatch.setattr(SpareCores, "are_there", lambda self: spare[0])
     memory = _memory()
     supply = PageSupply(_address(memory), _PLANES, 16, math.inf)
-    assert [supply.use_idle_time(), supply.supplied_bytes] == [LOOK_S, 0]
+    assert [supply.use_idle_time(), supply.supplied_bytes] == [1.0, 0]
     spare[0] = True
     assert [supply.use_idle_time() for _ in range(5)] == [0.0] * 4 + [None]
     assert supply.supplied_bytes == _SIZE
