@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import TypeAdapter, ValidationError
@@ -36,6 +36,9 @@ _LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
 have a stricter limit (`common.control.item_count`)."""
 MAX_MESSAGES = 1024
 """Messages in one frame."""
+
+Unpacked: TypeAlias = "list[Unpacked] | dict[Any, Unpacked] | str | bytes | int | float | None"
+"""What MessagePack's values are in Python."""
 
 # msgpack has no type annotations.
 _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
@@ -75,11 +78,11 @@ class Codec:
         """
         return self.check(unpack(data))
 
-    def check(self, envelope: object) -> Any:
+    def check(self, envelope: Unpacked) -> Any:
         """The message in an unpacked envelope. Raises: as `decode`."""
-        if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) != 3:
+        if not isinstance(envelope, list) or len(envelope) != 3:
             raise ProtocolError("not a [version, type, body] envelope")
-        version, name, body = cast("list[Any]", envelope)
+        version, name, body = envelope
         if version != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version differs: theirs is {version!r:.64}, ours is {PROTOCOL_VERSION}")
         validator = self._validators.get(name) if isinstance(name, str) else None
@@ -111,7 +114,7 @@ def _no_extension(code: int, _: bytes) -> object:
     raise ValueError(f"extension type {code}")
 
 
-def unpack(data: bytes | bytearray | memoryview) -> object:
+def unpack(data: bytes | bytearray | memoryview) -> Unpacked:
     """Unpack the single MessagePack value in `data`. Raises: ProtocolError for anything else."""
     hook = _counting(len(data)) if len(data) > _SMALL_BYTES else None
     try:
@@ -181,13 +184,12 @@ def join(messages: list[bytes]) -> bytes:
     return head + b"".join(messages)
 
 
-def split(frame: bytes | bytearray) -> list[object]:
+def split(frame: bytes | bytearray) -> list[Unpacked]:
     """The envelopes in a frame; `check` turns each into a message. Raises: ProtocolError if it is not a frame."""
     check_item_count(frame)
-    envelopes = unpack(frame)
-    if not isinstance(envelopes, list):
+    messages = unpack(frame)
+    if not isinstance(messages, list):
         raise ProtocolError("not an array of messages")
-    messages = cast("list[object]", envelopes)
     if len(messages) > MAX_MESSAGES:
         raise ProtocolError(f"{len(messages)} messages in one frame, at most {MAX_MESSAGES} may be")
     if messages and isinstance(
@@ -197,6 +199,6 @@ def split(frame: bytes | bytearray) -> list[object]:
     return messages
 
 
-def check(envelope: object) -> Message:
+def check(envelope: Unpacked) -> Message:
     """The message in an envelope from `split`. Raises: as `decode`."""
     return _CODEC.check(envelope)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import HandshakeRefused, Unavailable
@@ -294,8 +295,8 @@ class NodeTable:
         try:
             node.link = self._open_link(
                 node.record.peer.control_address,
-                lambda message: self._receive(incarnation, message),
-                lambda reason: self._lost(incarnation, reason),
+                partial(self._receive, incarnation),
+                partial(self._lost, incarnation),
             )
         except Unavailable as error:
             if not node.unreachable:
