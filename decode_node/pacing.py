@@ -7,9 +7,9 @@ from the prompts of the others, and the same steps are computed again for each s
 from __future__ import annotations
 
 _LONGEST_S = 0.1
-_WEIGHT = 4
-"""How much more a stream in prefill counts than a running one. Throughput grows with it (docs/trials.md), and so does
-the time between tokens while prompts are computed."""
+_WEIGHT = 1
+"""How much more a stream in prefill counts than a running one. The time between tokens while prompts are computed grows with
+it, and on some processors throughput (docs/trials.md)."""
 
 
 def rest_s(step_s: float, running: int, coming: int) -> float:
