@@ -110,9 +110,7 @@ def make_recipe(compiler: Compiler, sources: Path, machine: str, *, for_wheel: b
         flags = (f"-mcpu={variant.zig_cpu}",) if compiler.is_zig else variant.flags
         objects.append(f"{variant.name}.o")
         named = f"-DKV_VARIANT={variant.name}"
-        commands.append(
-            (*base, *flags, *variant.options, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1])
-        )
+        commands.append((*base, *flags, *variant.options, named, "-c", str(sources / _PER_VARIANT), "-o", objects[-1]))
     baseline = ("-mcpu=baseline",) if compiler.is_zig else ()
     shared = sorted(file for file in sources.glob("*.cpp") if file.name != _PER_VARIANT)
     for file in shared:
