@@ -1,8 +1,8 @@
 """Which kernels multiply fastest on this processor: measured once, and kept beside the compiled library.
 
-The candidates are the library's variants and oneDNN's products through PyTorch. All products of a model are by the one that
-is best over all row counts together, because a row's result must not depend on the batch that it is in. Runs before a model
-is loaded.
+The candidates are the library's variants and oneDNN's products through PyTorch. All products of a model are by one of them, the
+best over all row counts together, because a row's result must not depend on the batch that it is in. Runs before a model is
+loaded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 TORCH = "torch"
 ROWS = (1, 8, 16, 64, 256, 2048)
-_TORCH_MARGIN = 0.8
-"""How much of the best variant's time oneDNN's products may take to be chosen: with them norms, attention and all else are
-PyTorch's, too, several times slower than the native ones."""
+_MARGIN = 0.8
+"""How much of the usual variant's time another candidate may take to be chosen instead. Nodes that choose differently exchange no
+KV, so that noise must not decide; and with oneDNN's products norms, attention and all else are PyTorch's, which are slower."""
+_KEPT_CHOICES = 8
 _HOPELESS = 2.5
 """A candidate that takes so many times as long as the best one is not measured again."""
 _TURNS = 3
@@ -59,14 +60,14 @@ class Choice:
             for name, factor in sorted(self.times_as_long.items(), key=lambda item: item[1])
             if name != self.kernels
         )
-        return ", ".join(("fastest measured", *others))
+        return "times measured: " + ", ".join(others)
 
 
-def choose(library: Path, threads: int, candidates: Callable[[], Mapping[str, Product]]) -> Choice | None:
+def choose(library: Path, threads: int, usual: str, candidates: Callable[[], Mapping[str, Product]]) -> Choice | None:
     """The choice for this processor, library and number of threads: the kept one, else measured now. None where it could not
     be kept, because nodes that measure each for itself might choose differently.
 
-    `candidates`: makes the products to compare.
+    `candidates`: makes the products to compare; `usual`: the one of them to use unless another is much faster.
     """
     try:
         folder = native_folder()
@@ -78,7 +79,7 @@ def choose(library: Path, threads: int, candidates: Callable[[], Mapping[str, Pr
             if not is_held:
                 return None
             if (choice := _read(kept)) is None:  # another process may have measured it meanwhile
-                choice = best(measure(candidates()))
+                choice = best(measure(candidates()), usual)
                 _write(kept, choice)
             return choice
     except (OSError, ConfigError) as error:
@@ -101,12 +102,11 @@ def measure(candidates: Mapping[str, Product]) -> dict[str, list[float]]:
     return times
 
 
-def best(times: Mapping[str, Sequence[float]]) -> Choice:
+def best(times: Mapping[str, Sequence[float]], usual: str) -> Choice:
     """Pure: the choice by these times."""
     means = {name: _mean(found) for name, found in times.items()}
-    chosen = min((name for name in means if name != TORCH), key=lambda name: means[name])
-    if means.get(TORCH, math.inf) < _TORCH_MARGIN * means[chosen]:
-        chosen = TORCH
+    fastest = min(means, key=lambda name: means[name])
+    chosen = fastest if means[fastest] < _MARGIN * means[usual] else usual
     return Choice(chosen, {name: mean / means[chosen] for name, mean in means.items()})
 
 
@@ -157,6 +157,9 @@ def _write(file: Path, choice: Choice) -> None:
         with os.fdopen(descriptor, "w") as stream:
             json.dump({"kernels": choice.kernels, "times_as_long": dict(choice.times_as_long)}, stream)
         os.replace(name, file)
+        by_age = sorted(file.parent.glob("choice-*"), key=lambda kept: kept.stat().st_mtime, reverse=True)
+        for old in by_age[_KEPT_CHOICES:]:
+            old.unlink(missing_ok=True)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

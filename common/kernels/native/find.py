@@ -1,4 +1,4 @@
-"""What computes on this process's CPU: the native kernels that were measured to be the best, or PyTorch's operations."""
+"""What computes on this process's CPU: one of the native kernels' variants, or PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -80,9 +80,10 @@ def _find(limit: str, threads: int) -> _Found:
 
 
 def _fastest(native: NativeLibrary, library: Path) -> _Found:
-    choice = calibration.choose(library, native.threads, lambda: _candidates(native))
+    usual = native.select("")
+    choice = calibration.choose(library, native.threads, usual, lambda: _candidates(native))
     if choice is None:
-        native.select("")
+        native.select(usual)
         return _Found(native, str(native))
     if choice.kernels == TORCH:
         return _Found(None, f"PyTorch ({choice})")

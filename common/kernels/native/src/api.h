@@ -102,7 +102,8 @@ struct kv_team;
 
 int32_t kv_abi_version(void);
 // The best variant that this processor runs, among those compiled in, at most `limit`. "": no limit, except that Intel's
-// processors get avx512 at most. Returns its name, null if `limit` is unknown. To be called first.
+// processors get amx or, without matrix units, avx512. Emulated ones must be named. Returns its name, null if `limit` is unknown.
+// To be called first, and again to change the choice between two calls of other functions.
 const char* kv_select_variant(const char* limit);
 
 // Row i of each plane's part of `packed` becomes row rows[i] of the plane. Rows have row_bytes; planes lie plane_stride

@@ -9,8 +9,7 @@ namespace KV_VARIANT {
 
 constexpr int TILED_ROWS = tiles::BLOCKS * tiles::ROWS;
 constexpr int STEP_BYTES = tiles::UNITS * PANEL * 4;  // of a panel
-// Steps that are fetched ahead of the one in use.
-constexpr int STEPS_AHEAD = 8;
+constexpr int STEPS_AHEAD = 8;  // fetched before the one in use, where few rows stream through all weights
 
 // Fetches LINES cache lines of weights in each step.
 template <int LINES>
@@ -57,7 +56,7 @@ void multiply_by_tiles(const SteppedPanel& panel, const char* rows, int64_t stri
 // One panel by `num_rows` rows from `row` on: either up to 32, or a multiple of 32. The first two products fetch the next panel.
 template <class Kind, class T, class Finish>
 void multiply_by_tiles_rows(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
-                         int row, int num_rows, const Finish& finish) {
+                            int row, int num_rows, const Finish& finish) {
     alignas(CACHE_LINE) char sums[TILED_ROWS * PANEL * 4];
     const int64_t stride = rows.stride * int64_t(sizeof(T));
     const auto multiply = [&](int first, int count, auto fetch) {
@@ -83,7 +82,7 @@ void multiply_by_tiles_rows(const kv_linear& l, int panel_index, const SteppedPa
 // a group stream through. finish(row, rows, sums) makes floats of sums that are none yet.
 template <class Kind, class T, class Finish>
 void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> rows, const Output& output, int num_rows,
-                    const Finish& finish) {
+                       const Finish& finish) {
     constexpr int CHUNKS_PER_MEMBER = 8, MOST_PANELS = 8, BLOCK_BYTES = 1 << 20, FEWEST = 3, MOST = 16;
     const int row_bytes = l.in * int(sizeof(T));
     const int block_rows = std::clamp(BLOCK_BYTES / row_bytes / TILED_ROWS, FEWEST, MOST) * TILED_ROWS;
@@ -102,7 +101,7 @@ void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
             for (int p = first; p < last; ++p) {
                 const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, row_bytes);
                 multiply_by_tiles_rows<Kind>(l, p, panel, rows, output, row, end - row,
-                                          [&](int at, int count, char* sums) { finish(p, at, count, sums); });
+                                             [&](int at, int count, char* sums) { finish(p, at, count, sums); });
             }
         }
     });
@@ -110,7 +109,7 @@ void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
 
 inline void product(Worker& w, const kv_linear& l, const bf16* x, int64_t stride, const Output& output, int num_rows) {
     multiply_by_tiles<tiles::Bf16>(w, l, ShiftedWeights::panel_bytes(l), Rows<bf16>{x, stride}, output, num_rows,
-                                [](int, int, int, char*) {});
+                                   [](int, int, int, char*) {});
 }
 
 }  // namespace KV_VARIANT

@@ -152,15 +152,19 @@ void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, 
 
 inline void int8_product(Worker& w, const kv_linear& l, Rows<uint8_t> rows, const Output& output, int num_rows) {
 #ifdef KV_HAS_TILES
-    multiply_by_tiles<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows,
-                                [&](int panel, int row, int count, char* sums) {
+    const auto finish = [&](int panel, int row, int count, char* sums) {
         for (int half = 0; half < 2; ++half) {
             char* own = sums + half * CACHE_LINE;
-            Int8Weights::finish(l, 2 * panel + half, count, rows.scales + row,
-                [&](int m) { Ints sum; std::memcpy(&sum, own + m * PANEL * 4, sizeof sum); return sum; },
-                [&](int m, Lanes a) { store(reinterpret_cast<float*>(own + m * PANEL * 4), a); });
+            const auto sum_of = [&](int m) {
+                Ints sum;
+                std::memcpy(&sum, own + m * PANEL * 4, sizeof sum);
+                return sum;
+            };
+            Int8Weights::finish(l, 2 * panel + half, count, rows.scales + row, sum_of,
+                                [&](int m, Lanes a) { store(reinterpret_cast<float*>(own + m * PANEL * 4), a); });
         }
-    });
+    };
+    multiply_by_tiles<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows, finish);
 #else
     multiply<Int8Weights>(w, l, rows, output, num_rows);
 #endif
