@@ -79,7 +79,8 @@ def choose(library: Path, threads: int, usual: str, candidates: Callable[[], Map
             if not is_held:
                 return None
             if (choice := _read(kept)) is None:  # another process may have measured it meanwhile
-                choice = best(measure(candidates()), usual)
+                products = candidates()
+                choice = best(measure(products), usual) if len(products) > 1 else Choice(usual, {usual: 1.0})
                 _write(kept, choice)
             return choice
     except (OSError, ConfigError) as error:

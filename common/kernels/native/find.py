@@ -88,18 +88,30 @@ def _fastest(native: NativeLibrary, library: Path) -> _Found:
     if choice.kernels == TORCH:
         return _Found(None, f"PyTorch ({choice})")
     native.select(choice.kernels)
-    return _Found(native, f"{native} ({choice})")
+    return _Found(native, f"{native} ({choice})" if len(choice.times_as_long) > 1 else str(native))
 
 
+@torch.inference_mode()
 def _candidates(native: NativeLibrary) -> Mapping[str, Product]:
     """The products of every variant that could be the best one here, and oneDNN's."""
     weights = calibration.make_weights()
     names = [variant.name for variant in variants(this_machine())]
     runs = [name for name in names if name not in _NOT_MEASURED and native.select(name) == name] or ["portable"]
     products: dict[str, Product] = {name: _native_product(native, name, weights) for name in runs}
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
-    products[TORCH] = lambda x, copy: torch.ops.mkldnn._linear_pointwise.default(x, packed[copy], None, "none", [], "")
+    if (product := _onednn_product(weights)) is not None:
+        products[TORCH] = product
     return products
+
+
+def _onednn_product(weights: list[Tensor]) -> Product | None:
+    """None where oneDNN does not multiply bfloat16 numbers."""
+    try:
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
+        torch.ops.mkldnn._linear_pointwise(weights[0][:1], packed[0], None, "none", [], "")
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        log.info("oneDNN's products are not measured: %s", error)
+        return None
+    return lambda x, copy: torch.ops.mkldnn._linear_pointwise.default(x, packed[copy], None, "none", [], "")
 
 
 def _native_product(native: NativeLibrary, variant: str, weights: list[Tensor]) -> Product:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from common.base.variables import CACHE
-from common.kernels.native import calibration
-from common.kernels.native.build import Missing, find_library
+from common.kernels.native import calibration, find
 from common.kernels.native.calibration import ROWS, Product, best, choose
-from common.kernels.native.find import arithmetic, describe_native
+from common.kernels.native.find import arithmetic, describe_native, find_native
 
 LIBRARY = Path("kvrelay-1.so")
 
@@ -108,8 +107,31 @@ def test_while_another_process_measures_for_too_long_nothing_is_chosen(
         assert choose(LIBRARY, 2, "slow", Candidates()) is None
 
 
-def test_a_real_choice_is_one_of_this_processor_and_says_what_it_was_measured_against() -> None:
-    if isinstance(find_library(), Missing):
+def test_a_single_candidate_is_not_measured(kept: Path) -> None:
+    def fails(x: torch.Tensor, copy: int) -> None:
+        raise AssertionError
+
+    choice = choose(LIBRARY, 2, "avx2", lambda: {"avx2": fails})
+    assert choice is not None
+    assert choice.kernels == "avx2"
+
+
+def test_a_real_choice_says_what_it_was_measured_against() -> None:
+    native = find_native()
+    if native is None:
         pytest.skip("no native kernels")
-    assert "times measured: " in describe_native()
+    chosen = native.variant
+    others = len(find._candidates(native)) - 1  # pyright: ignore[reportPrivateUsage]
+    native.select(chosen)
+    assert ("times measured: " in describe_native()) == (others > 0)
     assert arithmetic() in ("", "bf16", "amx")
+
+
+def test_onednns_products_are_left_out_where_it_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with AVX2 only."""
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no bfloat16")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses)
+    assert find._onednn_product([torch.zeros(4, 4).bfloat16()]) is None  # pyright: ignore[reportPrivateUsage]
