@@ -103,7 +103,7 @@ class FrameConnection(asyncio.Protocol):
             self._transport.write(with_length(frame))
 
     def take_direct_sends(self) -> None:
-        """Let `send_directly` send from now on. Not for TLS, whose state belongs to the loop."""
+        """Let `send_directly` send from now on. A TLS connection never does: only the loop's thread may use its state."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
             with contextlib.suppress(OSError):  # too many open files

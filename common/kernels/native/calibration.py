@@ -7,14 +7,11 @@ loaded.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ import torch
 
 from common.base.errors import ConfigError
 from common.base.file_lock import locked
+from common.base.whole_file import write_whole
 from common.kernels.native.build import native_folder
 
 log = logging.getLogger(__name__)
@@ -31,11 +29,11 @@ log = logging.getLogger(__name__)
 TORCH = "torch"
 ROWS = (1, 8, 16, 64, 256, 2048)
 _MARGIN = 0.8
-"""How much of the usual variant's time another candidate may take to be chosen instead. Nodes that choose differently exchange no
-KV, so that noise must not decide; and with oneDNN's products norms, attention and all else are PyTorch's, which are slower."""
+"""Another candidate is chosen only if it takes less than this share of the usual variant's time. Nodes that choose differently
+exchange no KV, so noise must not decide. With oneDNN's products everything else is PyTorch's too, and slower."""
 _KEPT_CHOICES = 8
 _HOPELESS = 2.5
-"""A candidate that takes so many times as long as the best one is not measured again."""
+"""A candidate whose times after a turn are more than this multiple of the best one's is not measured again."""
 _TURNS = 3
 _INPUTS, _OUTPUTS, _COPIES = 992, 2048, 12
 """49 MB of bfloat16 weights in all, so that products of few rows read them from memory, as in a model. Rows are not a power of
@@ -64,8 +62,8 @@ class Choice:
 
 
 def choose(library: Path, threads: int, usual: str, candidates: Callable[[], Mapping[str, Product]]) -> Choice | None:
-    """The choice for this processor, library and number of threads: the kept one, else measured now. None where it could not
-    be kept, because nodes that measure each for itself might choose differently.
+    """The choice for this processor, library and number of threads: the kept one, else measured now. None if it cannot be
+    kept: nodes of one host that each measured for themselves might choose differently.
 
     `candidates`: makes the products to compare; `usual`: the one of them to use unless another is much faster.
     """
@@ -153,15 +151,8 @@ def _read(file: Path) -> Choice | None:
 
 
 def _write(file: Path, choice: Choice) -> None:
-    descriptor, name = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump({"kernels": choice.kernels, "times_as_long": dict(choice.times_as_long)}, stream)
-        os.replace(name, file)
-        by_age = sorted(file.parent.glob("choice-*"), key=lambda kept: kept.stat().st_mtime, reverse=True)
-        for old in by_age[_KEPT_CHOICES:]:
-            old.unlink(missing_ok=True)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    text = json.dumps({"kernels": choice.kernels, "times_as_long": dict(choice.times_as_long)})
+    write_whole(file, text.encode())  # readers do not take the lock
+    by_age = sorted(file.parent.glob("choice-*.json"), key=lambda kept: kept.stat().st_mtime, reverse=True)
+    for old in by_age[_KEPT_CHOICES:]:
+        old.unlink(missing_ok=True)

@@ -82,13 +82,11 @@ def _find(limit: str, threads: int) -> _Found:
 def _fastest(native: NativeLibrary, library: Path) -> _Found:
     usual = native.select("")
     choice = calibration.choose(library, native.threads, usual, lambda: _candidates(native))
-    if choice is None:
-        native.select(usual)
-        return _Found(native, str(native))
-    if choice.kernels == TORCH:
+    if choice is not None and choice.kernels == TORCH:
         return _Found(None, f"PyTorch ({choice})")
-    native.select(choice.kernels)
-    return _Found(native, f"{native} ({choice})" if len(choice.times_as_long) > 1 else str(native))
+    native.select(usual if choice is None else choice.kernels)
+    is_compared = choice is not None and len(choice.times_as_long) > 1
+    return _Found(native, f"{native} ({choice})" if is_compared else str(native))
 
 
 @torch.inference_mode()
@@ -115,17 +113,16 @@ def _onednn_product(weights: list[Tensor]) -> Product | None:
 
 
 def _native_product(native: NativeLibrary, variant: str, weights: list[Tensor]) -> Product:
-    """Packed weights are as many numbers as others, and their order changes no time."""
+    """`weights` are multiplied as if they were packed: packing only changes the order of the numbers, not the time."""
     out, inputs = weights[0].shape
-    structs = [LinearStruct(BFLOAT16, out, inputs, 0, False, weight.data_ptr()) for weight in weights]
     bf16 = DTYPES[torch.bfloat16]
 
-    def multiply(x: Tensor, copy: int, _kept: list[Tensor] = weights) -> Tensor:
+    def multiply(x: Tensor, copy: int) -> Tensor:
         native.select(variant)
         y = torch.empty(x.size(0), out, dtype=torch.bfloat16)
-        struct = ctypes.addressof(structs[copy])
+        struct = LinearStruct(BFLOAT16, out, inputs, 0, False, weights[copy].data_ptr())
         args = (x.data_ptr(), bf16, inputs, y.data_ptr(), bf16, out, x.size(0), 0)
-        native.linear_forward(native.team, struct, *args)
+        native.linear_forward(native.team, ctypes.addressof(struct), *args)
         return y
 
     return multiply

@@ -27,7 +27,8 @@ __attribute__((target("xsave"))) uint64_t saved_registers() { return _xgetbv(0);
 bool may_use_tiles() {
 #if defined(__linux__)
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+    static const bool is_granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+    return is_granted;
 #else
     return false;
 #endif
@@ -70,8 +71,9 @@ int32_t kv_abi_version(void) { return 13; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
-    const Features has;
-    const bool has_amx = (!*limit || !std::strcmp(limit, "amx")) && has.amx && may_use_tiles();
+    static const Features has;
+    const bool wants_amx = !*limit || !std::strcmp(limit, "amx");
+    const bool has_amx = wants_amx && has.amx && may_use_tiles();
     // Intel's cores begin a bfloat16 product of 16 pairs every two cycles, and four multiply-adds of 16 float32 meanwhile.
     if (!*limit && has.is_intel && !has_amx) limit = "avx512";
     const Entry entries[] = {

@@ -235,8 +235,10 @@ void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32
                 store_words(x, y, values + t / UNIT * PANEL, Number{});
             }
         for (; t < tokens.count; t += UNIT) store_padded(t);
+#ifdef KV_HAS_TILES
         // Matrix units take 32 tokens at a time.
         for (; t % PANEL; t += UNIT) std::memset(values + t / UNIT * PANEL, 0, PANEL * sizeof *values);
+#endif
     }
 }
 

@@ -357,7 +357,7 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
     const auto multiply = tile_function<Act, Number>(num_rows);
     const int words = (dim + PER_WORD<Number> - 1) / PER_WORD<Number>;
     const int padded_words = round_up(dim, LANES * PER_WORD<Number>) / PER_WORD<Number>;
-    const int most = seen[num_rows - 1], padded = round_up(most, PANEL);
+    const int most = seen[num_rows - 1], padded = round_up(most, ON_TILES<Act> ? PANEL : LANES);
     const int begin = from[0] / PANEL * PANEL;
     for (int t = begin; t < most; t += PANEL) {
         ahead.fetch();

@@ -55,7 +55,7 @@ void multiply_by_tiles(const SteppedPanel& panel, const char* rows, int64_t stri
 
 // One panel by `num_rows` rows from `row` on: either up to 32, or a multiple of 32. The first two products fetch the next panel.
 template <class Kind, class T, class Finish>
-void multiply_by_tiles_rows(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
+void multiply_rows_by_tiles(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
                             int row, int num_rows, const Finish& finish) {
     alignas(CACHE_LINE) char sums[TILED_ROWS * PANEL * 4];
     const int64_t stride = rows.stride * int64_t(sizeof(T));
@@ -100,7 +100,7 @@ void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
             shapes.set(whole ? TILED_ROWS : end - row);
             for (int p = first; p < last; ++p) {
                 const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, row_bytes);
-                multiply_by_tiles_rows<Kind>(l, p, panel, rows, output, row, end - row,
+                multiply_rows_by_tiles<Kind>(l, p, panel, rows, output, row, end - row,
                                              [&](int at, int count, char* sums) { finish(p, at, count, sums); });
             }
         }

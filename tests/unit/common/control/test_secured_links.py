@@ -79,7 +79,7 @@ def test_a_link_that_tries_for_ever_says_once_what_is_wrong_with_the_certificate
 
 
 def test_only_the_loop_sends_over_tls() -> None:
-    """Its state belongs to the loop's thread."""
+    """Only the loop's thread may use the state of a TLS connection."""
 
     async def main() -> None:
         asked: list[bytes] = []

@@ -55,11 +55,17 @@ def test_an_unknown_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         find_native()
 
 
-def test_matrix_units_are_used_only_where_the_variable_allows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def flags_with_bfloat16() -> str:
+    """The text of /proc/cpuinfo. Skips the test on a processor without AVX512-BF16."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     if "avx512_bf16" not in flags:
         pytest.skip("the processor has no AVX512-BF16")
+    return flags
+
+
+def test_matrix_units_are_used_only_where_the_variable_allows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = flags_with_bfloat16()
     chosen = {}
     for limit in ("amx", "avx512bf16"):
         monkeypatch.setenv(CPU_KERNELS, limit)
@@ -71,10 +77,7 @@ def test_matrix_units_are_used_only_where_the_variable_allows_them(monkeypatch: 
 
 def test_without_a_measurement_the_processors_maker_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intel's bfloat16 products without matrix units are slower than float32 arithmetic."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    if "avx512_bf16" not in flags:
-        pytest.skip("the processor has no AVX512-BF16")
+    flags = flags_with_bfloat16()
     monkeypatch.setattr(calibration, "choose", lambda *_: None)
     native = find_native()
     assert native is not None
