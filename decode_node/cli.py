@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.cli import service_app
+from common.config.cli import service_app
 from common.config.service_configs import DecodeConfig
 from common.node.before_torch import import_node, main
 

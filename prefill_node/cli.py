@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.base.process import lasting_imports, prepare_compute
-from common.cli import service_app
+from common.config.cli import service_app
 from common.config.service_configs import PrefillConfig
 from common.config.sources import Resolved
 from common.node.before_torch import import_node, main

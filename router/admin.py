@@ -17,13 +17,13 @@ from common.config.service_configs import RouterConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from router.http.model_choice import model_for
 from router.index.kv_event_subscriber import KvEventSubscriber
+from router.models.served_model import ServedModel
 from router.nodes.node import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
 from router.requests.placement import HashChain, PlacementRequest
 from router.restart import Restart
 from router.router import Router
-from router.served_model import ServedModel
 
 _MAX_LISTED = 1000
 

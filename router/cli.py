@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from common.base.process import lasting_imports, run_service
-from common.cli import service_app
+from common.config.cli import service_app
 from common.config.service_configs import RouterConfig
 from common.config.sources import Resolved
 

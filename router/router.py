@@ -10,7 +10,7 @@ from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
-from router.model_catalog import ModelCatalog
+from router.models.catalog import ModelCatalog
 from router.requests.dispatch import Dispatcher
 from router.requests.request import TraceContext
 from router.tracing.exporter import Traces

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 from common.base.endpoints import endpoint
 from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
+from common.cluster.running_clusters import runtime_folder
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from common.control.http_server import HttpServer
 from common.control.self_report import SelfReport
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
-from common.tools.admin.running_clusters import runtime_folder
 from router.admin import RouterAdmin
 from router.fast import gc_policy
 from router.http.https import https_certificate

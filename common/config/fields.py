@@ -1,6 +1,6 @@
 """One option as a dataclass field: its default, its bounds, its help text and its other names. Pure data.
 
-`common.cli` derives flags and help from it, `common.config.sources` environment variables and TOML keys.
+`common.config.cli` derives flags and help from it, `common.config.sources` environment variables and TOML keys.
 """
 
 from __future__ import annotations

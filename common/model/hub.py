@@ -10,7 +10,7 @@ from pathlib import Path
 from common.base.errors import ConfigError
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
-"""The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `common.tools.demo`."""
+"""The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `scripts.demo_model`."""
 _REPOSITORY = "models--"
 """How a repository's folder in the hub's cache begins."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.base.errors import BadRequest
 from common.control.messages import Task
-from router.model_catalog import ModelCatalog
-from router.served_model import ServedModel
+from router.models.catalog import ModelCatalog
+from router.models.served_model import ServedModel
 
 _DOES = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 

@@ -18,8 +18,8 @@ from router.http.anthropic.models import is_of_anthropic, model_info, model_page
 from router.http.openapi import described
 from router.http.responses import JsonResponse
 from router.http.services import Services
+from router.models.served_model import ServedModel
 from router.nodes.node_table import NodeTable
-from router.served_model import ServedModel
 
 _STARTED_S = int(time.time())
 _DOCS_PAGE = Path(__file__).parent / "docs.html"

@@ -31,10 +31,10 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
+from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
 from router.requests.request import GenerationRequest
-from router.served_model import ServedModel
 
 _T = TypeVar("_T")
 

@@ -22,7 +22,6 @@ from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
 from common.control.http_connection_limit import ConnectionLimit
 from common.control.http_server import HttpServer, listen
-from router.adapter_control import AdapterControl
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
@@ -32,6 +31,7 @@ from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
 from router.http.responses import error_response
+from router.models.adapter_control import AdapterControl
 from router.router import Router
 
 log = logging.getLogger(__name__)

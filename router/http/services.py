@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.adapter_control import AdapterControl
 from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.metrics import Metrics
-from router.model_catalog import ModelCatalog
+from router.models.adapter_control import AdapterControl
+from router.models.catalog import ModelCatalog
 from router.requests.deadlines import Deadlines
 from router.requests.dispatch import Dispatcher
 

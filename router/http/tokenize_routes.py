@@ -21,7 +21,7 @@ from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
 from router.http.serve import parse_as, parse_by, warnings_of
 from router.http.services import Services
-from router.served_model import ServedModel
+from router.models.served_model import ServedModel
 
 
 class _Request(BodyModel):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from common.base.errors import ConfigError
-from common.cli import check_writable, run_checked
+from common.config.cli import check_writable, run_checked
 from common.config.service_configs import RouterConfig
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _hardware(text: str) -> Hardware:
 def _show(simulations: list[Simulation], goodput: float | None, json_file: Path | None, plot_file: Path | None) -> None:
     from rich.console import Console
 
-    from common.tools.progress import LiveProgress
+    from common.base.progress import LiveProgress
     from router.simulator.run import highest_rate, simulate
     from router.simulator.table import table
 

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from common.base.endpoints import is_loopback
 from common.base.errors import Forbidden, Unauthorized
-from common.tools.admin.running_clusters import running_clusters
+from common.cluster.running_clusters import running_clusters
 
 _SET_BY_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 ACTION_HEADER = "x-kvrelay-ui"

@@ -1,11 +1,11 @@
-"""Client functions of the benchmarks over `common.tools.load.stream`: exact completions, and their decode rates."""
+"""Client functions of the benchmarks over `kvrelay.load.stream`: exact completions, and their decode rates."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
 
-from common.tools.load.stream import RequestFailed, Stream, post, run
+from kvrelay.load.stream import RequestFailed, Stream, post, run
 
 __all__ = ["RequestFailed", "Stream", "complete", "decode_rate", "gaps", "gaps_of", "post", "run"]
 

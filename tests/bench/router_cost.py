@@ -148,7 +148,7 @@ def _running_router(session: Session) -> Iterator[_Stack]:
         )
         stack.callback(stub.close)
         port = free_port()
-        command = [sys.executable, "-m", "common.cli", "router", "--port", str(port), "--log-level", "warning"]
+        command = [sys.executable, "-m", "kvrelay", "router", "--port", str(port), "--log-level", "warning"]
         command += ["--model", str(session.folder), "--served-model-name", session.model_name]
         own = {"KVRELAY_REDIS_URL": redis_server.url, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
         process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **child_env(), **own})

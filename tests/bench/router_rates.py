@@ -173,7 +173,7 @@ async def running(*, command: list[str] | None = None, options: tuple[str, ...] 
             "tokens": tokens,
         }
         port = free_port()
-        arguments = [*(command or [sys.executable, "-m", "common.cli"]), "router", "--port", str(port)]
+        arguments = [*(command or [sys.executable, "-m", "kvrelay"]), "router", "--port", str(port)]
         arguments += ["--log-level", "warning", "--model", str(folder), "--served-model-name", "bench", *options]
         own = {"KVRELAY_REDIS_URL": redis.url, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
         process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **child_env(), **own})

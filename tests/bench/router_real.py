@@ -71,7 +71,7 @@ def _replay(path: Path, policy: str, requests: int) -> dict[str, Any]:
         with running_system(folder, *options, *size, *many, "--prefill", "2", "--decode", "2") as system:
             system.wait_usable(2, 2)
             out = folder / "load.json"
-            command = [sys.executable, "-m", "common.cli", "load", "run", "--url", system.url, "--trace", str(path)]
+            command = [sys.executable, "-m", "kvrelay", "load", "run", "--url", system.url, "--trace", str(path)]
             command += ["--scale", str(_SCALE), "--rate-scale", str(_RATE_SCALE), "--requests", str(requests)]
             command += ["--timeout", str(_REQUEST_S), "--max-error-rate", "1", "--json", str(out)]
             lines = path.read_text("utf-8").splitlines()[:requests]

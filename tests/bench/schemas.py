@@ -9,8 +9,9 @@ from typing import Any
 from bench.results import Result, Target, median
 from bench.session import Session
 from bench.worker import PASSIVE, Worker
-from kvrelay import LLM, SamplingParams
 from support.random_schemas import random_schema
+
+from kvrelay import LLM, SamplingParams
 
 _BATCH, _PROMPT, _MAX_TOKENS = 16, 32, 64
 

@@ -54,7 +54,7 @@ class Program:
 def _kvrelay(_: str, url: str, model: Path, out: Path) -> list[str]:
     shape = ["--chat", "--prefix-tokens", "0", "--suffix-tokens", str(_PROMPT // 2), "--output-tokens", str(_OUTPUT)]
     pace = ["--concurrency", str(_STREAMS), "--requests", str(_REQUESTS), "--warmup", str(_WARM_UP)]
-    command = [sys.executable, "-m", "common.cli", "load", "run", "--url", url, "--json", str(out / "run.json")]
+    command = [sys.executable, "-m", "kvrelay", "load", "run", "--url", url, "--json", str(out / "run.json")]
     return [*command, *shape, *pace]
 
 

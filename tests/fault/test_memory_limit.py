@@ -22,7 +22,7 @@ _LIMIT_BYTES = 2 * 2**30
 @pytest.mark.thorough
 def test_kv_that_does_not_fit_the_address_space_is_refused_in_a_sentence() -> None:
     """The supervisor names the node and ends everything."""
-    command = [sys.executable, "-m", "common.cli", "up", "--model", "demo", "--port", str(free_port())]
+    command = [sys.executable, "-m", "kvrelay", "up", "--model", "demo", "--port", str(free_port())]
     done = subprocess.run(
         [*command, "--kv-memory-gb", "2", "--log-level", "warning"],
         capture_output=True,

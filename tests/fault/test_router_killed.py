@@ -26,7 +26,7 @@ NEW_TOKENS = 200
 @contextlib.contextmanager
 def second_router(folder: Path, redis_url: str, cluster: str) -> Iterator[tuple[str, warm_start.Process]]:
     port = free_port()
-    command = [sys.executable, "-m", "common.cli", "router", "--port", str(port), "--redis-url", redis_url]
+    command = [sys.executable, "-m", "kvrelay", "router", "--port", str(port), "--redis-url", redis_url]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with (folder / "router.log").open("wb") as log:
         router = warm_start.start([*command, "--cluster", cluster], log, environ)

@@ -67,7 +67,7 @@ def running(folder: Path, model: Path, network: Network) -> Iterator[TwoHosts]:
     """Redis and router on one host, a node on each of the others; all ended in order."""
     front, prefill, decode = (network.hosts[name] for name in ("front", "prefill", "decode"))
     redis_url = f"redis://{front.address}:6379/0"
-    kvrelay = [sys.executable, "-m", "common.cli"]
+    kvrelay = [sys.executable, "-m", "kvrelay"]
     everybody = ["--redis-url", redis_url, "--lease-s", "3"]
     node = [*everybody, "--host", "0.0.0.0", "--model", str(model), "--dtype", "float32", "--kv-blocks", "1000"]
     node += ["--transfer-timeout-s", str(TRANSFER_TIMEOUT_S), "--threads", "1"]

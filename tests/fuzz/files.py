@@ -16,9 +16,9 @@ from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.tensor_files import TensorFiles
-from common.tools.load.traces import read_trace
 from fuzz import mutate
-from router.sampling_defaults import read_sampling_defaults
+from kvrelay.load.traces import read_trace
+from router.models.sampling_defaults import read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
 _TRACE = [{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}] * 3

@@ -14,7 +14,7 @@ from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
 
 from common.model.hub import DEMO_MODEL_PATH
-from common.tools.demo.samples import SAMPLES, prompt_text
+from scripts.demo_model.samples import SAMPLES, prompt_text
 
 BF16_TOLERANCE = 0.25
 """Of the log-probability of a drawn token, up to the first token that differs: bf16 keeps 8 bits of every activation."""

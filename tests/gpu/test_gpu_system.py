@@ -10,7 +10,7 @@ import pytest
 from support.gpu_suite import DEVICE, IS_GPU
 from support.system import System, running_system
 
-from common.tools.demo.samples import SAMPLES
+from scripts.demo_model.samples import SAMPLES
 
 
 @pytest.fixture(scope="module", params=["auto", "fp8"])

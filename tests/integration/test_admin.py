@@ -180,7 +180,7 @@ def test_tables_are_plain_text_and_the_token_is_required(system: System) -> None
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(system.pid_file.parent)}
 
     def run(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "common.cli", "admin", *args]
+        command = [sys.executable, "-m", "kvrelay", "admin", *args]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**environ, **more})
 
     for args in (["nodes"], ["node", "prefill"], ["requests"], ["router"], ["route", "--prompt", "Hello"]):

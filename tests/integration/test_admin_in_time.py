@@ -13,7 +13,7 @@ import pytest
 from support.system import System, running_system, wait_until
 from typer.testing import CliRunner
 
-from common.tools.admin.cli import app
+from kvrelay.admin.cli import app
 
 pytestmark = pytest.mark.thorough
 

@@ -115,7 +115,7 @@ def test_a_node_that_cannot_start_says_why_and_ends_with_78(
 def test_kvrelay_up_ends_with_the_same_sentence_and_code(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "llama")
     cut_weights(model)
-    command = [sys.executable, "-m", "common.cli", "up", "--port", "0", "--model", str(model)]
+    command = [sys.executable, "-m", "kvrelay", "up", "--port", "0", "--model", str(model)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 78, result.stderr
     assert "could not start (exit code 78)" in result.stderr.strip().splitlines()[-1]

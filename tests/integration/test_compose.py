@@ -22,7 +22,7 @@ from support.system import wait_until
 from typer.testing import CliRunner
 
 from common.base.free_port import free_port
-from common.tools.keys.cli import app as keys_app
+from kvrelay.keys.cli import app as keys_app
 
 REASON = why_not()
 pytestmark = [

@@ -57,7 +57,7 @@ def test_a_relay_moves_one_byte_for_each_number_half_of_what_bf16_takes(served: 
 def test_a_decode_node_with_another_kv_type_gets_no_relay_and_the_log_names_both(
     served: System, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "common.cli", "decode", "--model", "demo", "--kv-cache-dtype", "bfloat16"]
+    command = [sys.executable, "-m", "kvrelay", "decode", "--model", "demo", "--kv-cache-dtype", "bfloat16"]
     command += ["--kv-blocks", "100", "--redis-url", served.process("redis")["address"], "--node-id", "other"]
     log = tmp_path / "other.log"
     with log.open("wb") as out:

@@ -36,7 +36,7 @@ def test_a_cluster_on_ipv6_relays_and_answers(tmp_path: Path, transport: str) ->
         "--data-port",
         "0",
     ]
-    kvrelay = [sys.executable, "-m", "common.cli"]
+    kvrelay = [sys.executable, "-m", "kvrelay"]
     commands = [
         [find_redis_binary(), "--bind", "::1", "--port", str(redis_port), "--save", "", "--dir", str(tmp_path)],
         [*kvrelay, "prefill", *node],

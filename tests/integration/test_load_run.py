@@ -25,7 +25,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def load(url: str, *args: str) -> tuple[int, str]:
     """Exit code and output of `kvrelay load run ARGS`."""
-    command = [sys.executable, "-m", "common.cli", "load", "run", "--url", url, *args]
+    command = [sys.executable, "-m", "kvrelay", "load", "run", "--url", url, *args]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=dict(os.environ)
     )
@@ -131,7 +131,7 @@ def test_trace_is_replayed_by_its_hashes(model_folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_interrupted_run_reports_the_requests_so_far(model_folder: Path, processes: int) -> None:
     async def scene(stack: Stack, prefill: StubNode, decode: StubNode) -> None:
-        command = [sys.executable, "-m", "common.cli", "load", "run", "--url", stack.url, "--concurrency", "2"]
+        command = [sys.executable, "-m", "kvrelay", "load", "run", "--url", stack.url, "--concurrency", "2"]
         process = await asyncio.create_subprocess_exec(
             *[*command, "--duration", "300", "--processes", str(processes), *SMALL],
             stdout=asyncio.subprocess.PIPE,

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from kvrelay import LLM, SamplingParams
 from support.system import System, running_system, wait_until
+
+from kvrelay import LLM, SamplingParams
 
 PROMPTS = ["The capital of France is", "Hello, my name is", "One day a", "I like"]
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=0.9, top_p=0.95, seed=7, stop=".")]
@@ -84,7 +85,7 @@ def write_batch(file: Path) -> None:
 
 def batch_command(folder: Path, *args: str) -> list[str]:
     files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
-    return [sys.executable, "-m", "common.cli", "batch", *files, *args]
+    return [sys.executable, "-m", "kvrelay", "batch", *files, *args]
 
 
 def results(folder: Path) -> list[str]:
@@ -116,7 +117,7 @@ def test_a_killed_batch_goes_on_without_doing_anything_twice(system: System, tmp
 
 @pytest.mark.thorough
 def test_a_chat_from_a_pipe_is_answered(system: System) -> None:
-    command = [sys.executable, "-m", "common.cli", "chat", "--url", system.url, "--temperature", "0"]
+    command = [sys.executable, "-m", "kvrelay", "chat", "--url", system.url, "--temperature", "0"]
     result = subprocess.run(
         command, input="What is the capital of France?\n", capture_output=True, text=True, timeout=60
     )
@@ -162,7 +163,7 @@ def test_a_batch_with_its_own_cluster_takes_it_along_when_killed(tmp_path: Path)
 @pytest.mark.thorough
 def test_serve_starts_the_named_model(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids.json"
-    command = [sys.executable, "-m", "common.cli", "serve", "demo", "--port", "0", "--kv-memory-gb", "0.1"]
+    command = [sys.executable, "-m", "kvrelay", "serve", "demo", "--port", "0", "--kv-memory-gb", "0.1"]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     served = subprocess.Popen([*command, "--pid-file", str(pid_file)], env=environ, stdout=subprocess.DEVNULL)
     try:

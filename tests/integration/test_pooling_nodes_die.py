@@ -31,7 +31,7 @@ async def start_node(redis: RedisServer, cluster: str, folder: Path) -> asyncio.
     }
     words = [word for option in options.items() for word in option]
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "common.cli", "prefill", *words, env=env)
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "kvrelay", "prefill", *words, env=env)
 
 
 async def until(http: httpx.AsyncClient, path: str, condition: Callable[[httpx.Response], bool]) -> None:

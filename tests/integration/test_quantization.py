@@ -40,7 +40,7 @@ def test_a_trained_model_answers_as_ever_on_int4_weights(served: System, prompt:
 
 
 def test_a_decode_node_that_does_not_quantize_gets_no_relay_and_the_log_says_so(served: System, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "common.cli", "decode", "--model", "demo", "--kv-blocks", "100"]
+    command = [sys.executable, "-m", "kvrelay", "decode", "--model", "demo", "--kv-blocks", "100"]
     command += ["--redis-url", served.process("redis")["address"], "--node-id", "other"]
     log = tmp_path / "other.log"
     with log.open("wb") as out:

@@ -23,7 +23,7 @@ from common.base.free_port import free_port
 def kvrelay(log: Path, *args: str) -> Iterator[warm_start.Process]:
     """One `kvrelay` command until the block ends."""
     with log.open("wb") as output:
-        process = warm_start.start([sys.executable, "-m", "common.cli", *args], output, os.environ)
+        process = warm_start.start([sys.executable, "-m", "kvrelay", *args], output, os.environ)
     try:
         yield process
     finally:

@@ -59,7 +59,7 @@ def two_models(folder: Path) -> Iterator[TwoModels]:
         system = stack.enter_context(running_system(folder, "--model", str(folders["llama"]), *up))
         others: dict[str, warm_start.Process] = {}
         for role in ("prefill", "decode"):
-            command = [sys.executable, "-m", "common.cli", role, "--node-id", f"qwen-{role}", *options]
+            command = [sys.executable, "-m", "kvrelay", role, "--node-id", f"qwen-{role}", *options]
             log = stack.enter_context((folder / f"{role}.log").open("wb"))
             others[role] = warm_start.start([*command, "--model", str(folders["qwen3"])], log, os.environ)
         try:

@@ -32,7 +32,7 @@ class Up:
         self.pid_file = folder / "pids.json"
         path = f"{TESTS / 'support' / 'stub_services'}:{TESTS.parent}"
         # -P: the working folder is no place of modules, as for the command `kvrelay`.
-        command = [sys.executable, "-P", "-m", "common.cli", "up", "--pid-file", str(self.pid_file), *args]
+        command = [sys.executable, "-P", "-m", "kvrelay", "up", "--pid-file", str(self.pid_file), *args]
         self.process = subprocess.Popen(
             command,
             cwd=folder,
@@ -144,7 +144,7 @@ def test_forked_services_are_children_of_up_like_any_other(start, free_port) -> 
         assert service.ppid() == up.process.pid
         assert os.getsid(service.pid) == service.pid
         shown = " ".join(service.cmdline())
-        assert f"-m common.cli {name.removesuffix('-0')} --" in shown
+        assert f"-m kvrelay {name.removesuffix('-0')} --" in shown
         assert name == "router" or f"--node-id {name}" in shown
         assert not _open_files(service.pid) & of_servers, "nothing of the server is left open"
     assert not [line for line in up.lines if "fork" in line]

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from common.tools.admin import show
+from kvrelay.admin import show
 
 FOLDER = Path(__file__).parent / "data" / "admin_tables"
 WIDTHS = (80, 160)

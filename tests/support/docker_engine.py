@@ -27,7 +27,7 @@ _CONTEXT = (
     *("pyproject.toml", "requirements.lock", "README.md", "LICENSE", "hatch_build.py", ".dockerignore", "compose"),
     *("scripts/cpu-torch", "scripts/gpu-requirements.txt"),
 )
-_PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
+_PACKAGES = ("kvrelay", "common", "kvtransfer", "router", "prefill_node", "decode_node")
 # Build on the host's network, for machines whose Docker network has no DNS.
 _HOST_NETWORK = "services:\n  router: {build: {network: host}}\n"
 

@@ -79,7 +79,7 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
     def port(own: int) -> int:
         return free_port() if network is None else own
 
-    kvrelay = [sys.executable, "-m", "common.cli"]
+    kvrelay = [sys.executable, "-m", "kvrelay"]
     redis_port = port(6379)
     made.redis_url = f"redis://{at('redis')}:{redis_port}/0"
     redis_args = ["--bind", at("redis"), "--port", str(redis_port), "--protected-mode", "no", "--save", ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from common.tools.load.stream import Stream
+from kvrelay.load.stream import Stream
 
 USAGE = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
 

@@ -20,8 +20,8 @@ from common.model.config import load_model_config
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
-from common.tools.demo.corpus import make_corpus
-from common.tools.demo.train import answer_labels
+from scripts.demo_model.corpus import make_corpus
+from scripts.demo_model.train import answer_labels
 
 _BLOCK = 16
 _MAX_TOKENS = 512

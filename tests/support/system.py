@@ -20,7 +20,7 @@ from support import warm_start
 from typer.testing import CliRunner
 
 from common.base.free_port import free_port
-from common.tools.admin.cli import app as admin
+from kvrelay.admin.cli import app as admin
 
 START_TIMEOUT_S = 120.0
 
@@ -135,7 +135,7 @@ def running_system(folder: Path, *args: str, env: dict[str, str] | None = None, 
     """`kvrelay up ARGS`, by default at any free port, until the block ends; then SIGINT, and nothing may be left."""
     port = port or free_port()
     pid_file, log_file = folder / "pids.json", folder / "up.log"
-    command = [sys.executable, "-m", "common.cli", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
+    command = [sys.executable, "-m", "kvrelay", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), **(env or {})}
     with log_file.open("wb") as log:
         supervisor = warm_start.start(command, log, environ)

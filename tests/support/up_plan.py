@@ -7,9 +7,9 @@ from pathlib import Path
 
 from common.config.service_configs import UpConfig
 from common.config.sources import resolve
-from common.tools.up.models import UpModel
-from common.tools.up.plan import ChildSpec, plan_children
-from common.tools.up.routers import RouterPlace
+from kvrelay.up.models import UpModel
+from kvrelay.up.plan import ChildSpec, plan_children
+from kvrelay.up.routers import RouterPlace
 
 
 def planned(environ: Mapping[str, str], flags: Mapping[str, str] | None = None, *, gpu: str = "") -> list[ChildSpec]:

@@ -28,9 +28,9 @@ from common.base.process import (
     run_and_end,
     set_command_line,
 )
-from common.cli import commands, main
 from common.config.sources import SUPERVISOR_VARIABLE
-from common.tools.up import fork_client, fork_server
+from kvrelay.command import commands, main
+from kvrelay.up import fork_client, fork_server
 
 _REQUEST_BYTES, _MAX_DESCRIPTORS = 1 << 17, 1 << 16
 _CLONE_NEWNET = 0x40000000

@@ -29,7 +29,7 @@ from support.paths import TESTS
 if TYPE_CHECKING:
     from support.network_hosts import Host
 
-KVRELAY = ("-m", "common.cli")
+KVRELAY = ("-m", "kvrelay")
 """Begins the arguments of Python that run a command."""
 _OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "PYTEST_", "PYTHONUNBUFFERED", "TORCHINDUCTOR_")
 """Variables whose values are read after the imports, by tests only, or by what services do not use, by how their names begin.

@@ -13,10 +13,10 @@ from support.paths import ROOT
 
 from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.variables import CACHE, CPU_KERNELS
-from common.cli import app
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES, RouterConfig
 from common.config.sources import ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, ENV_PREFIX
+from kvrelay.command import app
 from router.http.openapi import ERRORS
 from router.router import Router
 

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from router.http.anthropic.answer_types import AnthropicModel, AnthropicModelList
 from router.http.request_headers import header
-from router.served_model import ServedModel
+from router.models.served_model import ServedModel
 
 
 def is_of_anthropic(scope: Scope) -> bool:

@@ -19,7 +19,7 @@ from router.http.operator_routes import is_served
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, parse_as, warnings_of
 from router.http.services import Services
-from router.served_model import ServedModel
+from router.models.served_model import ServedModel
 
 _VERSION = "0.11.0"
 """The first ollama with all that its calls take here (efforts in `think`): clients ask what they may send."""

@@ -22,10 +22,10 @@ from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import header
+from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.queued_request import NOBODY, Tenant
 from router.requests.request import GenerationRequest, TraceContext
-from router.served_model import ServedModel
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tool_choice import call_grammar
+from router.models.served_model import ServedModel
 from router.output import harmony
-from router.served_model import ServedModel
 from router.structured.reasoning import behind_reasoning
 from router.structured.tool_grammar import Vocabulary, final_grammar
 

@@ -11,7 +11,7 @@ from common.base.errors import BadRequest
 from common.control.ids import Ids, pack_ids
 from common.control.messages import SamplingParams
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.sampling_defaults import NEUTRAL, SamplingDefaults
+from router.models.sampling_defaults import NEUTRAL, SamplingDefaults
 
 _LEAST_TOP_P = 1e-6
 """What 0 means: less than the probability of the most likely token, whatever the vocabulary."""

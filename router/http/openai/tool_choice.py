@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tools import NamedToolChoice
-from router.served_model import ServedModel
+from router.models.served_model import ServedModel
 from router.structured.tool_grammar import Before, Schema, Vocabulary, tool_grammar
 
 _ANY = {"type": "object"}

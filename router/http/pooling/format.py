@@ -11,7 +11,7 @@ import numpy as np
 from router.http.json_body import Json
 from router.http.pooling.inputs import pairs_of
 from router.http.pooling.requests import RerankRequest, ScoreRequest
-from router.model_catalog import ServedModel
+from router.models.catalog import ServedModel
 from router.pooling.work import PoolWork
 
 _FLOAT32 = np.dtype("<f4")

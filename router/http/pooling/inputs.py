@@ -12,8 +12,8 @@ from common.control.ids import pack_ids
 from common.control.pooling import PoolInput
 from router.http.openai.build_request import Caller
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+from router.models.served_model import ServedModel
 from router.pooling.work import MAX_PART_RESULT_BYTES, PoolWork
-from router.served_model import ServedModel
 
 _MAX_RESULT_BYTES = 256 * 2**20
 """Bytes of all vectors of one call."""

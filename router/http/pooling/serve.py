@@ -23,9 +23,9 @@ from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
 from router.http.serve import warnings_of, with_client_id
 from router.http.services import Services
+from router.models.served_model import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
-from router.served_model import ServedModel
 
 _FEW_VALUES = 65_536
 """Answers with more values are made on a thread."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from common.tools.load.outcome import RequestOutcome
-from common.tools.load.stream import RequestFailed
+from kvrelay.load.outcome import RequestOutcome
+from kvrelay.load.stream import RequestFailed
 
 
 def check_length(outcome: RequestOutcome, tokens: int) -> RequestOutcome:

@@ -12,10 +12,10 @@ from typing import Any
 from bench import client
 from bench.peers.systems import MODEL_NAME
 
-from common.tools.load.outcome import RequestOutcome
-from common.tools.load.plan import LoadPlan, Workload
-from common.tools.load.runner import LoadRunner
-from common.tools.load.summary import summarise
+from kvrelay.load.outcome import RequestOutcome
+from kvrelay.load.plan import LoadPlan, Workload
+from kvrelay.load.runner import LoadRunner
+from kvrelay.load.summary import summarise
 
 MIX = ((0.75, 128, 128), (0.25, 2048, 32))
 """(share of the requests, prompt tokens, output tokens)."""

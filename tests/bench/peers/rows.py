@@ -16,8 +16,8 @@ from bench.peers.systems import MAX_TOKENS, MODEL_NAME
 from bench.results import median, percentile
 from bench.shape import Shape, random_prompt
 
-from common.tools.load.outcome import RequestOutcome, read_outcome
-from common.tools.load.stream import RequestFailed
+from kvrelay.load.outcome import RequestOutcome, read_outcome
+from kvrelay.load.stream import RequestFailed
 
 TTFT_PROMPTS = (512, 2048)
 BATCH, BATCH_PROMPT, BATCH_TOKENS = 16, 256, 128

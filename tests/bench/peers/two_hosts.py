@@ -51,7 +51,7 @@ def kvrelay(checkpoint: Path, roles: Sequence[str], logs: Path) -> Iterator[list
     with Network(*_NAMES) as network, contextlib.ExitStack() as stack:
         redis_port, port = free_port(), free_port()
         redis_url = f"redis://{network.address}:{redis_port}/0"
-        cli = [sys.executable, "-m", "common.cli"]
+        cli = [sys.executable, "-m", "kvrelay"]
         shared = ["--redis-url", redis_url, "--cluster", "peers"]
         redis = ["--bind", network.address, "--port", str(redis_port), "--protected-mode", "no", "--save", ""]
         router = [*cli, "router", "--port", str(port), "--served-model-name", MODEL_NAME, *shared]

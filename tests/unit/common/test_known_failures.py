@@ -17,7 +17,7 @@ from common.base.hashing import hash_blocks, root_hash
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES
 
-PACKAGES = ("router", "prefill_node", "decode_node", "kvtransfer", "common")
+PACKAGES = ("kvrelay", "router", "prefill_node", "decode_node", "kvtransfer", "common")
 VECTORS = DATA / "hash_vectors.json"
 """Prompts with their block hashes, as computed once; every version and every machine must agree with them."""
 

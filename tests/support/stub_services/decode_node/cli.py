@@ -15,8 +15,8 @@ from typing import Any
 
 from common.base.errors import ConfigError
 from common.base.process import run_service
-from common.cli import service_app
 from common.cluster.membership import Registrar
+from common.config.cli import service_app
 from common.config.service_configs import DecodeConfig, NodeConfig
 from common.config.sources import Resolved
 from common.control.messages import ModelInfo, NodeRecord, PeerRef

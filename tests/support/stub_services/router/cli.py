@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from common.cli import service_app
+from common.config.cli import service_app
 from common.config.service_configs import RouterConfig
 from common.config.sources import Resolved
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from bench.peers.arrivals import answered_until, arrival_times, check_length, decode_rate
 
-from common.tools.load.outcome import RequestOutcome
-from common.tools.load.stream import RequestFailed
+from kvrelay.load.outcome import RequestOutcome
+from kvrelay.load.stream import RequestFailed
 
 
 def outcome(**more: object) -> RequestOutcome:

@@ -8,8 +8,8 @@ import pytest
 from bench.peers import goodput
 from bench.peers.goodput import Objectives, Point, capacity, mixed_plans, point, table
 
-from common.tools.load.outcome import RequestOutcome
-from common.tools.load.plan import Workload
+from kvrelay.load.outcome import RequestOutcome
+from kvrelay.load.plan import Workload
 
 
 def at(rate: float, within: float, system: str = "kvrelay") -> Point:

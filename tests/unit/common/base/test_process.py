@@ -181,7 +181,7 @@ def test_a_module_of_ours_is_run_whatever_lies_in_the_working_folder(
     folder = tmp_path if installed else ROOT
     environ = {"PATH": os.environ["PATH"], **({"PYTHONPATH": str(ROOT)} if installed else {})}
     monkeypatch.chdir(folder)
-    command = module_command("common.cli", "--version")
+    command = module_command("kvrelay", "--version")
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("kvrelay")

@@ -18,7 +18,7 @@ from common.kv.rank_layout import KVLayout, blocks_for, check_compatible
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from common.model.hub import DEMO_MODEL_PATH
-from common.tools.demo.samples import SAMPLES, prompt_text
+from scripts.demo_model.samples import SAMPLES, prompt_text
 
 
 def test_every_byte_widens_to_what_pytorch_makes_of_it() -> None:

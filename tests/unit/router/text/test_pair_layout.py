@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from common.base.errors import ConfigError
 from common.control.messages import ModelInfo
-from router.served_model import LoadOptions, load_pooling
+from router.models.served_model import LoadOptions, load_pooling
 from router.text.tokenizer import Tokenizer
 
 _WORDS = ["a", "b", "[CLS]", "[SEP]", "[UNK]"]

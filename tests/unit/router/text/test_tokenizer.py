@@ -12,11 +12,11 @@ import pytest
 from support.stub_node import StubNode, make_model_folder
 from transformers import PreTrainedTokenizerFast
 
-import router.served_model
+import router.models.served_model
 from common.base.errors import BadRequest, ConfigError, Unavailable
 from common.model.fingerprint import tokenizer_digest
 from router.http.openai.chat_messages import Message
-from router.model_catalog import ModelCatalog
+from router.models.catalog import ModelCatalog
 from router.text.tokenizer import Tokenizer
 
 TEMPLATES = {
@@ -315,7 +315,7 @@ def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pyt
             catalog.get(None)
         return told.value.message
 
-    monkeypatch.setattr(router.served_model, "load", fail)
+    monkeypatch.setattr(router.models.served_model, "load", fail)
     asyncio.run(main())
 
 

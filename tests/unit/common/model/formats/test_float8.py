@@ -30,7 +30,7 @@ from common.model.precision import Precision
 from common.model.tensor_files import Part, TensorFiles
 from common.model.weights import CheckpointWeights
 from common.node.plan import plan_node
-from common.tools.demo.samples import SAMPLES, prompt_text
+from scripts.demo_model.samples import SAMPLES, prompt_text
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 

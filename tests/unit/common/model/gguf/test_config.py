@@ -19,7 +19,7 @@ from common.model.files import weight_files
 from common.model.gguf.config import GGUF_NAMES
 from common.model.hub import resolve_model
 from common.node.plan import plan_node
-from router.served_model import LoadOptions, load
+from router.models.served_model import LoadOptions, load
 from router.text.tokenizer import Tokenizer
 
 

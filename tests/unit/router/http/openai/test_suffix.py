@@ -13,7 +13,7 @@ from common.base.errors import BadRequest
 from router.http.openai.build_request import Caller, completion_generation
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.parse_body import completion_request
-from router.served_model import LoadOptions, load
+from router.models.served_model import LoadOptions, load
 from router.text.tokenizer import Tokenizer as ServedTokenizer
 
 WORDS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "def", "return", "x"]

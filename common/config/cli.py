@@ -1,0 +1,237 @@
+"""The commands of services, built from their configuration classes, and what all commands of `kvrelay` have in common.
+
+Flags, help, environment variables and TOML keys come from the same fields, so they always agree. Importing this module
+or a service's `cli` module is quick and loads neither torch nor a web framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+import typer.core
+
+from common.base import logs
+from common.base.errors import ConfigError, KvRelayError, RestartRequested
+from common.base.process import die_with_parent
+from common.config.fields import field_infos
+from common.config.service_configs import ServiceConfig
+from common.config.sources import (
+    BOOLEANS,
+    CONFIG_FILE_VARIABLE,
+    ENV_PREFIX,
+    UNSET,
+    Resolved,
+    field_type,
+    resolve,
+    type_label,
+)
+
+log = logging.getLogger(__name__)
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""Settings of every command."""
+
+_NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
+"""Write errors that are not a bug of ours, and the exit code after one."""
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+
+def _command_class(aliases: dict[str, str], switches: set[str], lists: set[str]) -> type[typer.core.TyperCommand]:
+    """A command that also accepts the spellings of other servers.
+
+    These are `aliases` of our flags, `_` for `-` in any flag, for `switches` (flags whose value is true, false or none)
+    `--x` for `--x true` and `--no-x` for `--x false`, and for `lists` `--x a b` or `--x a --x b` for `--x a,b`.
+    """
+
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ours = _with_lists([_our_spelling(arg, aliases) for arg in args], lists)
+            after = ours[1:] + [""] * bool(ours)
+            return super().parse_args(ctx, [_switched(*pair, switches) for pair in zip(ours, after, strict=True)])
+
+    return Command
+
+
+def _our_spelling(arg: str, aliases: dict[str, str]) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    name = name.replace("_", "-")
+    return aliases.get(name, name) + equals + value
+
+
+def _switched(arg: str, after: str, switches: set[str]) -> str:
+    if arg in switches and after.lower() not in (*BOOLEANS, UNSET):
+        return arg + "=true"
+    if arg.startswith("--no-") and "--" + arg[5:] in switches:
+        return f"--{arg[5:]}=false"
+    return arg
+
+
+def _with_lists(args: list[str], lists: set[str]) -> list[str]:
+    """The values of each flag in `lists` joined by commas into one word."""
+    out: list[str] = []
+    values: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name in lists:
+            current = values.setdefault(name, [])
+            if equals:
+                current.append(value)
+        elif current is not None and not arg.startswith("-"):
+            current.append(arg)
+        else:
+            current = None
+            out.append(arg)
+    return out + [f"{name}={','.join(given)}" if given else name for name, given in values.items()]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def flowing(text: str) -> str:
+    """Join the lines of each paragraph, so that a terminal can wrap them at its own width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def service_app(
+    cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None], name: str = "", argument: str = ""
+) -> typer.Typer:
+    """A Typer application with one command whose options are the fields of `cls`.
+
+    `name`: that of the command; by default the service's. `argument`: the field that is given without a flag.
+
+    `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
+    on standard error, a log line if the log is JSON, and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
+    """
+
+    def command(ctx: typer.Context, config: str | None, **given: str | None) -> None:
+        flags = {
+            name: value
+            for name, value in given.items()
+            if value is not None and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        }
+        run_checked(lambda: _start(cls, flags, config, run))
+
+    parameters = [
+        _parameter("ctx", typer.Context, inspect.Parameter.empty),
+        _parameter("config", Annotated[str | None, _config_option()], None),
+    ]
+    # The defaults are here for `--help` only; `resolve` applies them.
+    parameters += [
+        _parameter(
+            f.name,
+            Annotated[str | None, _option_of(cls, f.name, is_argument=f.name == argument)],
+            None if f.default is None else str(f.default),
+        )
+        for f in dataclasses.fields(cls)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
+    switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
+    lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
+    command_class = _command_class(aliases, switches, lists)
+    app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=CONTEXT_SETTINGS)(command)
+    return app
+
+
+def _start(
+    cls: type[ConfigT], flags: dict[str, str], file: str | None, run: Callable[[Resolved[ConfigT]], None]
+) -> None:
+    die_with_parent()
+    resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
+    if file is not None:
+        os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
+    logs.configure(resolved.config.log_level, resolved.config.log_format)
+    try:
+        run(resolved)
+    except KvRelayError as error:
+        if resolved.config.log_format == "text":
+            raise
+        log.log(logging.WARNING if isinstance(error, RestartRequested) else logging.ERROR, "%s", error)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+def run_checked(action: Callable[[], None]) -> None:
+    """Run `action`. If it raises a `KvRelayError`, end the process with one sentence and the error's exit code."""
+    try:
+        action()
+    except KvRelayError as error:
+        sys.stdout.flush()
+        print(f"kvrelay: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        with contextlib.suppress(OSError):
+            where = f" {error.filename}" if error.filename else ""
+            print(f"kvrelay: cannot write{where}: {error.strerror}", file=sys.stderr, flush=True)
+        raise typer.Exit(IO_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def check_writable(path: Path) -> None:
+    """Check, before a long run, that its results can be written to this file. Raises: ConfigError."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: {path.parent} is not a folder")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _config_option() -> Any:
+    return typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_FILE_VARIABLE,
+        help="TOML file to read options from.",
+        rich_help_panel="General",
+    )
+
+
+def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any:
+    info = field_infos(cls)[name]
+    if is_argument:
+        return typer.Argument(help=info.help, metavar=name.upper(), envvar=ENV_PREFIX + name.upper())
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
+    also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
+    return typer.Option(
+        _flag(name),
+        help=(info.help + also).replace("[", "\\["),  # as in kvrelay[models], which rich takes for markup
+        metavar=type_label(field_type(cls, name)),
+        envvar=ENV_PREFIX + name.upper(),
+        show_default=default not in (None, ""),
+        rich_help_panel=info.group,
+    )
+
+
+def command_group(name: str, help: str) -> typer.Typer:
+    """The app of a command with subcommands: `kvrelay NAME COMMAND`."""
+    return typer.Typer(
+        name=name,
+        help=flowing(help),
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings=CONTEXT_SETTINGS,
+    )

@@ -1,0 +1,100 @@
+"""`kvrelay admin check`: asks every service about itself and reports what is wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from common.config.cli import run_checked
+from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect, router_urls
+from kvrelay.admin.findings import ServiceReport, find
+from kvrelay.admin.options import Json, Url, print_answer
+
+_FOUND = 1
+"""Exit code where something was found."""
+
+
+def check(url: Url = None, as_json: Json = False) -> None:
+    """Look for what is wrong: connections, versions, fingerprints, clocks, Redis, descriptors, memory, GPUs.
+
+    Each finding comes with its remedy. Exit code 1 if something was found, 3 if no router answers.
+    """
+
+    def act() -> None:
+        routers, nodes = examine(url)
+        found = find(routers, nodes, own_version())
+        about = {"routers": len(routers), "nodes": len(nodes), "findings": [each._asdict() for each in found]}
+        print_answer(about, as_json, lambda show, answer: show.findings(answer))
+        if found:
+            raise typer.Exit(_FOUND)
+
+    run_checked(act)
+
+
+def own_version() -> str:
+    """The version of kvrelay that runs this command."""
+    try:
+        return version("kvrelay")
+    except PackageNotFoundError:
+        return ""
+
+
+def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
+    """What all routers and nodes say, asked at once. Raises: AdminUnreachable if no router answers."""
+    client = connect(url, os.environ)
+    listed = sorted(client.get("/nodes")["nodes"], key=lambda node: bool(node["usable"]))
+    known = {str(node["node_id"]): node for node in listed}  # of a restarted node the incarnation that is usable
+    places = {name: _tcp_addresses(node) for name, node in known.items()}
+    addresses = [address for each in places.values() for address in each]
+    urls, _ = router_urls(url, os.environ)
+
+    def ask_router(base: str) -> ServiceReport:
+        try:
+            status = client.get("/status", base=base)
+        except (AdminUnreachable, AdminRefused) as error:
+            return _silenced(ServiceReport(base, "router"), error)
+        return _ask(client, base, ServiceReport(str(status["router_id"]), "router", status=status), addresses)
+
+    def ask_node(node: Mapping[str, Any]) -> ServiceReport:
+        service = ServiceReport(str(node["node_id"]), str(node["role"]), known=node)
+        try:
+            base = client.address_of(node)
+            service.status = client.get("/status", base=base)
+        except (AdminUnreachable, AdminRefused) as error:
+            return _silenced(service, error)
+        return _ask(client, base, service, [each for each in addresses if each not in places[service.name]])
+
+    with ThreadPoolExecutor(max(1, min(32, len(urls) + len(known)))) as threads:
+        routers = threads.map(ask_router, urls)
+        nodes = threads.map(ask_node, known.values())
+        return list(routers), list(nodes)
+
+
+def _tcp_addresses(node: Mapping[str, Any]) -> list[str]:
+    """Where others connect to a node: its control address and the addresses that take KV over TCP."""
+    data = " ".join(node["data_addresses"]).split()
+    return [node["control_address"], *(address for address in data if "+tcp://" in address)]
+
+
+def _ask(client: AdminClient, base: str, service: ServiceReport, dial: list[str]) -> ServiceReport:
+    """Add the service's facts."""
+    before_s = time.time()
+    try:
+        service.facts = client.post("/facts", {"dial": dial}, base=base)
+    except (AdminUnreachable, AdminRefused) as error:
+        return _silenced(service, error)
+    after_s = time.time()
+    then_s = float(service.facts["time"])
+    service.skew_s = max(0.0, then_s - after_s) or min(0.0, then_s - before_s)
+    return service
+
+
+def _silenced(service: ServiceReport, error: AdminUnreachable | AdminRefused) -> ServiceReport:
+    service.silent, service.closed = error.message, isinstance(error, AdminRefused)
+    return service

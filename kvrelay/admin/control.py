@@ -1,0 +1,65 @@
+"""`kvrelay admin drain` and `undrain`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from common.base.counted import counted
+from common.base.errors import DeadlineExceeded
+from kvrelay.admin.client import AdminClient, AdminRefused
+from kvrelay.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
+
+_POLL_S, _SAY_S = 0.25, 5.0
+_PATIENCE_S = 10.0
+"""While something is awaited, a service that answers nothing for this long is given up."""
+
+
+def drain(
+    name: NodeName,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs on the node.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", callback=check_seconds, help="Maximum seconds to wait.")
+    ] = 600.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Let a node finish its requests and send it no new ones, until `undrain` or a restart of the node."""
+
+    def act(client: AdminClient) -> dict[str, Any]:
+        base = client.address_of(client.node(name))
+        status = client.post("/drain", {}, base=base)
+        deadline_s, said_s = time.monotonic() + timeout_s, time.monotonic()
+        while wait and not status["idle"]:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it keeps draining")
+            if time.monotonic() > said_s + _SAY_S:
+                said_s = time.monotonic()
+                say(_drained(status))
+            time.sleep(_POLL_S)
+            status = client.get("/status", base=base, timeout_s=_PATIENCE_S)
+            if not status["draining"]:
+                raise AdminRefused(f"{status['node_id']} is not draining any more: undrain was called")
+        return status
+
+    show_answer(url, as_json, act, lambda show, status: show.cell(_drained(status)))
+
+
+def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
+    """Send new requests to a drained node again."""
+    show_answer(
+        url,
+        as_json,
+        lambda client: client.post("/undrain", {}, base=client.address_of(client.node(name))),
+        lambda show, status: show.cell(f"{status['node_id']} takes new work"),
+    )
+
+
+def _drained(status: dict[str, Any]) -> str:
+    if status["idle"]:
+        return f"{status['node_id']} is drained: nothing runs there"
+    attempts = status["attempts"]
+    running = "its engine is in a long step" if attempts is None else f"{counted(len(attempts), 'attempt')} in flight"
+    return f"{status['node_id']} is draining: {running}"

@@ -1,0 +1,232 @@
+"""`kvrelay admin roll`: restarts services one after the other while the others serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import typer
+
+from common.base.errors import DeadlineExceeded
+from common.config.cli import run_checked
+from common.config.sources import optional_variable
+from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
+from kvrelay.admin.options import Json, Url, check_seconds, print_answer, say
+from kvrelay.admin.roll_plan import RestartedService, chosen, gaps, router_service, successor
+
+_POLL_S = 0.25
+_SAY_S = 5.0
+FoundT = TypeVar("FoundT")
+
+
+class RunningCluster:
+    """All routers of a cluster and the nodes that they know.
+
+    Raises: AdminUnreachable while a router does not answer.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        self._urls, self._token = router_urls(url, os.environ)
+
+    def client(self, url: str) -> AdminClient:
+        """A client with a budget of its own."""
+        return AdminClient(url, self._token, tls_dir=optional_variable(os.environ, "tls_dir"))
+
+    def routers(self) -> list[RestartedService]:
+        """The routers at all addresses of the given names."""
+        found: dict[str, RestartedService] = {}
+        for url in self._urls:
+            for address in _addresses(url):
+                service = router_service(self.client(address).get("/status"), address)
+                found.setdefault(service.name, service)
+        return list(found.values())
+
+    def nodes(self, router: RestartedService) -> list[dict[str, Any]]:
+        """The nodes as one router sees them."""
+        return self.client(router.address).get("/nodes")["nodes"]
+
+
+def _addresses(url: str) -> list[str]:
+    """The URL with each address that its host name has: of a service of several containers one for each. Those of IPv6 only
+    where there are no others."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: not a valid host name
+            found = socket.getaddrinfo(parts.hostname, port, family, socket.SOCK_STREAM)
+            hosts = sorted({str(entry[4][0]) for entry in found})
+            return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts]
+    return [url]
+
+
+def roll(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID", help="Only these: ids, or decode, prefill, router for all of a role."),
+    ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="S",
+            callback=check_seconds,
+            help="Seconds for the requests of a service to end before it restarts.",
+        ),
+    ] = 600.0,
+    start_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a service to be usable again."
+        ),
+    ] = 300.0,
+    grace_s: Annotated[
+        float,
+        typer.Option(
+            "--grace",
+            metavar="S",
+            callback=check_seconds,
+            help="Seconds between a router's failing health check and its first refusal: as long as a load balancer takes.",
+        ),
+    ] = 0.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also restart a service that is the only one of its kind.")
+    ] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Restart every service, one after the other, each when its requests have ended and while the others serve.
+
+    Decode nodes first, then prefill nodes, then routers. Each ends with exit code 75; `kvrelay up`, a container's restart
+    policy or systemd starts it again.
+    """
+
+    def act() -> None:
+        done = Roll(RunningCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
+        print_answer(done, as_json, lambda show, rows: show.records("restarted", rows))
+
+    run_checked(act)
+
+
+class Roll:
+    """One rolling restart."""
+
+    def __init__(self, cluster: RunningCluster, timeout_s: float, start_timeout_s: float, grace_s: float) -> None:
+        self._cluster = cluster
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+
+    def run(self, names: Sequence[str], *, force: bool) -> list[dict[str, Any]]:
+        """Restart the services named, or all. Returns a row for each.
+
+        Raises: AdminRefused, AdminUnreachable, DeadlineExceeded; the services not restarted yet are left as they are.
+        """
+        routers = self._cluster.routers()
+        nodes = self._cluster.nodes(routers[0])
+        services = chosen(names, nodes, routers)
+        if not force:
+            _refuse(gaps(services, nodes, len(routers)), "" if names else "name others to restart these alone, ")
+        reached = self._cluster.client(routers[0].address)
+        rows: list[dict[str, Any]] = []
+        for service in services:
+            if service.role == "router":
+                rows.append(self._restart(service, service.address, self._await_router))
+                continue
+            now = self._cluster.nodes(routers[0])
+            if not force:  # another one may have died since
+                _refuse(gaps([service], now, len(routers)))
+            known = next((node for node in now if node["incarnation"] == service.incarnation), None)
+            if known is None:
+                raise AdminRefused(f"{service.name} has ended, or restarted by itself, since this began: run it again")
+            rows.append(self._restart(service, reached.address_of(known), self._await_node))
+        return rows
+
+    def _restart(
+        self,
+        service: RestartedService,
+        address: str,
+        await_successor: Callable[[RestartedService], Callable[[], str | None]],
+    ) -> dict[str, Any]:
+        started_s = time.monotonic()
+        find = await_successor(service)
+        body = {"timeout_s": self._timeout_s, "grace_s": self._grace_s}
+        self._cluster.client(address).post("/restart", body)
+        limit_s = self._grace_s + self._timeout_s + self._start_timeout_s
+        say(f"{service.name}: finishes its requests")
+        new = _poll(find, limit_s, service.name)
+        took_s = round(time.monotonic() - started_s, 1)
+        say(f"{service.name}: restarted in {took_s:g} s")
+        return {
+            "service": service.name,
+            "role": service.role,
+            "seconds": took_s,
+            "before": service.incarnation,
+            "now": new,
+        }
+
+    def _await_node(self, service: RestartedService) -> Callable[[], str | None]:
+        """Whether every router can use the node's successor."""
+        nodes = self._cluster.nodes(self._cluster.routers()[0])
+        before = {node["incarnation"]: node["node_id"] for node in nodes}
+
+        def find() -> str | None:
+            seen = {successor(service, before, self._cluster.nodes(router)) for router in self._cluster.routers()}
+            return seen.pop() if len(seen) == 1 else None
+
+        return find
+
+    def _await_router(self, service: RestartedService) -> Callable[[], str | None]:
+        """Whether another router has taken the place of this one, and can use as many nodes."""
+        before = self._cluster.routers()
+        usable = _usable(self._cluster.nodes(service))
+
+        def find() -> str | None:
+            now = self._cluster.routers()
+            new = [router for router in now if router.name not in {each.name for each in before}]
+            if len(now) < len(before) or not new or _usable(self._cluster.nodes(new[0])) < usable:
+                return None
+            return new[0].name
+
+        return find
+
+
+def _refuse(gaps: Sequence[str], choice: str = "") -> None:
+    """Raises: AdminRefused if there are any."""
+    if gaps:
+        raise AdminRefused(
+            f"requests would fail: {'; '.join(gaps)}. Start another one first, {choice}or accept it with --force"
+        )
+
+
+def _usable(nodes: Sequence[dict[str, Any]]) -> int:
+    return sum(bool(node["usable"]) for node in nodes)
+
+
+def _poll(find: Callable[[], FoundT | None], limit_s: float, name: str) -> FoundT:
+    """What `find` returns once it is not None; a service that is gone for now is expected.
+
+    Raises: DeadlineExceeded.
+    """
+    started_s = said_s = time.monotonic()
+    while True:
+        try:
+            found = find()
+        except (AdminUnreachable, AdminRefused):
+            found = None
+        if found is not None:
+            return found
+        now_s = time.monotonic()
+        if now_s - started_s > limit_s:
+            raise DeadlineExceeded(
+                f"{name} is not back within {limit_s:g} s: is it run by `kvrelay up`, a container with a restart policy, or "
+                "systemd with Restart=always?"
+            )
+        if now_s - said_s > _SAY_S:
+            said_s = now_s
+            say(f"{name}: not back yet ({now_s - started_s:.0f} of {limit_s:.0f} s)")
+        time.sleep(_POLL_S)

@@ -1,0 +1,88 @@
+"""`kvrelay admin watch`: a live table of the cluster."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+
+from common.config.cli import run_checked
+from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect
+from kvrelay.admin.options import Url
+
+_SHOWN = 10
+"""Running requests listed at once."""
+
+
+def watch(
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="S", min=0.2, max=86_400.0, help="Seconds between two looks.")
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option("--count", metavar="N", min=1, help="End after so many looks; by default at Ctrl-C.")
+    ] = None,
+    url: Url = None,
+) -> None:
+    """Show nodes and running requests, renewed each second. Where output is piped, one table after the other."""
+    run_checked(lambda: _watch(url, interval_s, count))
+
+
+def _watch(url: str | None, interval_s: float, count: int | None) -> None:
+    from rich.live import Live
+
+    from kvrelay.admin import show
+
+    console = show.console()
+    client = connect(url, os.environ)
+    view = show.overview(*_look(client))  # a cluster that does not answer at first is an error
+    with (
+        Live(view, console=console, screen=False, auto_refresh=False)
+        if console.is_terminal
+        else _Lines(console) as live
+    ):
+        live.update(view, refresh=True)
+        try:
+            for _ in itertools.count(1) if count is None else range(1, count):
+                time.sleep(interval_s)
+                try:
+                    client = _connect_again(url, client.url)
+                    view = show.overview(*_look(client))
+                except (AdminUnreachable, AdminRefused, AdminUsage) as error:
+                    live.update(show.group(view, show.cell(error.message)), refresh=True)
+                else:
+                    live.update(view, refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+class _Lines:
+    """Prints each view below the one before."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, view: Any, *, refresh: bool) -> None:
+        self._console.print(view)
+
+
+def _connect_again(url: str | None, before: str) -> AdminClient:
+    """As at first: the cluster may have restarted elsewhere. If others have started meanwhile, to that of `before`."""
+    try:
+        return connect(url, os.environ)
+    except AdminUsage:
+        return connect(before, os.environ)
+
+
+def _look(client: AdminClient) -> tuple[Any, Any, list[dict[str, Any]]]:
+    requests = client.get(f"/requests?limit={_SHOWN}")["requests"]
+    running = [summary for summary in requests if summary["outcome"] == "running"]
+    return client.get("/status"), client.get("/nodes"), running

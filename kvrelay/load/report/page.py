@@ -1,0 +1,230 @@
+"""The report of a run, a sweep or a comparison. Pure: results in, HTML out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from kvrelay.load.report.chart import Chart, Series
+from kvrelay.load.summary import PERCENTILES, percentile
+
+_STYLE = """
+:root{--ink:#1c2733;--soft:#5b6b7b;--line:#dde3ea;--page:#fff;--c0:#1667c1;--c1:#c1500f;--c2:#2c8a4b;--c3:#8a3fb0}
+@media(prefers-color-scheme:dark){:root{--ink:#e4eaf1;--soft:#9aa9b8;--line:#34404d;--page:#14191f;
+--c0:#63a8f5;--c1:#f59a5b;--c2:#6dc98a;--c3:#c98be8}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:2rem auto;max-width:72rem;padding:0 1rem}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .5rem}.sub{color:var(--soft);margin:.2rem 0 1rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1.5rem}
+figure{margin:0}figcaption{font-weight:600}figure p{margin:.2rem 0}svg{width:100%;height:auto}
+svg text{font-size:12px;fill:var(--soft)}@media(max-width:40rem){svg text{font-size:17px}}
+.grid{stroke:var(--line)}.limit{stroke:var(--soft);stroke-dasharray:5 4}
+.line{fill:none;stroke-width:2}.dots{stroke-width:4;stroke-linecap:round;opacity:.6}
+.s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}
+circle.s0{fill:var(--c0)}circle.s1{fill:var(--c1)}circle.s2{fill:var(--c2)}circle.s3{fill:var(--c3)}
+.key{margin-right:1rem}.key:before{content:"";display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
+.k0:before{background:var(--c0)}.k1:before{background:var(--c1)}.k2:before{background:var(--c2)}.k3:before{background:var(--c3)}
+.scroll{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.25rem .8rem .25rem 0;text-align:right}
+th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:600}tr{border-bottom:1px solid var(--line)}
+"""
+_CSP = "default-src 'none'; style-src 'unsafe-inline'"
+_LATENCIES = (
+    ("time to first token", "ttft_s"),
+    ("between tokens (events)", "itl_s"),
+    ("per token after the first", "tpot_s"),
+    ("whole request", "e2e_s"),
+)
+_PARTS = 60
+"""Points of a chart over time."""
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The page for the content of a result file."""
+    return {"run": _run_page, "sweep": _sweep_page, "comparison": _comparison_page}[result["kind"]](result)
+
+
+def _run_page(result: Mapping[str, Any]) -> str:
+    summary, config = result["summary"], result["config"]
+    facts = [
+        ("requests", f"{summary['succeeded']} of {summary['requests']} succeeded in {summary['wall_s']:.1f} s"),
+        ("errors", ", ".join(f"{count} x {kind}" for kind, count in summary["errors"].items()) or "none"),
+        ("requests/s", f"{summary['requests_per_s']:.2f}"),
+        ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
+        ("prompt tokens/s", f"{summary['prompt_tokens_per_s']:.1f}"),
+    ]
+    wanted = objectives(summary["slo"])
+    if wanted:
+        inside = f"{100 * summary['within_slo']:.1f} % of the requests inside {wanted}"
+        facts.append(("goodput/s", f"{summary['goodput_per_s']:.2f} ({inside})"))
+    body = [_table(("", ""), facts), "<h2>Latency, ms</h2>", _latencies(summary), "<h2>Charts</h2>"]
+    return _page(f"Load on {config['model']}", result, [*body, _charts(run_charts(result))])
+
+
+def run_charts(result: Mapping[str, Any]) -> list[Chart]:
+    """The charts of one run; like its tables, they are about the requests that succeeded."""
+    samples, slo = _succeeded(result["samples"]), result["summary"]["slo"]
+    gaps = [(1000 * value, float(index)) for index, value in enumerate(result["itl_quantiles_s"])]
+    over_time = [
+        Chart(
+            f"{title} over time",
+            "seconds since the start",
+            "ms",
+            [Series(title, _points(samples, key), scatter=True)],
+            _limit(slo, key),
+        )
+        for title, key in (("Time to first token", "ttft_s"), ("Time per later token", "tpot_s"))
+    ]
+    return [
+        Chart("Time to first token", "ms", "% of requests", [Series("TTFT", _shares(samples["ttft_s"]))], y_max=100),
+        Chart("Between tokens", "ms", "% of gaps", [Series("gaps", gaps)], y_max=100),
+        Chart("Whole request", "ms", "% of requests", [Series("requests", _shares(samples["e2e_s"]))], y_max=100),
+        *over_time,
+        _throughput(samples, min(result["samples"]["sent_s"], default=0.0), result["summary"]["wall_s"]),
+    ]
+
+
+def _succeeded(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """The columns without the requests that failed."""
+    return {
+        name: [value for value, error in zip(column, samples["error"], strict=True) if not error]
+        for name, column in samples.items()
+    }
+
+
+def _throughput(samples: Mapping[str, Sequence[Any]], first_s: float, wall_s: float) -> Chart:
+    tokens = [0.0] * _PARTS
+    for sent_s, e2e_s, count in zip(samples["sent_s"], samples["e2e_s"], samples["output_tokens"], strict=True):
+        if wall_s:
+            tokens[min(_PARTS - 1, int((sent_s + e2e_s - first_s) / wall_s * _PARTS))] += count
+    points = [
+        ((index + 0.5) * wall_s / _PARTS, count * _PARTS / wall_s) for index, count in enumerate(tokens) if wall_s
+    ]
+    return Chart("Output of requests as they end", "seconds since the start", "tokens/s", [Series("tokens/s", points)])
+
+
+def _sweep_page(result: Mapping[str, Any]) -> str:
+    points, slo = result["points"], result["slo"]
+    columns = ("rate", "goodput/s", "inside, %", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "errors, %")
+    rows = [
+        (
+            f"{point['rate']:.3g}",
+            f"{point['goodput_per_s']:.2f}",
+            f"{100 * point['within_slo']:.1f}",
+            *(_ms(point[key] and point[key][name]) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")),
+            f"{100 * point['error_rate']:.1f}",
+        )
+        for point in points
+    ]
+    x = "requests/s offered"
+    goodput = [
+        Series("goodput", [(point["rate"], point["goodput_per_s"]) for point in points]),
+        Series("answered", [(point["rate"], point["requests_per_s"]) for point in points]),
+    ]
+    inside = [Series("inside", [(point["rate"], 100 * point["within_slo"]) for point in points])]
+    wanted = [("wanted", 100 * result["attainment"])]
+    charts = [
+        Chart("Goodput", x, "requests/s", goodput),
+        Chart("Requests inside the objectives", x, "%", inside, wanted, y_max=100),
+        *(
+            Chart(title, x, "ms", [_of_points(points, key, name) for name in ("p50", "p99")], _limit(slo, key))
+            for title, key in (("Time to first token", "ttft_s"), ("Time per later token", "tpot_s"))
+        ),
+    ]
+    best = result["best_rate"]
+    share = f"{100 * result['attainment']:g} % of the requests inside {objectives(slo)}"
+    found = f"{best:.3g} requests/s is the highest rate with {share}." if best else f"No rate had {share}."
+    body = [f"<p><strong>{escape(found)}</strong></p>", _charts(charts), "<h2>Rates (times in ms)</h2>"]
+    return _page(f"Goodput of {result['config']['model']}", result, [*body, _table(columns, rows)])
+
+
+def _comparison_page(result: Mapping[str, Any]) -> str:
+    rows: list[Sequence[str]] = []
+    for row in result["rows"]:
+        scale = 1000 if row["lower_is_better"] else 1
+        interval = "-" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else "-"
+        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
+        rows.append((row["name"], *sides, ratio, interval, row["verdict"]))
+    samples = {side: _succeeded(result[side]["samples"]) for side in ("a", "b")}
+    charts = [
+        Chart(
+            title,
+            "ms",
+            "% of requests",
+            [Series(side.upper(), _shares(samples[side][key])) for side in ("a", "b")],
+            y_max=100,
+        )
+        for title, key in _LATENCIES
+        if key != "itl_s"
+    ]
+    columns = ("rates per second, times in ms", "A", "B", "B / A", "95 % interval", "")
+    sides = " ".join(f"{side.upper()}: {result[side]['config']['url']}." for side in ("a", "b"))
+    told = f"<p>{escape(sides)} Compared by {escape(result['method'])}.</p>"
+    return _page("Comparison of A and B", result, [told, _table(columns, rows), "<h2>Charts</h2>", _charts(charts)])
+
+
+def objectives(slo: Mapping[str, float | None]) -> str:
+    """The goodput objectives in words; empty without any."""
+    named = (("TTFT", slo["ttft_s"]), ("TPOT", slo["tpot_s"]))
+    return ", ".join(f"{name} <= {value:g} s" for name, value in named if value)
+
+
+def _latencies(summary: Mapping[str, Any]) -> str:
+    names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
+    rows = [
+        (title, *(f"{1000 * summary[key][name]:.1f}" for name in names)) for title, key in _LATENCIES if summary[key]
+    ]
+    return _table(("", *names), rows)
+
+
+def _points(samples: Mapping[str, Sequence[Any]], key: str) -> list[tuple[float, float]]:
+    pairs = zip(samples["sent_s"], samples[key], strict=True)
+    return [(at_s, 1000 * value) for at_s, value in pairs if value is not None]
+
+
+def _shares(values_s: Iterable[float | None]) -> list[tuple[float, float]]:
+    """The distribution as (ms, % of the requests that took at most as long)."""
+    ordered = sorted(value for value in values_s if value is not None)
+    return [(1000 * percentile(ordered, share / 2), share / 2) for share in range(201)] if ordered else []
+
+
+def _of_points(points: Sequence[Mapping[str, Any]], key: str, name: str) -> Series:
+    return Series(name, [(point["rate"], 1000 * point[key][name]) for point in points if point[key]])
+
+
+def _limit(slo: Mapping[str, float | None], key: str) -> list[tuple[str, float]]:
+    value = slo.get(key)
+    return [] if value is None else [("objective", 1000 * value)]
+
+
+def _ms(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{1000 * value_s:.1f}"
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    return f'<div class="charts">{"".join(chart.html() for chart in charts)}</div>'
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    head = line(columns, "th") if any(columns) else ""
+    return f'<div class="scroll"><table>{head}{"".join(line(row, "td") for row in rows)}</table></div>'
+
+
+def _page(title: str, result: Mapping[str, Any], body: Sequence[str]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(result["began"]))
+    config = result.get("config")
+    settings = ""
+    if config:
+        rows = [(name, str(value)) for name, value in config.items()]
+        settings = f"<details><summary>All settings</summary>{_table(('', ''), rows)}</details>"
+    where = f"{config['url']}, " if config else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_CSP}"><style>{_STYLE}</style></head><body>'
+        f'<h1>{escape(title)}</h1><p class="sub">{escape(where + when)}</p>{"".join(body)}{settings}</body></html>\n'
+    )

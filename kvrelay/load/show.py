@@ -1,0 +1,104 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from common.base.counted import counted
+from kvrelay.admin.show import Fitted, percent, size, table
+from kvrelay.load.report.page import objectives
+from kvrelay.load.summary import PERCENTILES
+
+_LATE_S = 0.01
+_LATENCIES = (
+    ("time to first token", "ttft_s"),
+    ("between tokens (events)", "itl_s"),
+    ("per token after the first", "tpot_s"),
+    ("whole request", "e2e_s"),
+)
+
+
+def run(result: Mapping[str, Any]) -> RenderableType:
+    """The result of a run."""
+    summary, left_out = result["summary"], result["left_out"]
+    names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
+    rows = [
+        [title, *(_milliseconds(summary[key][name]) for name in names)]
+        for title, key in _LATENCIES
+        if summary[key] is not None
+    ]
+    parts: list[RenderableType] = [table("", ("", ""), _facts(summary, left_out), numeric=False)]
+    if rows:
+        parts.append(table("latency, ms", ("", *names), rows))
+    parts += [Text(f"error: {detail}", "red") for detail in summary["first_errors"]]
+    late = summary["late_s"]
+    if late is not None and late["p99"] > _LATE_S:
+        warning = f"the load generator was late: 1 % of requests were sent {_milliseconds(late['p99'])} ms or more late"
+        parts.append(Text(f"{warning}; try --processes", "yellow"))
+    return Group(*parts)
+
+
+def sweep(result: Mapping[str, Any]) -> RenderableType:
+    """The result of `sweep.sweep`."""
+    columns = ("rate/s", "goodput/s", "inside %", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "errors %")
+    rows: list[list[Any]] = []
+    for point in result["points"]:
+        times = [
+            point[key] and _milliseconds(point[key][name]) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")
+        ]
+        shares = (f"{100 * point[key]:.1f}" for key in ("within_slo", "error_rate"))
+        inside, errors = shares
+        rows.append([f"{point['rate']:.3g}", f"{point['goodput_per_s']:.2f}", inside, *times, errors])
+    best = result["best_rate"]
+    share = f"{100 * result['attainment']:g} % of the requests inside {objectives(result['slo'])}"
+    found = f"highest rate with {share}: {best:.3g}/s" if best else f"no rate had {share}"
+    return Group(table("goodput (times in ms)", columns, rows), Text(found, "bold"))
+
+
+def comparison(result: Mapping[str, Any]) -> RenderableType:
+    """The result of `compare.compare`, as its file has it."""
+    rows: list[list[Any]] = []
+    for row in result["rows"]:
+        scale = 1000 if row["lower_is_better"] else 1
+        interval = None if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else None
+        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
+        rows.append([row["name"], *sides, ratio, interval, row["verdict"]])
+    title = f"{result['method']} (times in ms)"
+    return Fitted(("", "A", "B", "B / A", "95 % interval", "verdict"), rows, ("95 % interval", "B", "A"), title)
+
+
+def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
+    errors = ", ".join(f"{count} x {kind}" for kind, count in summary["errors"].items())
+    wanted = objectives(summary["slo"])
+    facts = [
+        ["requests", f"{summary['succeeded']} of {summary['requests']} succeeded in {summary['wall_s']:.1f} s"],
+        ["errors", errors or "none"],
+        ["requests/s", f"{summary['requests_per_s']:.2f}"],
+        ["tokens/s", f"{summary['output_tokens_per_s']:.1f} out, {summary['prompt_tokens_per_s']:.1f} in"],
+        ["prefix hits", percent(summary["cached_tokens"], summary["prompt_tokens"])],
+        ["prefill", _counts(summary["prefill"])],
+        ["KV relayed", size(summary["relayed_bytes"]) if summary["relayed_bytes"] else None],
+        ["by prefill node", _counts(summary["prefill_nodes"])],
+        ["by decode node", _counts(summary["decode_nodes"])],
+        ["goodput", f"{summary['goodput_per_s']:.2f}/s, {100 * summary['within_slo']:.1f} % within {wanted}"]
+        if wanted
+        else ["goodput", None],
+    ]
+    if summary["retried"]:
+        facts.append(["retried", counted(summary["retried"], "request")])
+    if left_out:
+        facts.append(["left out", f"{counted(left_out, 'request')} of the trace, longer than the model's context"])
+    return [fact for fact in facts if fact[1] is not None]
+
+
+def _counts(counts: Mapping[str, int]) -> str | None:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or None
+
+
+def _milliseconds(value_s: float) -> str:
+    return f"{1000 * value_s:.1f}"

@@ -1,0 +1,74 @@
+"""`kvrelay load sweep`: runs at rising rates, and the highest one inside the objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.admin.client import AdminUnreachable
+from kvrelay.load.outcome import RequestOutcome
+from kvrelay.load.plan import LoadPlan
+from kvrelay.load.results import Slo, config_of
+from kvrelay.load.search import RateSearch
+from kvrelay.load.summary import summarise
+
+_KEPT = ("requests", "requests_per_s", "goodput_per_s", "within_slo", "error_rate", "output_tokens_per_s")
+_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+
+Measure = Callable[[LoadPlan], Sequence[RequestOutcome]]
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What to try. With `rates` these and no others, else the search's."""
+
+    base: LoadPlan
+    slo: Slo
+    attainment: float
+    """Share of the requests that must be inside the objectives."""
+    rates: tuple[float, ...] = ()
+    first: float = 1.0
+    precision: float = 0.1
+    highest: float = 1000.0
+    lowest: float = 0.01
+
+
+def sweep(plan: SweepPlan, measure: Measure, ask: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates.
+
+    `ask()` is called after a rate at which connections broke. If it raises AdminUnreachable, the server is gone: the sweep
+    ends, and `failure` of the result says so.
+    """
+    began, failure = time.time(), ""
+    points: list[dict[str, Any]] = []
+
+    def try_rate(rate: float) -> bool:
+        # Other prompts at every rate: else a rate would find those of the last one in the prefix cache.
+        at_rate = dataclasses.replace(plan.base, rate=rate, seed=plan.base.seed + 1000 * len(points))
+        outcomes = measure(at_rate)
+        summary = summarise(outcomes, *plan.slo)
+        points.append({"rate": rate} | {key: summary[key] for key in (*_KEPT, *_LATENCIES)})
+        if any(outcome.error == "connection" for outcome in outcomes):
+            ask()
+        return summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
+
+    met = [0.0]
+    try:
+        for rate in plan.rates:
+            if try_rate(rate):
+                met.append(rate)
+        search = RateSearch(plan.first, plan.precision, lowest=plan.lowest, highest=plan.highest)
+        while not plan.rates and (rate := search.next_rate) is not None:
+            search.record(met=try_rate(rate))
+            met.append(search.best)
+    except KeyboardInterrupt:  # ends the sweep but keeps the report
+        pass
+    except AdminUnreachable as error:
+        failure = f"the server was lost at {points[-1]['rate']:.3g} requests/s: {error.message}"
+    points.sort(key=lambda point: point["rate"])
+    slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
+    found = {"best_rate": max(met), "attainment": plan.attainment, "slo": slo, "points": points, "failure": failure}
+    return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found}

@@ -1,0 +1,124 @@
+"""Traces of real services: Mooncake's JSON lines and Azure's CSV files, read and scaled down."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.base.errors import ConfigError
+from kvrelay.load.jobs import LoadJob, fresh_ids, shared_ids
+
+TRACE_BLOCK = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MAX_TOKENS = 2**31
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """One line of a trace, not yet scaled."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+    """Blocks of 512 tokens; empty: the trace does not say which prompts share a prefix."""
+
+
+def read_trace(path: str) -> list[TraceEntry]:
+    """Read a trace, by time. A file whose first line is Azure's header is Azure's, any other Mooncake's.
+
+    Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids` of 512-token blocks.
+    Azure: CSV with TIMESTAMP (ISO 8601), ContextTokens and GeneratedTokens; lines without output are left out.
+
+    Raises: ConfigError that names the faulty line.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            read = _azure if first.strip().split(",")[0] == _AZURE_COLUMNS[0] else _mooncake
+            entries = list(read(file, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    if not entries:
+        raise ConfigError(f"the trace {path} is empty")
+    entries.sort(key=lambda entry: entry.at_s)
+    return entries
+
+
+def _mooncake(lines: Iterator[str], path: str) -> Iterator[TraceEntry]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _mooncake_entry(line, f"{path}, line {number}")
+
+
+def _mooncake_entry(line: str, place: str) -> TraceEntry:
+    try:
+        raw = json.loads(line)
+        entry = TraceEntry(
+            raw["timestamp"] / 1000, int(raw["input_length"]), int(raw["output_length"]), tuple(raw["hash_ids"])
+        )
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+    if not math.isfinite(entry.at_s):
+        raise ConfigError(f"{place}: the timestamp {entry.at_s} is not a time")
+    if entry.output_tokens < 0:
+        raise ConfigError(f"{place}: the output_length {entry.output_tokens} is negative")
+    if len(entry.hash_ids) * TRACE_BLOCK < entry.input_tokens or entry.input_tokens < 1:
+        raise ConfigError(f"{place}: {len(entry.hash_ids)} blocks do not hold {entry.input_tokens} tokens")
+    return entry
+
+
+def _azure(lines: Iterator[str], path: str) -> Iterator[TraceEntry]:
+    rows = csv.DictReader(lines)
+    missing = [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise ConfigError(f"{path}, line 1: an Azure trace has the columns {', '.join(_AZURE_COLUMNS)}")
+    for row in rows:
+        place = f"{path}, line {rows.line_num}"
+        try:
+            stamp, prompt, output = (row[name] for name in _AZURE_COLUMNS)
+            at = datetime.datetime.fromisoformat(stamp)
+            lengths = int(prompt), int(output)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{place}: {error}") from error
+        if not 1 <= lengths[0] < _MAX_TOKENS or not 0 <= lengths[1] < _MAX_TOKENS:
+            raise ConfigError(f"{place}: {lengths[0]} prompt tokens and {lengths[1]} generated tokens are no request")
+        if lengths[1]:
+            # The published files have no time zone, or that of UTC.
+            yield TraceEntry(at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp(), *lengths, ())
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace scaled down: a 512-token block becomes 512 / `scale` token ids, which depend only on its hash id.
+
+    A prompt without hash ids is unlike any other.
+    """
+
+    entries: Sequence[TraceEntry]
+    scale: int
+    rate_scale: float
+    vocab_size: int
+    seed: int = 0
+
+    def job(self, number: int) -> LoadJob:
+        """The entry of this number."""
+        entry = self.entries[number]
+        block = TRACE_BLOCK // self.scale
+        length = max(1, entry.input_tokens // self.scale)
+        if entry.hash_ids:
+            blocks = (shared_ids(f"{self.seed} block {hash_id}", block, self.vocab_size) for hash_id in entry.hash_ids)
+            prompt = list(itertools.islice(itertools.chain.from_iterable(blocks), length))
+        else:
+            prompt = list(fresh_ids(f"{self.seed} entry {number}", length, self.vocab_size))
+        at_s = (entry.at_s - self.entries[0].at_s) / self.rate_scale
+        return LoadJob(number, prompt, max(1, entry.output_tokens // self.scale), at_s=at_s)

@@ -1,0 +1,44 @@
+"""`kvrelay up`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.config.cli import service_app
+from common.config.service_configs import UpConfig
+from common.config.sources import Resolved
+from kvrelay.up.fork_client import fork_servers_for
+
+_HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
+
+Each service runs in its own process. Once all are ready, it prints their addresses and a curl command to try. A service
+that dies later is restarted; Ctrl-C stops everything in order. Nodes share all processor cores; --favor sets priorities.
+
+[bold]Examples:[/bold] kvrelay up
+
+  kvrelay up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2 --port 9000
+
+  kvrelay up --routers 2 --port 9000
+
+  kvrelay up --model ./my-model --dtype bfloat16 --favor itl --pid-file /tmp/kvrelay.json
+"""
+
+
+def _run(resolved: Resolved[UpConfig]) -> None:
+    # The nodes' server imports PyTorch while this process imports the rest.
+    with fork_servers_for(resolved.config.device) as fork_servers:
+        from kvrelay.up.supervisor import up
+
+        asyncio.run(up(resolved.config, resolved.sources, fork_servers))
+
+
+app = service_app(UpConfig, help=_HELP, run=_run)
+
+_SERVE_HELP = """Serve a model with a whole cluster on this machine: `kvrelay up --model MODEL`, for hands that know vLLM.
+
+The options are those of `kvrelay up`, among them vLLM's under the same names; others are refused.
+
+[bold]Example:[/bold] kvrelay serve Qwen/Qwen2.5-0.5B-Instruct --port 9000 --max-model-len 4096 --dtype bfloat16
+"""
+
+serve = service_app(UpConfig, help=_SERVE_HELP, run=_run, name="serve", argument="model")

@@ -1,0 +1,193 @@
+"""Plans which processes `kvrelay up` runs. Pure but for reading the configuration file of a child: no processes, no clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.base.process import module_command
+from common.config.fields import field_infos
+from common.config.pooling_options import OF_PROCESS
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
+from common.config.sources import ENV_PREFIX, Resolved, Source, resolve
+from kvrelay.up.gpus import VISIBLE, NodeGpus, share_gpus
+from kvrelay.up.models import UpModel
+from kvrelay.up.routers import ADMIN_HOST, RouterPlace
+
+ServiceRole = Literal["redis", "router", "prefill", "decode", "pooling"]
+"""pooling: a prefill node of a model that embeds or scores."""
+STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode", "redis")
+"""Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
+
+_FIRST_START_S = 1800.0
+"""Limit of a first start on GPUs: kernels that are not precompiled are compiled then, which takes minutes."""
+_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "none", "port": "0", "data_port": "0", "admin_port": "0"}
+_ON_ONE_HOST = {"nnodes": "1", "node_rank": "0"}
+_YIELDING_ROLE = {"itl": "prefill", "ttft": "decode"}
+"""The role that gets less processor time, by what `favor` favors."""
+_YIELDING_NICE = 5
+"""Niceness of the role that `favor` does not favor: beside the other one it gets a quarter of the cores."""
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to run; the same at every restart."""
+
+    name: str
+    role: ServiceRole
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Added to the supervisor's environment; carries secrets, which must not appear in a process list."""
+    node_id: str | None = None
+    """Id in the membership; nodes only."""
+    model_path: str = ""
+    """Where the model is with which it generates; nodes only."""
+    url: str = ""
+    """URL of the API; routers only."""
+    quiet: bool = False
+    """Show its output only if it ends unexpectedly."""
+
+
+def plan_children(
+    config: UpConfig,
+    sources: Mapping[str, Source],
+    models: Sequence[UpModel],
+    *,
+    redis_url: str,
+    routers: list[RouterPlace],
+    own_redis: tuple[str, ...] | None,
+    host_name: str,
+    admin_token: str,
+    gpus: list[str],
+) -> list[ChildSpec]:
+    """The children in start order.
+
+    Each of `models` gets nodes of its own. `own_redis` is the command of the Redis server to run, None if an existing
+    one is used. `gpus` are the CUDA GPUs to distribute over the nodes. All services get `admin_token`.
+
+    An option of `config` that a service has too is passed on only if it was set by a flag, the environment or the [up]
+    table: a value from elsewhere in a file reaches the service through the file itself.
+    """
+    children: list[ChildSpec] = []
+    if own_redis is not None:
+        children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
+    of_all = {"redis_url": redis_url, "cluster": config.cluster, "admin_token": admin_token, "admin_host": ADMIN_HOST}
+    generating = [each for each in models if each.generates]
+    preload = json.dumps([str(each.path) for each in generating])
+    for place in routers:
+        own = {**of_all, "host": config.host, "port": str(place.port), "admin_port": str(place.admin_port)}
+        argv, environ = _command(RouterConfig, config, sources, {**own, "preload": preload})
+        children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
+    ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
+    shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating)))
+    numbers: Counter[ServiceRole] = Counter()
+    for model in models:
+        given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
+        path = str(model.path) if model.generates else ""
+        for role, cls, count in _nodes_of(model, config):
+            for _ in range(count):
+                name = f"{role}-{numbers[role]}"
+                numbers[role] += 1
+                # In a shared Redis, plain names would collide with those of another `kvrelay up`.
+                node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
+                share = next(shares) if model.generates else None
+                own = {**of_all, **_ON_LOOPBACK, **_ON_ONE_HOST, "model": model.model, "node_id": node_id}
+                if model.generates or not generating:
+                    own |= _role_options(cls.section, config, share)
+                own |= _host_options(cls, config, on_gpus=share is not None)
+                argv, environ = _command(cls, config, given, own)
+                if share is not None:
+                    environ[VISIBLE] = ",".join(share.visible)
+                children.append(ChildSpec(name, role, argv, environ, node_id, path))
+    return children
+
+
+def resolved_child(spec: ChildSpec, environ: Mapping[str, str]) -> Resolved[RouterConfig | NodeConfig]:
+    """The configuration that a router's or a node's process will read, with this environment of the supervisor.
+
+    Raises: ConfigError for a mistake in it.
+    """
+    section, *words = spec.argv[spec.argv.index("kvrelay") + 1 :]
+    cls = next(each for each in (RouterConfig, PrefillConfig, DecodeConfig) if each.section == section)
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    return resolve(cls, flags=flags, environ={**environ, **spec.environ}, file=None)
+
+
+def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:
+    """Seconds that the first start of everything may take."""
+    is_default = config.start_timeout_s == UpConfig.start_timeout_s
+    return _FIRST_START_S if on_gpus and is_default else config.start_timeout_s
+
+
+def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[NodeConfig], int]]:
+    """Role, configuration and number of a model's nodes."""
+    if not model.generates:
+        return [("pooling", PrefillConfig, config.prefill)]
+    return [("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)]
+
+
+def _of_pooling(sources: Mapping[str, Source], *, is_alone: bool) -> dict[str, Source]:
+    """The options that a pooling model's nodes get as flags. Beside generating models most are for these; what variables
+    say, which may be meant for several nodes, is inherited."""
+    return {
+        name: source for name, source in sources.items() if name in OF_PROCESS or (is_alone and source != "environment")
+    }
+
+
+def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
+    """The options of `config` for the nodes of `role` only, defaults included: GPUs and memory were planned with
+    them."""
+    options = {} if share is None else {"gpu_memory_utilization": str(share.utilization)}
+    for name, info in field_infos(UpConfig).items():
+        value = getattr(config, name)
+        if info.sets is not None and info.sets[0] == role and value is not None:
+            options[info.sets[1]] = str(value)
+    return options
+
+
+def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> dict[str, str]:
+    """What a node is told about the others on this host, and about the supervisor's patience."""
+    options: dict[str, str] = {}
+    if _YIELDING_ROLE.get(config.favor) == cls.section:
+        options["nice"] = str(_YIELDING_NICE)
+    if cls is DecodeConfig and not on_gpus and _shares_cores(config):
+        options["shared_cores"] = "true"
+    allowed_s = first_start_s(config, on_gpus=on_gpus)
+    if allowed_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
+        options["start_timeout_s"] = str(allowed_s)
+    return options
+
+
+def _shares_cores(config: UpConfig) -> bool:
+    """Whether decode nodes on the CPU should leave more of it to the prefill nodes while streams are still in
+    prefill."""
+    has_stages = config.decode_pp > 1 or config.decode_pp_layers
+    return config.prefill > 0 and config.favor != "itl" and not has_stages
+
+
+def _command(
+    cls: type[ServiceConfig], config: UpConfig, sources: Mapping[str, Source], own: dict[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a service with the options `own`, and those of `config` that it has too."""
+    infos = field_infos(cls)
+    options = {
+        key: str(getattr(config, key))
+        for key, source in sources.items()
+        if key in infos and not infos[key].own and source not in ("default", "file")
+    }
+    if cls is RouterConfig:
+        # The router uses the model that its nodes report, since they know where they found it, whatever else a file or
+        # a variable names.
+        options["model"] = "none"
+    options |= own
+    argv = module_command("kvrelay", cls.section)
+    environ: dict[str, str] = {}
+    for key, value in options.items():
+        if infos[key].secret:
+            environ[ENV_PREFIX + key.upper()] = value
+        else:
+            argv += ["--" + key.replace("_", "-"), value]
+    return tuple(argv), environ

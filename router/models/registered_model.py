@@ -1,0 +1,207 @@
+"""A model that nodes registered: what their records say of it, and its files as this router loaded them.
+
+Runs on the router's event loop; files are loaded on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from common.base.errors import ConfigError
+from common.control.messages import Adapter, ModelInfo, NodeRecord, Role, Task
+from router.models import served_model
+from router.models.preloads import Preloads
+from router.models.served_model import LoadOptions, ServedModel
+
+log = logging.getLogger(__name__)
+
+RETRY_S, _MAX_RETRY_S = 2.0, 60.0
+"""Pause before files that could not be used are tried again; it doubles each time."""
+
+
+class RegisteredModel:
+    """All nodes of one model, known by the name under which they registered. `on_loaded()` is called when `served` was
+    loaded.
+    """
+
+    def __init__(self, name: str, options: LoadOptions, preloads: Preloads, on_loaded: Callable[[], None]) -> None:
+        self.name = name
+        self.records: list[NodeRecord] = []
+        """The nodes that serve it now."""
+        self.adapters: list[Adapter] = []
+        """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
+        self.roles: set[Role] = set()
+        """The roles of all nodes that it has had; with a generating model also decode."""
+        self.served: ServedModel | None = None
+        self.problem = "its files are being loaded"
+        """Why `served` is None."""
+        self.is_refused = False
+        """Whether its files were found unusable; `problem` says why."""
+        self._options = options
+        self._preloads = preloads
+        self._on_loaded = on_loaded
+        self._given: ServedModel | None = None
+        self._files: ServedModel | None = None
+        """As loaded from the nodes' path."""
+        self._loading: asyncio.Task[None] | None = None
+        self._wanted: ModelInfo | None = None
+        """What the nodes' latest records say."""
+        self._updated = asyncio.Event()
+        """Set when there are other records than those of the last attempt to load."""
+        self._told: set[str] = set()
+        """Incarnations that are ignored; logged once each."""
+
+    @property
+    def task(self) -> Task:
+        """What its nodes do."""
+        return self.records[0].model.task if self.records else "generate" if self.served is None else self.served.task
+
+    def use(self, options: LoadOptions, given: ServedModel | None) -> None:
+        """Load its files with these options from now on; or use those of `given`, which the configuration names."""
+        if (options, given) != (self._options, self._given):
+            self.close()
+            self._options, self._given = options, given
+            self._files = self.served = self._loading = None
+
+    def update(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """Take the nodes that registered this name now, the oldest first. Returns those that can be used."""
+        self._told &= {record.peer.incarnation for record in records}
+        self.roles.update(record.role for record in records)
+        if any(record.model.task == "generate" for record in records):
+            self.roles.add("decode")
+        self.records = self._with_our_tokenizer(self._with_one_task(records))
+        decodes = [record.model for record in self.records if record.role == "decode"]
+        infos = decodes or [record.model for record in self.records]
+        if infos:
+            self._learn(infos)
+            self.adapters = _adapters(self.records)
+        elif self.is_refused:
+            self.close()
+        return self.records
+
+    def close(self) -> None:
+        """Stop loading."""
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def _with_one_task(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        same = [record for record in records if record.model.task == records[0].model.task]
+        for record in records:
+            if record not in same:
+                task, ours = record.model.task, records[0].model.task
+                self._ignore(record, f"its model {self.name} is for {task!r}, that of an older node for {ours!r}")
+        return same
+
+    def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """The nodes with the same tokenizer as this router.
+
+        If there is none and the configuration does not name the model, those with the tokenizer of the oldest one that
+        decodes: the router then loads that.
+        """
+        ours = self._given or self._files
+        same = [] if ours is None else _with_tokenizer(records, ours.tokenizer_digest)
+        whose = "this router's"
+        if not same and self._given is None and records:
+            oldest = next((record for record in records if record.role == "decode"), records[0])
+            same = _with_tokenizer(records, oldest.model.tokenizer) if oldest.model.tokenizer else records
+            whose = f"that of {oldest.peer.node_id}"
+        for record in records:
+            if record not in same:
+                self._ignore(record, f"its tokenizer.json for {self.name} differs from {whose}")
+        return same
+
+    def _ignore(self, record: NodeRecord, why: str) -> None:
+        if record.peer.incarnation not in self._told:
+            self._told.add(record.peer.incarnation)
+            log.error("%s is ignored: %s", record.peer.node_id, why)
+
+    def _learn(self, infos: list[ModelInfo]) -> None:
+        info = replace(infos[0], max_model_len=min(each.max_model_len for each in infos))
+        files = self._given or self._files
+        if files is not None and (self._given is not None or self._is_of(files, info)):
+            self._serve(files, info)
+            return
+        self._wanted = info
+        self._updated.set()
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+
+    def _is_of(self, files: ServedModel, info: ModelInfo) -> bool:
+        return files.path == info.path and info.tokenizer in (files.tokenizer_digest, "")
+
+    async def _load(self) -> None:
+        """Load its files. Those that cannot be used are tried again, later or when the nodes change: a folder may not be
+        mounted yet. One thread at a time does it, as long as a mount that hangs may take."""
+        wait_s = RETRY_S
+        while self._wanted is not None:
+            self._updated.clear()
+            if await self._try_to_load(self._wanted):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._updated.wait()
+            wait_s = min(2 * wait_s, _MAX_RETRY_S)
+
+    async def _try_to_load(self, info: ModelInfo) -> bool:
+        try:
+            if info.task == "generate":
+                options = self._options
+                model = await self._preloads.take(info, options) or await asyncio.to_thread(
+                    served_model.load, info.path, info.name, options
+                )
+            else:
+                model = await asyncio.to_thread(served_model.load_pooling, info, self._options)
+        except ConfigError as error:
+            return self._refuse(f"{error}; give the router a folder with --model")
+        except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
+            return self._refuse(f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log", error)
+        latest = self._wanted or info  # nodes may have come and gone meanwhile
+        if (latest.path, latest.tokenizer, latest.task) != (info.path, info.tokenizer, info.task):
+            return False  # their files are loaded at once
+        if info.tokenizer not in (model.tokenizer_digest, ""):
+            return self._refuse(f"tokenizer.json in {info.path} on this machine differs from that of the nodes")
+        self.is_refused = False
+        self._files = model
+        self._serve(model, latest)
+        log.info("serving %s from %s", info.name, info.path)
+        self._on_loaded()
+        return True
+
+    def _refuse(self, problem: str, error: Exception | None = None) -> bool:
+        if (True, problem) != (self.is_refused, self.problem):  # once, however often it is tried
+            log.error("cannot use the model that the nodes registered: %s", problem, exc_info=error)
+        self.is_refused, self.problem = True, problem
+        return False
+
+    def _serve(self, files: ServedModel, info: ModelInfo) -> None:
+        self.served = replace(
+            files,
+            name=info.name,
+            root=info.name,
+            base=info.name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            task=info.task,
+            hidden_size=info.hidden_size,
+        )
+
+
+def _with_tokenizer(records: list[NodeRecord], digest: str) -> list[NodeRecord]:
+    """The nodes with this tokenizer, and those that do not tell."""
+    return [record for record in records if record.model.tokenizer in (digest, "")]
+
+
+def _adapters(records: list[NodeRecord]) -> list[Adapter]:
+    """The adapters of these nodes by name. Where nodes have other weights under one name: those that most decode nodes have,
+    and among these most nodes.
+    """
+    counts: Counter[Adapter] = Counter()
+    for record in records:
+        counts.update(dict.fromkeys(record.adapters, len(records) + 1 if record.role == "decode" else 1))
+    best = {adapter.name: adapter for adapter, _ in reversed(counts.most_common())}
+    return sorted(best.values())

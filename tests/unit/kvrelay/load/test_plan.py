@@ -1,0 +1,69 @@
+"""Load plans: shares of processes, traces that do not fit, contradictory settings."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import ConfigError
+from kvrelay.load.plan import LoadPlan, Workload
+
+
+def trace(folder: Path, *rows: tuple[int, int, int, list[int]]) -> str:
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    path = folder / "trace.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+    return str(path)
+
+
+def plan(**options: object) -> LoadPlan:
+    return LoadPlan(url="http://x", model="m", **options)  # type: ignore[arg-type]
+
+
+def test_processes_share_a_run_without_overlap_or_gap() -> None:
+    for options in (
+        {"rate": 100.0, "duration_s": 2.0},
+        {"concurrency": 4, "requests": 101},
+        {"rate": 50.0, "duration_s": 4.0, "turns": 3},
+    ):
+        whole = list(Workload(plan(**options)).jobs())
+        parts = [list(Workload(plan(**options, processes=3)).jobs(process)) for process in range(3)]
+        assert sorted(itertools.chain(*parts), key=lambda job: job.number) == whole
+        assert min(map(len, parts)) > len(whole) // 4
+
+
+def test_requests_of_a_trace_that_do_not_fit_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = trace(tmp_path, (0, 100, 100, [1]), (0, 512, 512, [2]), (0, 200, 100, [3]))
+    workload = Workload(plan(trace=path, scale=1, max_len=512))
+    assert (workload.total, workload.left_out) == (2, 1)
+    assert [len(job.prompt) for job in workload.jobs()] == [100, 200]
+    assert Workload(plan(trace=path, scale=1, max_len=512, requests=1)).total == 1
+    with pytest.raises(ConfigError, match="fits"):
+        Workload(plan(trace=path, scale=1, max_len=10))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "--rate"),
+        ({"rate": 1.0}, "--requests or --duration"),
+        ({"rate": 1.0, "concurrency": 1, "requests": 1}, "not both"),
+        ({"rate": 1e-300, "requests": 1}, "--rate must be at least 1e-06"),
+        ({"trace": "x", "chat": True}, "--chat"),
+        ({"trace": "x", "turns": 2}, "--turns"),
+        ({"concurrency": 1, "requests": 1, "burst_size": 3}, "--burst-size"),
+        ({"rate": 1.0, "requests": 1, "ramp_from": 0.5}, "--duration"),
+        ({"rate": 1.0, "requests": 1, "longest_tokens": 5}, "--longest-tokens"),
+        ({"rate": 1.0, "requests": 1, "tools": True}, "--turns"),
+        ({"trace": "x", "scale": 3}, "512"),
+        ({"trace": "x", "rate": 2.0}, "--rate-scale"),
+        ({"concurrency": 2, "processes": 3, "requests": 9}, "3 processes"),
+        ({"rate": 1.0, "requests": 1, "prefix_tokens": 0, "suffix_tokens": 0}, "empty"),
+    ],
+)
+def test_contradictory_plans_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(**options).check()
