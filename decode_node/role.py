@@ -25,35 +25,35 @@ class DecodeRole(NodeRole[DecodeConfig, NodeReceiver]):
     small_batches = True
 
     def plan(self, config: DecodeConfig) -> NodePlan:
-        return plan_node(config, pp_size=config.pipeline_parallel_size, pp_layers=config.pp_layers)
+        return plan_node(
+            config,
+            pp_size=config.pipeline_parallel_size,
+            pp_layers=config.pp_layers,
+            prefill_chunk=config.local_prefill_chunk,
+            shares_cores=config.shared_cores,
+        )
 
-    def prefill_chunk(self, config: DecodeConfig, plan: NodePlan) -> int:
-        return config.local_prefill_chunk
-
-    def rank_transfers(
-        self, config: DecodeConfig, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent
-    ) -> RankReceiver:
-        return RankReceiver(rank, report, _make_local(config, worker, rank, incarnation, port=0))
+    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankReceiver:
+        return RankReceiver(rank, report, _make_local(worker, rank, incarnation, port=0))
 
     def node_transfers(
         self,
-        config: DecodeConfig,
         worker: Worker,
         incarnation: str,
         broadcast: Callable[[TransferOrder], None],
         post: OnTransferEvent,
     ) -> NodeReceiver:
-        make_local = _make_local(config, worker, 0, incarnation, port=config.data_port)
+        make_local = _make_local(worker, 0, incarnation, port=worker.plan.relay.port)
         return NodeReceiver(worker.plan.world_size, broadcast, post, make_local)
 
-    def core(self, config: DecodeConfig, parts: CoreParts, transfers: NodeReceiver) -> DecodeNode:
-        return DecodeNode(parts, transfers, early_s=config.lease_s, shared_cores=config.shared_cores)
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeReceiver) -> DecodeNode:
+        return DecodeNode(parts, transfers, early_s=plan.hosts.lease_s, shared_cores=plan.shares_cores)
 
 
-def _make_local(
-    config: DecodeConfig, worker: Worker, rank: int, incarnation: str, *, port: int
-) -> Callable[[OnReceiverEvent], Receiver]:
-    return partial(make_receiver, config, worker.storage, worker.plan.layout, rank, port=port, incarnation=incarnation)
+def _make_local(worker: Worker, rank: int, incarnation: str, *, port: int) -> Callable[[OnReceiverEvent], Receiver]:
+    return partial(
+        make_receiver, worker.plan.relay, worker.storage, worker.plan.layout, rank, port=port, incarnation=incarnation
+    )
 
 
 ROLE = DecodeRole()

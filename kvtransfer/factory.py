@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 
 from common.base.errors import ConfigError
-from common.cluster.address import one_interface
-from common.config.service_configs import NodeConfig
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent, RelaySettings
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.cuda import CudaDevice
@@ -27,21 +25,23 @@ from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 log = logging.getLogger(__name__)
 
 
-def make_sender(config: NodeConfig, storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent) -> Sender:
-    """A rank's `KVSender`, with the transports that `config.kv_transport` allows.
+def make_sender(
+    relay: RelaySettings, storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent
+) -> Sender:
+    """A rank's `KVSender`, with the transports that `relay.transport` allows.
 
     Raises: ConfigError if this host has none of them, or one does not support these sizes.
     """
     device = _device(storage)
     connectors = [
-        _connector(name, config, storage, device)
-        for name in _allowed(config.kv_transport, storage, collectives=config.may_use_collectives)
+        _connector(name, relay, storage, device)
+        for name in _allowed(relay.transport, storage, collectives=relay.may_use_collectives)
     ]
-    return Sender(storage, layout, rank, on_event, connectors, device=device, wanted=config.kv_transport)
+    return Sender(storage, layout, rank, on_event, connectors, device=device, wanted=relay.transport)
 
 
 def make_receiver(
-    config: NodeConfig,
+    relay: RelaySettings,
     storage: KVStorage,
     layout: KVLayout,
     rank: int,
@@ -50,7 +50,7 @@ def make_receiver(
     port: int,
     incarnation: str,
 ) -> Receiver:
-    """A rank's `KVReceiver`, with the transports that `config.kv_transport` allows. The first that needs a
+    """A rank's `KVReceiver`, with the transports that `relay.transport` allows. The first that needs a
     port listens on `port`; 0 means any free one.
 
     Raises: ConfigError if this host has none of them, or one cannot listen.
@@ -58,8 +58,8 @@ def make_receiver(
     device = _device(storage)
     listeners: list[Listener] = []
     try:
-        for name in _allowed(config.kv_transport, storage, collectives=config.may_use_collectives):
-            listeners.append(_listener(name, config, storage, device, port))
+        for name in _allowed(relay.transport, storage, collectives=relay.may_use_collectives):
+            listeners.append(_listener(name, relay, storage, device, port))
             port = 0 if name not in (SHM, CUDA_IPC) else port
     except BaseException:
         for listener in listeners:
@@ -93,7 +93,7 @@ def _allowed(wanted: str, storage: KVStorage, *, collectives: bool = True) -> li
     return [wanted]
 
 
-def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None) -> Connector:
+def _connector(name: str, relay: RelaySettings, storage: KVStorage, device: RelayDevice | None) -> Connector:
     match name:
         case "zmq":
             return ZmqConnector()
@@ -102,16 +102,20 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
         case "cuda_ipc" if device is not None:
             return CudaIpcConnector(device, storage)
         case _:
-            return CollectiveConnector(one_interface(config), backend=name, gpu_id=device.gpu_id if device else "")
+            return CollectiveConnector(
+                relay.addresses.one_interface, backend=name, gpu_id=device.gpu_id if device else ""
+            )
 
 
-def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
+def _listener(name: str, relay: RelaySettings, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
     match name:
         case "zmq":
-            return ZmqListener(config.host, port, seals=config.tls_dir is not None)
+            return ZmqListener(relay.addresses.host, port, seals=relay.sealed)
         case "shm":
             return ShmListener()
         case "cuda_ipc" if device is not None:
             return CudaIpcListener(device, storage)
         case _:
-            return CollectiveListener(one_interface(config), port, backend=name, gpu_id=device.gpu_id if device else "")
+            return CollectiveListener(
+                relay.addresses.one_interface, port, backend=name, gpu_id=device.gpu_id if device else ""
+            )

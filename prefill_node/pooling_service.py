@@ -27,7 +27,7 @@ from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
 from common.model.pooling.open import load_pooling_model, read_pooling_config
 from common.model.pooling.pooler import Pooler, PoolingModel
-from common.node.plan import node_id_for
+from common.node.options import ServerOptions
 from common.node.server import NodeServer
 from prefill_node.pooling_core import PoolingNode, PoolLimits
 
@@ -49,7 +49,7 @@ def run_pooling_node(config: PrefillConfig) -> None:
 
 
 async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | PoolingDecoderConfig) -> None:
-    server = NodeServer(config, node_id_for("prefill", config))
+    server = NodeServer(ServerOptions.of("prefill", config))
     await server.bind()
     model = await asyncio.to_thread(_load, path, of_model, config)
     limits = PoolLimits(

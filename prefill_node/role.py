@@ -8,7 +8,7 @@ from functools import partial
 from common.config.service_configs import PrefillConfig
 from common.engine.kv_transfer import OnTransferEvent, TransferOrder
 from common.node.core import CoreParts
-from common.node.plan import NodePlan, batched_tokens, plan_node
+from common.node.plan import NodePlan, plan_node
 from common.node.role import NodeRole
 from common.node.worker import Worker
 from kvtransfer.factory import make_sender
@@ -26,26 +26,22 @@ class PrefillRole(NodeRole[PrefillConfig, NodeSender]):
     def plan(self, config: PrefillConfig) -> NodePlan:
         return plan_node(config)
 
-    def prefill_chunk(self, config: PrefillConfig, plan: NodePlan) -> int:
-        return batched_tokens(config, plan)
-
-    def rank_transfers(
-        self, config: PrefillConfig, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent
-    ) -> RankSender:
-        return RankSender(rank, report, partial(make_sender, config, worker.storage, worker.plan.layout, rank))
+    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankSender:
+        return RankSender(
+            rank, report, partial(make_sender, worker.plan.relay, worker.storage, worker.plan.layout, rank)
+        )
 
     def node_transfers(
         self,
-        config: PrefillConfig,
         worker: Worker,
         incarnation: str,
         broadcast: Callable[[TransferOrder], None],
         post: OnTransferEvent,
     ) -> NodeSender:
-        make_local = partial(make_sender, config, worker.storage, worker.plan.layout, 0)
+        make_local = partial(make_sender, worker.plan.relay, worker.storage, worker.plan.layout, 0)
         return NodeSender(worker.plan.world_size, broadcast, post, make_local)
 
-    def core(self, config: PrefillConfig, parts: CoreParts, transfers: NodeSender) -> PrefillNode:
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeSender) -> PrefillNode:
         return PrefillNode(parts, transfers)
 
 

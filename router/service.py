@@ -21,7 +21,7 @@ from common.cluster.running_clusters import runtime_folder
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from common.control.http_server import HttpServer
-from common.control.self_report import SelfReport
+from common.control.self_report import SelfReport, public_options
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
 from router.admin import RouterAdmin
@@ -70,7 +70,8 @@ async def serve(config: RouterConfig) -> None:
     restart = Restart(router.dispatcher, lambda: server.busy)
     if admin is not None:
         admin.start(
-            RouterAdmin(router, config, directory, restart).routes() + SelfReport(config).routes(),
+            RouterAdmin(router, config, directory, restart).routes()
+            + SelfReport(public_options(config), config.tls_dir).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)

@@ -1,10 +1,12 @@
-"""Free memory, of this machine and of this process. Does not import torch, because the supervisor uses it."""
+"""Memory of this machine and of its processes. Does not import torch, because the supervisor uses it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import math
+import resource
+import sys
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -22,6 +24,19 @@ def free_memory_bytes() -> float:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             left = min(left, int(limit.read_text()))
     return left
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory of this process up to now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of a process of this machine; None if that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def release_free_memory() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from dataclasses import dataclass
 
 from common.base.endpoints import endpoint as endpoint_of
 from common.base.errors import ConfigError
@@ -20,59 +21,74 @@ _LOOPBACK = "127.0.0.1"
 _DEFAULT_REDIS_PORT = 6379
 
 
-def advertised(endpoints: str, config: NodeConfig) -> str:
-    """`endpoints` with the host by which others reach this node.
+@dataclass(frozen=True)
+class HostAddresses:
+    """Where a node's sockets listen on this host, and the addresses by which others reach them."""
 
-    `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
-    `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The host
-    becomes `config.advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface: then
-    it becomes the address of the interface that routes to Redis.
+    host: str
+    """Interface to listen on."""
+    advertise_host: str | None
+    redis_url: str
+    several_hosts: bool
+    """The node's ranks are spread over several hosts."""
 
-    Raises: ConfigError if Redis' host cannot be resolved.
-    """
-    return " ".join(_advertised_endpoint(endpoint, config) for endpoint in endpoints.split())
+    @classmethod
+    def of(cls, config: NodeConfig) -> HostAddresses:
+        return cls(config.host, config.advertise_host, config.redis_url, config.nnodes > 1)
 
+    def advertised(self, endpoints: str) -> str:
+        """`endpoints` with the host by which others reach this node.
 
-def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
-    scheme, _, place = endpoint.partition("://")
-    if scheme not in ("http", "https") and not scheme.endswith("tcp"):
-        return endpoint
-    bound, _, port = place.rpartition(":")
-    host = config.advertise_host
-    if host is None:
-        if bound.strip("[]") not in _EVERY_INTERFACE:
+        `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
+        `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The
+        host becomes `advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface:
+        then it becomes the address of the interface that routes to Redis.
+
+        Raises: ConfigError if Redis' host cannot be resolved.
+        """
+        return " ".join(self._advertised_endpoint(endpoint) for endpoint in endpoints.split())
+
+    def _advertised_endpoint(self, endpoint: str) -> str:
+        scheme, _, place = endpoint.partition("://")
+        if scheme not in ("http", "https") and not scheme.endswith("tcp"):
             return endpoint
-        host = source_address(config.redis_url)
-        if host.startswith("127."):
-            log.warning("advertising %s, which only this machine can reach; set --advertise-host to change it", host)
-    return endpoint_of(scheme, host, port)
+        bound, _, port = place.rpartition(":")
+        host = self.advertise_host
+        if host is None:
+            if bound.strip("[]") not in _EVERY_INTERFACE:
+                return endpoint
+            host = source_address(self.redis_url)
+            if host.startswith("127."):
+                log.warning(
+                    "advertising %s, which only this machine can reach; set --advertise-host to change it", host
+                )
+        return endpoint_of(scheme, host, port)
 
+    @property
+    def one_interface(self) -> str:
+        """One address of this host that other hosts can reach, for transports that cannot listen on every interface.
 
-def rank_host(config: NodeConfig) -> str:
-    """The address of this host at which the ranks of one node reach each other; never every interface.
+        Raises: ConfigError as `source_address`.
+        """
+        return source_address(self.redis_url) if self.host in _EVERY_INTERFACE else self.host
 
-    Loopback if all ranks are on this host, whatever `--host` is: no other host may connect.
+    @property
+    def for_ranks(self) -> str:
+        """The address of this host at which the ranks of one node reach each other; never every interface.
 
-    Raises: ConfigError as `source_address`.
-    """
-    return _LOOPBACK if config.nnodes == 1 else one_interface(config)
+        It is loopback if all ranks are on this host, whatever `host` is: no other host may connect.
 
+        Raises: ConfigError as `source_address`.
+        """
+        return self.one_interface if self.several_hosts else _LOOPBACK
 
-def one_interface(config: NodeConfig) -> str:
-    """One address of this host that other hosts can reach, for transports that cannot listen on every interface.
+    def for_mesh(self, *, on_gpus: bool) -> str:
+        """The interface that the collectives of one node's ranks are bound to.
 
-    Raises: ConfigError as `source_address`.
-    """
-    return source_address(config.redis_url) if config.host in _EVERY_INTERFACE else config.host
-
-
-def mesh_interface(config: NodeConfig, *, on_gpus: bool) -> str:
-    """The interface that the collectives of one node's ranks are bound to.
-
-    On GPUs it is the one that relays use: NCCL chooses an interface once per process, at its first use, which is for
-    these collectives; with loopback no relay could reach another host. Raises: ConfigError as `source_address`.
-    """
-    return one_interface(config) if on_gpus else rank_host(config)
+        On GPUs it is the one that relays use: NCCL chooses an interface once per process, at its first use, which is for
+        these collectives; with loopback no relay could reach another host. Raises: ConfigError as `source_address`.
+        """
+        return self.one_interface if on_gpus else self.for_ranks
 
 
 def source_address(redis_url: str) -> str:

@@ -28,7 +28,7 @@ from common.base import logs, stack_sampler
 from common.base.errors import BadRequest, Overloaded
 from common.base.free_memory import free_memory_bytes
 from common.config.fields import field_infos
-from common.config.service_configs import NodeConfig, RouterConfig, ServiceConfig
+from common.config.service_configs import ServiceConfig
 from common.control.admin_server import AdminRoute, Call, seconds
 from common.security.expiry import certificate_validity
 
@@ -51,10 +51,15 @@ class SelfReport:
     """The routes of one service."""
 
     def __init__(
-        self, config: RouterConfig | NodeConfig, profile: Profile = python_profile, devices: Facts = dict
+        self,
+        options: dict[str, Any],
+        tls_dir: str | None,
+        profile: Profile = python_profile,
+        devices: Facts = dict,
     ) -> None:
-        """`devices`: facts about the GPUs that the process uses."""
-        self._config = config
+        """`options`: those of the service, see `public_options`. `devices`: facts about the GPUs that the process uses."""
+        self._options = options
+        self._tls_dir = tls_dir
         self._profile = profile
         self._devices = devices
         self._profiling = False
@@ -63,7 +68,7 @@ class SelfReport:
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
         return [
-            AdminRoute("GET", "/config", lambda call: public_options(self._config)),
+            AdminRoute("GET", "/config", lambda call: self._options),
             AdminRoute("GET", "/logs", lambda call: {"lines": logs.recent()}),
             AdminRoute("POST", "/facts", self._facts),
             AdminRoute("POST", "/profile", self._record),
@@ -85,8 +90,7 @@ class SelfReport:
 
     def _certificate_ends(self) -> float | None:
         """Unix time; None without certificates."""
-        folder = self._config.tls_dir
-        valid = None if folder is None else certificate_validity(folder)
+        valid = None if self._tls_dir is None else certificate_validity(self._tls_dir)
         return None if valid is None else valid.ends.timestamp()
 
     async def _record(self, call: Call) -> bytes:

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError
 from common.cluster.records import LoadedAdapters
-from common.config.fields import listed
-from common.config.option_groups import LoraOptions
 from common.control.admin_server import AdminRoute, Call
 from common.control.messages import Adapter
 from common.model.config import ModelConfig
 from common.model.generic.config import GenericConfig
 from common.model.lora.checkpoint import open_adapter
 from common.node.adapter_table import AdapterSource, AdapterTable
+from common.node.options import AdapterOptions
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +44,17 @@ def open_source(
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
 
 
-def configured_sources(options: LoraOptions, config: ModelConfig, model_names: Collection[str]) -> list[AdapterSource]:
+def configured_sources(
+    options: AdapterOptions, config: ModelConfig, model_names: Collection[str]
+) -> list[AdapterSource]:
     """The adapters of `--lora`. Raises: ConfigError."""
-    sources: dict[str, AdapterSource] = {}
-    for text in listed("lora", options.lora):
-        name, _, path = text.partition("=")
-        if not name or not path:
-            raise ConfigError(f"--lora {text!r} is not NAME=FOLDER")
-        if name in sources:
-            raise ConfigError(f"--lora names two adapters {name!r}")
-        sources[name] = open_source(name, path, config, options.max_lora_rank, model_names)
-    return list(sources.values())
+    return [open_source(name, path, config, options.max_rank, model_names) for name, path in options.folders.items()]
 
 
 async def loaded_sources(
     loaded: LoadedAdapters | None,
     configured: Sequence[AdapterSource],
-    options: LoraOptions,
+    options: AdapterOptions,
     config: ModelConfig,
     model_names: Collection[str],
 ) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
@@ -76,9 +69,7 @@ async def loaded_sources(
         try:
             if adapter.name in taken:
                 raise ConfigError("another one has its name")
-            source = await asyncio.to_thread(
-                open_source, adapter.name, path, config, options.max_lora_rank, model_names
-            )
+            source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_rank, model_names)
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")
         except ConfigError as error:
@@ -113,7 +104,7 @@ class AdapterAdmin:
         table: AdapterTable,
         configured: Sequence[AdapterSource],
         missing: Sequence[AdapterSource] | None,
-        options: LoraOptions,
+        options: AdapterOptions,
         config: ModelConfig,
         node: AdministeredNode,
         model_names: Collection[str],
@@ -168,7 +159,7 @@ class AdapterAdmin:
         name, path = _text(call, "name"), _text(call, "path")
         try:
             source = await asyncio.to_thread(
-                open_source, name, path, self._config, self._options.max_lora_rank, self._model_names
+                open_source, name, path, self._config, self._options.max_rank, self._model_names
             )
         except ConfigError as error:
             raise BadRequest(error.message) from error

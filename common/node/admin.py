@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic
 from common.base.endpoints import is_loopback
-from common.cluster.address import advertised
-from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, AdminServer, Call, seconds
 from common.control.links import Identity
 from common.control.messages import NodeLoad, NodeRecord
 from common.node.drain import Drain
+from common.node.options import ServerOptions
 from common.security.tls import Credentials
 
 _ENGINE_ANSWERS_S = 0.8
@@ -62,15 +61,15 @@ class AdministeredNode(Protocol):
         ...
 
 
-def open_admin(config: NodeConfig, credentials: Credentials | None) -> tuple[AdminServer | None, str]:
+def open_admin(options: ServerOptions, credentials: Credentials | None) -> tuple[AdminServer | None, str]:
     """The admin port of a node, which does not answer yet, and the URL to register; None and "" without a token.
 
     Raises: ConfigError.
     """
-    if not config.admin_token:
+    if not options.admin_token:
         return None, ""
-    server = AdminServer(config.admin_host, config.admin_port, config.admin_token, credentials)
-    return server, server.url if is_loopback(config.admin_host) else advertised(server.url, config)
+    server = AdminServer(options.admin_host, options.admin_port, options.admin_token, credentials)
+    return server, server.url if is_loopback(options.admin_host) else options.addresses.advertised(server.url)
 
 
 class NodeAdmin:

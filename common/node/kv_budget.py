@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.config.option_groups import CPU_KV_GB
 from common.engine.kv_transfer import STAGING_BYTES
 
 CONTEXT_BYTES = 640 * 2**20
@@ -47,12 +48,16 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True)
 class KvMemoryRequest:
-    """The operator's options; `blocks` takes precedence over `memory_bytes`, and that over `utilization`."""
+    """The operator's options; `blocks` takes precedence over `memory_bytes`, and on a GPU that over `utilization`."""
 
     utilization: float
     """Fraction of the GPU's memory for all of this rank."""
     memory_bytes: int | None = None
     blocks: int | None = None
+
+    def blocks_on_cpu(self, block_bytes: int) -> int:
+        """Number of KV blocks of a rank on a CPU."""
+        return self.blocks or (self.memory_bytes or int(CPU_KV_GB * 2**30)) // block_bytes
 
 
 def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int, spare_blocks: int) -> int:

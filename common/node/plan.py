@@ -1,14 +1,8 @@
-"""A node's plan, derived from its configuration before any weight is read, and the objects made from it."""
+"""A node's plan: its model, layout, device and limits, derived from its configuration before any weight is read."""
 
 from __future__ import annotations
 
 import logging
-import platform
-import resource
-import secrets
-import sys
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,13 +12,10 @@ from common.base.errors import ConfigError
 from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
-from common.control.messages import Adapter, ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
-from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
-from common.engine.scheduler import Scheduler
+from common.control.messages import ModelInfo
+from common.engine.kv_transfer import RelaySettings
 from common.engine.scheduler_config import SchedulerConfig
-from common.engine.step import SampleSpec, StepInput
 from common.kernels.native.find import arithmetic
-from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.model.choose import choose_model
 from common.model.config import ModelConfig
@@ -35,30 +26,36 @@ from common.model.formats.quantization import Quantization as CheckpointQuantiza
 from common.model.hub import model_folder, model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
+from common.node.kv_budget import KvMemoryRequest
+from common.node.options import AdapterOptions, RankHosts, WeightOptions
 from common.parallel.mesh import RankPlace
-from common.security.sealed_endpoints import without_keys
 
 log = logging.getLogger(__name__)
 
 
-def node_id_for(role: Role, config: NodeConfig) -> str:
-    """The configured node id, or one that no other node has."""
-    return config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}"
-
-
 @dataclass(frozen=True)
 class NodePlan:
-    """Model, layout and device of a node, before any weight is read; equal on all of its ranks."""
+    """Everything that a node's ranks need to know, before any weight is read; equal on all ranks of a host."""
 
     path: Path
     model_config: ModelConfig
     layout: KVLayout
     model: ModelInfo
-    dtype: str
-    """Data type of weights and activations; that of the KV cache is in the layout."""
+    names: frozenset[str]
+    """All names of the model in the API."""
     device: DeviceKind
-    weights: str
-    """State of the weight files (`files_state`) before the layout's fingerprint was made of them."""
+    weights: WeightOptions
+    kv_memory: KvMemoryRequest
+    steps: SchedulerConfig
+    context_is_configured: bool
+    """The operator asked for the model's context; it is not reduced to what KV memory can hold."""
+    eager: bool
+    """Decode steps on a GPU run without CUDA graphs."""
+    adapters: AdapterOptions
+    hosts: RankHosts
+    relay: RelaySettings
+    shares_cores: bool = False
+    """Prefill nodes compute on the same processor cores."""
 
     @property
     def world_size(self) -> int:
@@ -68,9 +65,17 @@ class NodePlan:
         return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size)
 
 
-def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> NodePlan:
-    """Read the model's config and choose device, dtype, context and layout.
+def plan_node(
+    config: NodeConfig,
+    *,
+    pp_size: int = 1,
+    pp_layers: str = "",
+    prefill_chunk: int | None = None,
+    shares_cores: bool = False,
+) -> NodePlan:
+    """Read the model's config and choose device, dtype, context, layout and limits.
 
+    `prefill_chunk`: prompt tokens of a step in which others decode; None: as many as a step computes.
     Raises: ConfigError in one sentence for an impossible model, layout or device.
     """
     path = resolve_model(config.model)
@@ -81,14 +86,56 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     device = resolve_device(config.device)
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
-    explicit = _parse_layers(pp_layers)
+    weights = WeightOptions(
+        dtype=dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        quantization=config.quantization,
+        packed_cache_gb=config.packed_cache_gb,
+        state=files_state(path, config.load_format),
+    )
+    layout = _layout(config, path, model_config, dtype, device, pp_size, _parse_layers(pp_layers))
+    names = listed("served_model_name", config.served_model_name)
+    name = names[0] if names else model_name(path)
+    tokenizer = tokenizer_digest(path)
+    if not tokenizer and config.load_format != "dummy":
+        raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")
+    memory_bytes = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
+    return NodePlan(
+        path=path,
+        model_config=model_config,
+        layout=layout,
+        model=ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer),
+        names=frozenset({name, *names}),
+        device=device,
+        weights=weights,
+        kv_memory=KvMemoryRequest(config.gpu_memory_utilization, memory_bytes, config.kv_blocks),
+        steps=step_limits(config, device, layout.pp_size, max_model_len, prefill_chunk),
+        context_is_configured=config.max_model_len is not None,
+        eager=config.enforce_eager,
+        adapters=AdapterOptions.of(config),
+        hosts=RankHosts.of(config, layout.world_size),
+        relay=RelaySettings.of(config),
+        shares_cores=shares_cores,
+    )
+
+
+def _layout(
+    config: NodeConfig,
+    path: Path,
+    model_config: ModelConfig,
+    dtype: str,
+    device: DeviceKind,
+    pp_size: int,
+    pp_layers: tuple[int, ...],
+) -> KVLayout:
+    """Which rank has which layers and KV heads. Raises: ConfigError for an impossible split."""
     stages = split_layers(
-        model_config.num_layers, len(explicit) or pp_size, explicit or None, lm_head_in_layers(model_config)
+        model_config.num_layers, len(pp_layers) or pp_size, pp_layers or None, lm_head_in_layers(model_config)
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
-    weights = files_state(path, config.load_format)
-    layout = KVLayout(
+    return KVLayout(
         fingerprint=fingerprint(
             path,
             model_config,
@@ -103,13 +150,28 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
     )
-    names = listed("served_model_name", config.served_model_name)
-    name = names[0] if names else model_name(path)
-    tokenizer = tokenizer_digest(path)
-    if not tokenizer and config.load_format != "dummy":
-        raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")
-    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer)
-    return NodePlan(path, model_config, layout, info, dtype, device, weights)
+
+
+def step_limits(
+    config: NodeConfig, device: DeviceKind, num_stages: int, max_model_len: int, prefill_chunk: int | None
+) -> SchedulerConfig:
+    """Limits of steps; that of tokens depends on the device unless it is configured.
+
+    With asynchronous scheduling two steps are in flight over the same sequences. A pipeline has a step of other sequences in
+    flight for each of its stages, prepared while the others run.
+    """
+    tokens = config.max_num_batched_tokens or (
+        config.step_tokens.on_cpu if device == "cpu" else config.step_tokens.on_gpu
+    )
+    asynchronous = device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        prefill_chunk=prefill_chunk or tokens,
+        num_groups=num_stages,
+        depth=2 if asynchronous and num_stages == 1 else 1,
+    )
 
 
 def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | None, path: Path) -> None:
@@ -129,12 +191,6 @@ def _kv_dtype(wanted: str, model_dtype: str) -> str:
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
 
 
-def batched_tokens(config: NodeConfig, plan: NodePlan) -> int:
-    """`--max-num-batched-tokens`, which by default depends on the device."""
-    default = config.step_tokens.on_cpu if plan.device == "cpu" else config.step_tokens.on_gpu
-    return config.max_num_batched_tokens or default
-
-
 def _parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
@@ -142,20 +198,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
         raise ConfigError(f"pp_layers {text!r} is not a list of numbers such as 10,14") from error
 
 
-def peak_memory_bytes() -> int:
-    """Peak memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process of this machine; None if that cannot be known."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
+def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
     """`plan` with its context limited to what `num_blocks` can hold, so that no accepted request is too long for the node.
 
     Raises: ConfigError if the operator asked for a longer one.
@@ -164,82 +207,16 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
     longest = num_blocks // spec.num_tables * spec.block_size
     if plan.model.max_model_len <= longest:
         return plan
-    if config.max_model_len is not None:
+    if plan.context_is_configured:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} needs more than the {counted(num_blocks, 'KV block')} ({longest} tokens) "
+            f"max_model_len {plan.model.max_model_len} needs more than the {counted(num_blocks, 'KV block')} ({longest} tokens) "
             "that this node has room for: give it more --kv-memory-gb, or ask for less"
         )
     log.warning(
         "the model's context of %d tokens is reduced to %d, which KV memory can hold", plan.model.max_model_len, longest
     )
-    return replace(plan, model=replace(plan.model, max_model_len=longest))
-
-
-def make_record(
-    role: Role,
-    me: PeerRef,
-    config: NodeConfig,
-    plan: NodePlan,
-    num_blocks: int,
-    kernels: str,
-    adapters: Sequence[Adapter] = (),
-) -> NodeRecord:
-    """The node's record in Redis, without the keys of its data sockets: every service can read it."""
-    return NodeRecord(
-        role,
-        replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
-        plan.model,
-        plan.layout,
-        num_blocks // plan.layout.spec.num_tables,
-        time.time(),
-        max_num_seqs=config.max_num_seqs,
-        kernels=kernels,
-        adapters=list(adapters),
-    )
-
-
-def steps_ahead(config: NodeConfig, plan: NodePlan) -> int:
-    """Steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
-
-    A pipeline has a step of other sequences in flight for each of its stages, prepared while the others run.
-    """
-    wanted = plan.device == "cuda" if config.async_scheduling is None else config.async_scheduling
-    return 2 if wanted and plan.layout.pp_size == 1 else 1
-
-
-def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
-    """The scheduler of a node whose ranks hold `num_blocks`."""
-    return Scheduler(
-        SchedulerConfig(
-            max_model_len=plan.model.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched_tokens(config, plan),
-            prefill_chunk=prefill_chunk,
-            num_groups=plan.layout.pp_size,
-            depth=steps_ahead(config, plan),
-        ),
-        BlockPool(num_blocks, plan.layout.spec.num_tables),
-        plan.layout.spec.windows,
-    )
-
-
-def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
-    """The grammars of a node. `post` hands over events, on any thread."""
-    folder = model_folder(plan.path)
-    return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
-
-
-def warm_up(num_tables: int = 1) -> StepInput:
-    """One row through every layer, so that no client waits for the first access to weights and memory."""
-    sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
-    return StepInput(
-        step_id=0,
-        token_ids=[0],
-        positions=[0],
-        slot_mapping=[[0]] * num_tables,
-        query_lens=[1],
-        context_lens=[1],
-        block_tables=[[[0]]] * num_tables,
-        num_decodes=1,
-        samples=[sample],
+    return replace(
+        plan,
+        model=replace(plan.model, max_model_len=longest),
+        steps=replace(plan.steps, max_model_len=longest),
     )

@@ -30,19 +30,12 @@ class NodeRole(ABC, Generic[ConfigT, TransfersT]):
         """Model, layout and device of the node. Raises: ConfigError."""
 
     @abstractmethod
-    def prefill_chunk(self, config: ConfigT, plan: NodePlan) -> int:
-        """Maximum number of prompt tokens that the node computes in one step."""
-
-    @abstractmethod
-    def rank_transfers(
-        self, config: ConfigT, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent
-    ) -> RankTransferEnd:
+    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankTransferEnd:
         """The transfer end of a rank other than the leader's. `report` may be called on any thread."""
 
     @abstractmethod
     def node_transfers(
         self,
-        config: ConfigT,
         worker: Worker,
         incarnation: str,
         broadcast: Callable[[TransferOrder], None],
@@ -54,5 +47,5 @@ class NodeRole(ABC, Generic[ConfigT, TransfersT]):
         """
 
     @abstractmethod
-    def core(self, config: ConfigT, parts: CoreParts, transfers: TransfersT) -> NodeCore[Any]:
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: TransfersT) -> NodeCore[Any]:
         """The core of the node."""

@@ -17,12 +17,10 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic, until_next
 from common.base.errors import EngineError, ProtocolError, RankLost, RestartRequested, Unavailable
-from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.records import LoadedAdapters
 from common.cluster.redis_client import check_redis
-from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
@@ -45,6 +43,7 @@ from common.node.adapter_admin import AdapterAdmin
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
+from common.node.options import ServerOptions
 from common.node.profile import device_facts, node_profile
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
@@ -68,10 +67,10 @@ class ServedCore(EngineCore, Protocol):
 class NodeServer:
     """One node's sockets and leases. Use: `bind`, build the core with `send_buffer` and `me`, then `run` it."""
 
-    def __init__(self, config: NodeConfig, node_id: str) -> None:
-        self.config = config
-        self._tls = open_credentials(config.tls_dir)
-        self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._tls = open_credentials(options.tls_dir)
+        self.me = PeerRef(options.node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._handed_over = self._delivered = 0
         """Rounds of messages that the engine's thread has handed to the loop, and how many of them the loop has sent."""
@@ -82,7 +81,7 @@ class NodeServer:
         self._holders: dict[Identity, str] = {}
         """Names that the lease holders give themselves."""
         self._links: dict[str, Link] = {}
-        self.drain = Drain(config.lease_s)
+        self.drain = Drain(options.lease_s)
         self._admin: AdminServer | None = None
         self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
@@ -99,10 +98,11 @@ class NodeServer:
 
         Raises: ConfigError.
         """
-        await check_redis(self.config.redis_url)
-        self._server = Server(self.config.host, self.config.port, self._on_message, self._tls)
-        self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
-        self._admin, self._admin_address = open_admin(self.config, self._tls)
+        options = self._options
+        await check_redis(options.redis_url)
+        self._server = Server(options.addresses.host, options.port, self._on_message, self._tls)
+        self.me = replace(self.me, control_address=options.addresses.advertised(self._server.address))
+        self._admin, self._admin_address = open_admin(options, self._tls)
 
     def post(self, event: Any) -> None:
         """Pass an event to the core. Any thread."""
@@ -173,7 +173,7 @@ class NodeServer:
         self._core = core
         self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash, use_idle_time=use_idle_time)
         self._engine.start()
-        redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
+        redis_url, cluster, lease_s = self._options.redis_url, self._options.cluster, self._options.lease_s
         record = replace(record, admin_address=self._admin_address, lease_s=lease_s)
         registrar = Registrar(
             redis_url,
@@ -182,7 +182,7 @@ class NodeServer:
             lease_s=lease_s,
             load=lambda: self.load,
             loaded=None if lora is None else lora.loaded,
-            tls_dir=self.config.tls_dir,
+            tls_dir=self._options.tls_dir,
         )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
@@ -194,8 +194,8 @@ class NodeServer:
             asyncio.create_task(self._crashed.wait()),
             asyncio.create_task(self._restart.wait()),
         ]
-        if self.config.tls_dir is not None:
-            tasks.append(asyncio.create_task(warn_before_end(self.config.tls_dir)))
+        if self._options.tls_dir is not None:
+            tasks.append(asyncio.create_task(warn_before_end(self._options.tls_dir)))
         try:
             if lora is not None:
                 lora.load_first()
@@ -231,7 +231,10 @@ class NodeServer:
 
     def _start_admin(self, record: NodeRecord, describe: Describe, lora: AdapterAdmin | None) -> None:
         if self._admin is not None:
-            parts = [NodeAdmin(self, record, describe), SelfReport(self.config, node_profile, device_facts)]
+            parts = [
+                NodeAdmin(self, record, describe),
+                SelfReport(self._options.shown, self._options.tls_dir, node_profile, device_facts),
+            ]
             self._admin.start([route for part in [*parts, *([lora] if lora else [])] for route in part.routes()])
 
     # ------------------------------------------------------------ in
@@ -245,13 +248,13 @@ class NodeServer:
             self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
             # A cut link may deliver a message after its sender's lease has ended: every attempt must have a lease.
-            self._leases.setdefault(identity, monotonic() + self.config.lease_s)
+            self._leases.setdefault(identity, monotonic() + self._options.lease_s)
             self._engine.post(FromClient(identity, message))
 
     async def _housekeeping(self) -> None:
         """End the leases of silent routers and peers, renew our own."""
         while True:
-            await asyncio.sleep(until_next(self.config.lease_s / (3 if self.load.idle else 6), monotonic()))
+            await asyncio.sleep(until_next(self._options.lease_s / (3 if self.load.idle else 6), monotonic()))
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
                 holder = self._holders.get(identity, "a router or node")
@@ -349,7 +352,7 @@ class NodeServer:
     def _ping_peer(self, link: Link) -> None:
         """Renew our lease at that peer, which drops us when the lease ends."""
         with contextlib.suppress(Unavailable):  # the next message fails too, and is handled
-            link.send(Ping(self.me.node_id, self.config.lease_s))
+            link.send(Ping(self.me.node_id, self._options.lease_s))
 
     def _on_peer_message(self, incarnation: str, message: Message) -> None:
         if not isinstance(message, Pong):

@@ -7,26 +7,25 @@ _serve:   control socket -> model shards on all ranks, KV memory -> transfer end
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.base.clock import monotonic
 from common.base.process import run_service
-from common.cluster.address import advertised
 from common.cluster.loaded_adapters import read_loaded_adapters
-from common.config.fields import listed
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
-from common.node.plan import NodePlan, fit_memory, make_grammars, make_record, make_scheduler, node_id_for
+from common.node.options import ServerOptions
+from common.node.parts import make_grammars, make_record, make_scheduler
+from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.adapters import NodeAdapters
 from common.node.ranks.forked import ForkedRank
-from common.node.ranks.launch import fork_ranks, run_other_host, share_cores
+from common.node.ranks.launch import fork_ranks, run_other_host
 from common.node.ranks.leader import Leader
 from common.node.ranks.main import run_rank
 from common.node.role import NodeRole
@@ -48,56 +47,54 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
     """
     plan = role.plan(config)
     # Before there is a second thread or an event loop: neither survives a fork.
-    forked = fork_ranks(config, plan, partial(run_rank, lambda: role))
-    config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
-    if config.node_rank > 0:
-        run_service(lambda: run_other_host(config, role, plan, forked))
+    forked = fork_ranks(plan, partial(run_rank, lambda: role))
+    if 0 in plan.hosts.ranks_here:
+        options = ServerOptions.of(role.name, config)
+        run_service(lambda: _serve(role, options, plan, forked))
     else:
-        run_service(lambda: _serve(role, config, plan, forked))
+        run_service(lambda: run_other_host(role, plan, forked))
 
 
 async def _serve(
-    role: NodeRole[ConfigT, TransfersT], config: ConfigT, plan: NodePlan, forked: Sequence[ForkedRank]
+    role: NodeRole[Any, TransfersT], options: ServerOptions, plan: NodePlan, forked: Sequence[ForkedRank]
 ) -> None:
     """Run until cancelled. Raises: as `run_node`."""
-    server = NodeServer(config, node_id_for(role.name, config))
+    server = NodeServer(options)
     await server.bind()
-    names = {plan.model.name, *listed("served_model_name", config.served_model_name)}
-    configured = configured_sources(config, plan.model_config, names)
-    before = await read_loaded_adapters(config.redis_url, config.cluster, server.node_id, config.tls_dir)
-    loaded, missing = await loaded_sources(before, configured, config, plan.model_config, names)
+    configured = configured_sources(plan.adapters, plan.model_config, plan.names)
+    before = await read_loaded_adapters(options.redis_url, options.cluster, server.node_id, options.tls_dir)
+    loaded, missing = await loaded_sources(before, configured, plan.adapters, plan.model_config, plan.names)
     grammars = make_grammars(plan, server.post)
     grammars.preload()
-    leader = Leader(config, role, plan, forked)
+    leader = Leader(role, plan, forked)
     await leader.load()
     try:
-        plan = fit_memory(plan, config, leader.num_blocks)
+        plan = fit_memory(plan, leader.num_blocks)
         incarnation = server.me.incarnation
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
-        adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
-        lora = AdapterAdmin(adapters, configured, missing, config, plan.model_config, server, names)
-        transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
+        adapters = AdapterTable(loader, plan.adapters.max_loras, [*configured, *loaded])
+        lora = AdapterAdmin(adapters, configured, missing, plan.adapters, plan.model_config, server, plan.names)
+        transfers = role.node_transfers(leader.worker, incarnation, leader.broadcast, server.post)
         try:
-            await leader.start_ranks(incarnation, advertised(transfers.address, config))
+            await leader.start_ranks(incarnation, options.addresses.advertised(transfers.address))
             leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
-            chunk = role.prefill_chunk(config, plan)
             parts = CoreParts(
                 me=me,
                 layout=plan.layout,
                 vocab_size=plan.model.vocab_size,
-                scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=chunk),
+                scheduler=make_scheduler(plan, leader.num_blocks),
                 executor=leader.executor(transfers.on_blocks_final, server.post),
                 grammars=grammars,
                 send_buffer=server.send_buffer,
                 clock=monotonic,
                 max_accepted=_MAX_ACCEPTED,
-                transfer_timeout_s=config.transfer_timeout_s,
+                transfer_timeout_s=plan.relay.timeout_s,
                 adapters=adapters,
             )
             await server.run(
-                role.core(config, parts, transfers),
-                make_record(role.name, me, config, plan, leader.num_blocks, leader.worker.kernels, adapters.adapters),
+                role.core(plan, parts, transfers),
+                make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, adapters.adapters),
                 parts.scheduler.pool.journal,
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},

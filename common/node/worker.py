@@ -17,8 +17,6 @@ from common.attention.choose import choose_attention, worth_capturing
 from common.base.counted import counted
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
-from common.config.fields import listed
-from common.config.service_configs import NodeConfig
 from common.engine.cuda_graphs import (
     CannotCapture,
     CudaGraphCapture,
@@ -41,8 +39,8 @@ from common.model.loader import load_model
 from common.model.lora.adapters import Adapters
 from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
-from common.node.kv_budget import KvMemoryRequest, adapter_bytes, kv_blocks_on_gpu, staging_bytes
-from common.node.plan import NodePlan, batched_tokens, steps_ahead
+from common.node.kv_budget import adapter_bytes, kv_blocks_on_gpu, staging_bytes
+from common.node.plan import NodePlan
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.parallel.mesh import Mesh, RankPlace
 
@@ -59,7 +57,6 @@ class Worker:
     def __init__(
         self,
         plan: NodePlan,
-        config: NodeConfig,
         mesh: Mesh,
         model: RankModel,
         *,
@@ -76,15 +73,14 @@ class Worker:
         self.device = model.device
         self.kernels = describe_kernels(model.device)
         self.plan = plan
-        self.config = config
         self.mesh = mesh
         self.place = mesh.place
         self.shard = plan.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
         self._model = model
         per_block = plan.layout.shard_bytes_per_block(self.shard)
-        kv_bytes = int(config.cpu_kv_gb * 2**30)
-        blocks = config.kv_blocks or kv_bytes // per_block
-        self.max_blocks = blocks if meter is None else self._blocks_on_gpu(meter, per_block)
+        self.max_blocks = (
+            plan.kv_memory.blocks_on_cpu(per_block) if meter is None else self._blocks_on_gpu(meter, per_block)
+        )
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
             raise ConfigError(
@@ -103,27 +99,25 @@ class Worker:
 
     def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
         """Raises: ConfigError with the sizes, if the GPU has no room."""
-        config = self.config
+        plan, limits = self.plan, self.plan.steps
         # The profile's steps go through all ranks, so all must have loaded.
-        self.mesh.agree("weights", "loaded", config.start_timeout_s)
-        rows = max(batched_tokens(config, self.plan), config.max_num_seqs)
-        largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs, self.plan.layout.spec.num_tables)
+        self.mesh.agree("weights", "loaded", plan.hosts.start_timeout_s)
+        rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        largest = Largest(rows, limits.max_model_len, limits.max_num_seqs, plan.layout.spec.num_tables)
         kept = self._graph_capture is not None and self._graph_capture.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_capture, graphs_kept=kept)
-        adapters = [Path(text.partition("=")[2]).expanduser() for text in listed("lora", config.lora)]
+        folders = [Path(folder).expanduser() for folder in plan.adapters.folders.values()]
         use = replace(
-            use, staging=staging_bytes(config.kv_transport), adapters=adapter_bytes(adapters, config.max_loras)
+            use, staging=staging_bytes(plan.relay.transport), adapters=adapter_bytes(folders, plan.adapters.max_loras)
         )
         log.info("%s: %s", self.place, use)
-        memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
-        wish = KvMemoryRequest(config.gpu_memory_utilization, memory, config.kv_blocks)
-        return kv_blocks_on_gpu(use, wish, block_bytes, self._spare_blocks)
+        return kv_blocks_on_gpu(use, plan.kv_memory, block_bytes, self._spare_blocks)
 
     def _sizes_to_capture(self, attention: AttentionBackend) -> list[int]:
         """Batch sizes of decode steps; empty where none are captured."""
         if self._graph_capture is None or not worth_capturing(attention, self.plan.model.max_model_len):
             return []
-        return graph_sizes(self.config.max_num_seqs)
+        return graph_sizes(self.plan.steps.max_num_seqs)
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
@@ -145,7 +139,7 @@ class Worker:
                 "decode steps are not captured as CUDA graphs: that would slow down attention on gathered KV blocks"
             )
             return
-        layout, seqs = self.plan.layout, self.config.max_num_seqs
+        layout, seqs = self.plan.layout, self.plan.steps.max_num_seqs
         pad_block = self.storage.num_blocks - 1
         use_device(self.device)
         try:
@@ -183,7 +177,7 @@ class Worker:
     def _model_runner(
         self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
     ) -> ModelRunner:
-        overlaps = steps_ahead(self.config, self.plan) > 1
+        overlaps = self.plan.steps.depth > 1
         if self.device.type == "cuda":
             sampler = DeviceSampler(find_flashinfer(self.device).flashinfer)
         else:
@@ -204,44 +198,44 @@ class Worker:
         )
 
 
-def own_device(plan: NodePlan, config: NodeConfig, place: RankPlace) -> torch.device:
+def own_device(plan: NodePlan, place: RankPlace) -> torch.device:
     """The GPU of this rank, or the CPU. Raises: ConfigError if there are fewer GPUs than ranks."""
-    ranks_here = plan.world_size // config.nnodes
+    ranks_here = len(plan.hosts.ranks_here)
     return rank_device(plan.device, place.rank % ranks_here, ranks_here)
 
 
-def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> Worker:
+def load_worker(plan: NodePlan, mesh: Mesh, *, small_batches: bool) -> Worker:
     """Load this rank's shard. Blocking, seconds to minutes.
 
     `small_batches`: make steps of few rows fast (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for wrong weights or sizes.
     """
-    device = own_device(plan, config, mesh.place)
+    device = own_device(plan, mesh.place)
     use_device(device)
-    packed = _packed_weights(plan, config, device)
+    packed = _packed_weights(plan, device)
     try:
         model = load_model(
             plan.path,
             plan.model_config,
-            dtype=plan.dtype,
-            load_format=config.load_format,
-            seed=config.seed,
+            dtype=plan.weights.dtype,
+            load_format=plan.weights.load_format,
+            seed=plan.weights.seed,
             small_batches=small_batches,
             mesh=mesh,
             pp_layers=plan.layout.pp_layers,
             device=device,
-            quantization=config.quantization,
+            quantization=plan.weights.quantization,
             packed=packed,
         )
-        if not _is_current(plan, config):
+        if not _is_current(plan):
             raise ConfigError(
                 f"the weight files of {plan.path} were changed while they were read; start the node again"
             )
         if device.type == "cpu":
-            return Worker(plan, config, mesh, model, packed=packed)
-        capture = EagerCapture() if config.enforce_eager else CudaGraphCapture(device)
+            return Worker(plan, mesh, model, packed=packed)
+        capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
         capture = capture if small_batches else None
-        return Worker(plan, config, mesh, model, meter=CudaMeter(device), graph_capture=capture)
+        return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture)
     except BaseException as error:
         if packed is not None:
             packed.close()
@@ -250,17 +244,17 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
         raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
 
 
-def _packed_weights(plan: NodePlan, config: NodeConfig, device: torch.device) -> PackedWeights | None:
+def _packed_weights(plan: NodePlan, device: torch.device) -> PackedWeights | None:
     """The native kernels' weights that are shared with other processes; None without these kernels."""
     if device.type != "cpu" or find_native() is None:
         return None
-    state, limit_gb = plan.weights, config.packed_cache_gb
-    return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan, config))
+    state, limit_gb = plan.weights.state, plan.weights.packed_cache_gb
+    return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan))
 
 
-def _is_current(plan: NodePlan, config: NodeConfig) -> bool:
+def _is_current(plan: NodePlan) -> bool:
     """Whether the weight files are those that the plan was made for. Raises: ConfigError."""
-    return files_state(plan.path, config.load_format) == plan.weights
+    return files_state(plan.path, plan.weights.load_format) == plan.weights.state
 
 
 def _sentence(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from common.base.clock import monotonic
 from common.base.errors import TransferAborted
@@ -20,7 +21,8 @@ from common.engine.kv_transfer import IncomingTransfer, TransferOrder
 from common.engine.loop import EngineLoop
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
-from common.node.plan import NodePlan, batched_tokens, fit_memory, make_grammars, make_scheduler
+from common.node.parts import make_grammars, make_scheduler
+from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.leader import Leader
 from decode_node.node import DecodeNode
 from decode_node.role import ROLE
@@ -70,48 +72,48 @@ class LocalNode:
         on_crash: Callable[[BaseException], None],
     ) -> None:
         plan = ROLE.plan(config)
-        self._leader = leader = Leader(config, ROLE, plan)
+        # No stream waits for its next token, so prompts may fill whole steps.
+        plan = replace(plan, steps=replace(plan.steps, prefill_chunk=plan.steps.max_num_batched_tokens))
+        self._leader = leader = Leader(ROLE, plan)
         asyncio.run(leader.load())
         try:
-            self._start_core(config, plan, deliver, on_crash)
+            self._start_core(plan, deliver, on_crash)
         except BaseException:
             leader.close()
             raise
 
     def _start_core(
         self,
-        config: DecodeConfig,
         plan: NodePlan,
         deliver: Callable[[list[OutgoingMessage]], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         leader = self._leader
-        plan = fit_memory(plan, config, leader.num_blocks)
+        plan = fit_memory(plan, leader.num_blocks)
         self.model: ModelInfo = plan.model
         send_buffer = SendBuffer(deliver)
         self._grammars = make_grammars(plan, self._post)
         self.core = core = DecodeNode(
-            self._parts(config, plan, send_buffer),
+            self._parts(plan, send_buffer),
             NodeReceiver(1, _ignore, self._post, lambda _: _NoRelay()),
-            early_s=config.lease_s,
+            early_s=plan.hosts.lease_s,
         )
         self._loop = EngineLoop(core, send_buffer.flush, on_crash)
         self._loop.start()
 
-    def _parts(self, config: DecodeConfig, plan: NodePlan, send_buffer: SendBuffer) -> CoreParts:
+    def _parts(self, plan: NodePlan, send_buffer: SendBuffer) -> CoreParts:
         leader = self._leader
         return CoreParts(
             me=PeerRef("offline", secrets.token_hex(8), "", []),
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            # No stream waits for its next token, so prompts may fill whole steps.
-            scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=batched_tokens(config, plan)),
+            scheduler=make_scheduler(plan, leader.num_blocks),
             executor=leader.executor(post=self._post),
             grammars=self._grammars,
             send_buffer=send_buffer,
             clock=monotonic,
             max_accepted=MAX_ACCEPTED,
-            transfer_timeout_s=config.transfer_timeout_s,
+            transfer_timeout_s=plan.relay.timeout_s,
         )
 
     def send(self, message: Message) -> None:

@@ -22,7 +22,8 @@ from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
-from common.node.plan import NodePlan, make_grammars
+from common.node.parts import make_grammars
+from common.node.plan import NodePlan
 from decode_node.node import DecodeNode
 
 GREEDY = SamplingParams(seed=1, max_tokens=1 << 30, temperature=0.0)

@@ -44,7 +44,7 @@ class _Engine:
     def __init__(self, config: NodeConfig) -> None:
         configure_torch(config.threads)
         self.plan = plan_node(config)
-        self.worker: Worker = load_worker(self.plan, config, SOLO, small_batches=False)
+        self.worker: Worker = load_worker(self.plan, SOLO, small_batches=False)
         self.worker.allocate_kv(self.worker.max_blocks)
         self.layout = self.plan.layout
         self.executor = LocalExecutor(self.worker.runner)

@@ -6,7 +6,6 @@ Worker classes. The node is real: leader, rank processes, scheduler, engine loop
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import random
 import threading
@@ -29,8 +28,8 @@ from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
-from common.node.plan import make_grammars, make_scheduler, plan_node, warm_up
-from common.node.ranks.launch import share_cores
+from common.node.parts import make_grammars, make_scheduler, warm_up
+from common.node.plan import plan_node
 from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
@@ -89,7 +88,6 @@ class PipelineNode:
             local_prefill_chunk=256,  # prompts are not measured, so they are computed quickly
         )
         plan = ROLE.plan(config)
-        config = share_cores(config, plan.world_size, os.cpu_count() or 1)
         self._vocab_size = plan.model.vocab_size
         self._crash: BaseException | None = None
         self._changed = threading.Condition()
@@ -98,7 +96,7 @@ class PipelineNode:
         self._running: set[AttemptKey] = set()
         self._moments: list[_Moment] = []
         """After each round in which all requests generate."""
-        self._leader = Leader(config, ROLE, plan)
+        self._leader = Leader(ROLE, plan)
         try:
             asyncio.run(self._leader.load())
             asyncio.run(self._leader.start_ranks("0" * 16, "none"))
@@ -110,9 +108,7 @@ class PipelineNode:
                 me=PeerRef("bench", "0" * 16, "none", ["none"]),
                 layout=plan.layout,
                 vocab_size=self._vocab_size,
-                scheduler=make_scheduler(
-                    config, plan, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk
-                ),
+                scheduler=make_scheduler(plan, self._leader.num_blocks),
                 executor=self._recorder,
                 grammars=make_grammars(plan, post=lambda _: None),
                 send_buffer=self._send_buffer,
@@ -240,7 +236,7 @@ class SingleProcess:
     def __init__(self, folder: str, threads: int) -> None:
         config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_blocks=_KV_BLOCKS)
         configure_torch(threads)
-        worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+        worker = load_worker(plan_node(config), SOLO, small_batches=True)
         worker.allocate_kv(_KV_BLOCKS)
         self._runner = worker.runner
         self._runner.execute(warm_up())

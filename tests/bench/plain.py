@@ -24,7 +24,8 @@ from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput
 from common.kernels.native.find import find_native
 from common.model.lora.checkpoint import open_adapter
-from common.node.plan import make_scheduler, plan_node
+from common.node.parts import make_scheduler
+from common.node.plan import plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 
@@ -35,12 +36,12 @@ class Plain:
     def __init__(self, folder: str) -> None:
         config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_memory_gb=0.5)
         configure_torch(None)
-        plan = self._plan = plan_node(config)
-        worker = load_worker(plan, config, SOLO, small_batches=True)
+        plan = self._plan = plan_node(config, prefill_chunk=config.local_prefill_chunk)
+        worker = load_worker(plan, SOLO, small_batches=True)
         worker.allocate_kv(worker.max_blocks)
         self._adapters = worker.adapters
         self._runner = worker.runner
-        self._scheduler = make_scheduler(config, plan, worker.max_blocks, prefill_chunk=config.local_prefill_chunk)
+        self._scheduler = make_scheduler(plan, worker.max_blocks)
         self._rng = random.Random(1)
         self._step_id = 0
 

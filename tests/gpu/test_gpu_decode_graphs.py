@@ -17,7 +17,8 @@ from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
 from common.kv.cuda_pages import cuda_library
 from common.node.kv_budget import CONTEXT_BYTES
-from common.node.plan import plan_node, warm_up
+from common.node.parts import warm_up
+from common.node.plan import plan_node
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 
@@ -37,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecodeConfig:
 
 def started(config: DecodeConfig) -> Worker:
     """A rank as a node starts it."""
-    worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+    worker = load_worker(plan_node(config), SOLO, small_batches=True)
     worker.allocate_kv(worker.max_blocks)
     worker.capture_graphs()
     worker.runner.execute(warm_up())
@@ -122,7 +123,7 @@ def test_a_fraction_that_others_left_no_room_for_is_refused_in_one_sentence(conf
 
 def test_a_prefill_rank_captures_nothing(config: DecodeConfig) -> None:
     prefill = PrefillConfig(model=config.model, load_format="dummy", device="cuda", kv_blocks=64)
-    worker = load_worker(plan_node(prefill), prefill, SOLO, small_batches=False)
+    worker = load_worker(plan_node(prefill), SOLO, small_batches=False)
     worker.allocate_kv(64)
     worker.capture_graphs()
     assert worker.storage.num_blocks == 64

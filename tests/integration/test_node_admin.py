@@ -23,6 +23,7 @@ from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.node.drain import Drain
+from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 
@@ -76,8 +77,10 @@ class Bench:
 
 def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Awaitable[None]], **describe: Any) -> None:
     async def main() -> None:
-        config = DecodeConfig(redis_url=redis_server.url, cluster=cluster, admin_token="t", lease_s=3.0)
-        server, core, ready = NodeServer(config, "decode-x"), Core(), asyncio.Event()
+        config = DecodeConfig(
+            redis_url=redis_server.url, cluster=cluster, node_id="decode-x", admin_token="t", lease_s=3.0
+        )
+        server, core, ready = NodeServer(ServerOptions.of("decode", config)), Core(), asyncio.Event()
         server.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
         await server.bind()
         record = NodeRecord(

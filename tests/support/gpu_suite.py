@@ -25,7 +25,7 @@ def make_runner(model: Path, **options: Any) -> ModelRunner:
     """The runner of a decode node with `options`, with CUDA graphs captured as a node captures them."""
     options = {"kv_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 2048, **options}
     config = DecodeConfig(model=str(model), device=DEVICE, **options)
-    worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+    worker = load_worker(plan_node(config), SOLO, small_batches=True)
     worker.allocate_kv(NUM_BLOCKS)
     worker.capture_graphs()
     return worker.runner

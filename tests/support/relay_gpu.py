@@ -15,7 +15,14 @@ import torch
 from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
+from common.engine.kv_transfer import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    RelaySettings,
+    SourceReleased,
+)
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.factory import make_receiver, make_sender
@@ -51,7 +58,7 @@ def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, de
         torch.cuda.synchronize()
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     config = DecodeConfig(kv_transport=transport)  # type: ignore[arg-type]
-    receiver = make_receiver(config, storage, kv, 0, events.put, port=0, incarnation="dst-1")
+    receiver = make_receiver(RelaySettings.of(config), storage, kv, 0, events.put, port=0, incarnation="dst-1")
     pipe.send(receiver.address)
     while (order := pipe.recv()) is not None:
         kind, value = order
@@ -78,7 +85,7 @@ class GpuPair:
         self.storage = random_storage(kv, 0, num_blocks, 1, devices[0])
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         config = PrefillConfig(kv_transport=transport)  # type: ignore[arg-type]
-        self.sender = make_sender(config, self.storage, kv, 0, self.events.put)
+        self.sender = make_sender(RelaySettings.of(config), self.storage, kv, 0, self.events.put)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.child = context.Process(target=_receive, args=(theirs, kv, num_blocks, transport, devices[1]), daemon=True)

@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from common.base.errors import ConfigError
+from common.base.free_memory import peak_memory_bytes, resident_bytes
 from common.base.free_port import free_port
 from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
-from common.cluster.address import rank_host
-from common.config.service_configs import NodeConfig
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput
-from common.node.plan import NodePlan, peak_memory_bytes, resident_bytes, steps_ahead, warm_up
+from common.node.parts import warm_up
+from common.node.plan import NodePlan
 from common.node.ranks.forked import ForkedRank
-from common.node.ranks.launch import join_mesh, ranks_of_host
+from common.node.ranks.launch import join_mesh
 from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
 from common.node.ranks.messages import (
     RankBusy,
@@ -52,20 +52,16 @@ _GRACE_S = 5.0
 class Leader:
     """Rank 0 of a node and its links to the others. Use: `load`, `start_ranks`, `executor`; `close` at the end."""
 
-    def __init__(
-        self, config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()
-    ) -> None:
+    def __init__(self, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()) -> None:
         """Starts the processes of this host's other ranks, in `forked` if that is not empty."""
-        self._config = config
         self._plan = plan
         self._small_batches = role.small_batches
         self._since_s = time.monotonic()
         self.links: RankLinks | None = None
         if plan.world_size > 1:
-            ranks = ranks_of_host(config, plan.world_size)
-            host = config.master_addr if config.nnodes > 1 else rank_host(config)
-            self.links = RankLinks(plan.world_size, host, config.master_port, rank_keys(config))
-            self.links.spawn(type(role).__module__, ranks[1:], config, self.links.address, forked)
+            hosts = plan.hosts
+            self.links = RankLinks(plan.world_size, self._host, hosts.leader_port, rank_keys(hosts.tls_dir))
+            self.links.spawn(type(role).__module__, hosts.ranks_here[1:], hosts.fields, self.links.address, forked)
         self.worker: Worker
         self.num_blocks = 0
         self.data_addresses: list[str] = []
@@ -74,6 +70,12 @@ class Leader:
         self._outputs: AsyncExecutor | None = None
         self._serving_since_s = 0.0
 
+    @property
+    def _host(self) -> str:
+        """The leader's address for the other ranks."""
+        hosts = self._plan.hosts
+        return hosts.addresses.for_ranks if hosts.same_host else hosts.leader_host
+
     async def load(self) -> None:
         """Load every shard, agree on the number of KV blocks (that of the rank with the least room), and allocate the
         leader's own.
@@ -81,7 +83,7 @@ class Leader:
         Raises: ConfigError or a rank's error, naming the ranks at fault or missing; ConfigError after `start_timeout_s`.
         """
         # On this thread, because the engine's thread inherits its floating-point environment.
-        configure_torch(self._config.threads)
+        configure_torch(self._plan.hosts.threads)
         try:
             await self._before_deadline(self._load if self.links is None else self._load_with_others)
         except BaseException:
@@ -90,7 +92,7 @@ class Leader:
 
     async def _before_deadline(self, work: Callable[[], None]) -> None:
         """Run `work` beside the loop. Raises: ConfigError after the start's deadline; what `work` raises."""
-        timeout_s = self._config.start_timeout_s
+        timeout_s = self._plan.hosts.start_timeout_s
         grace_s = 0.0 if self.links is None else _GRACE_S
         deadline = asyncio.timeout(self._since_s + timeout_s + grace_s - time.monotonic())
         try:
@@ -105,10 +107,10 @@ class Leader:
 
     def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
         """Raises: as `RankLinks.collect`, with the start's deadline."""
-        return links.collect(kind, self._config.start_timeout_s, what, since_s=self._since_s)
+        return links.collect(kind, self._plan.hosts.start_timeout_s, what, since_s=self._since_s)
 
     def _load(self) -> None:
-        self.worker = load_worker(self._plan, self._config, SOLO, small_batches=self._small_batches)
+        self.worker = load_worker(self._plan, SOLO, small_batches=self._small_batches)
         self.num_blocks = self.worker.max_blocks
         self.worker.allocate_kv(self.num_blocks)
         self.worker.capture_graphs()
@@ -116,15 +118,14 @@ class Leader:
         self._log_memory()
 
     def _load_with_others(self) -> None:
-        links, config, plan = self.links, self._config, self._plan
+        links, plan = self.links, self._plan
         assert links is not None
         self._collect(links, RankHello, "their processes are starting")
-        same_host = config.nnodes == 1
-        setup = RankSetup(rank_host(config) if same_host else config.master_addr, free_port(), same_host)
+        setup = RankSetup(self._host, free_port(), plan.hosts.same_host)
         links.broadcast(setup)
         with links.prefer_rank_error():
-            mesh = join_mesh(config, plan, 0, setup)
-            self.worker = load_worker(plan, config, mesh, small_batches=self._small_batches)
+            mesh = join_mesh(plan, 0, setup)
+            self.worker = load_worker(plan, mesh, small_batches=self._small_batches)
         ready = self._collect(links, RankReady, "they are loading their shards")
         self.num_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
         for rank, report in sorted(ready.items()):
@@ -181,7 +182,7 @@ class Leader:
         local = self._local = LocalExecutor(self.worker.runner, on_blocks_final)
         links = self.links
         ranks = local if links is None else MultiRankExecutor(links, local, samples_here=self.worker.samples)
-        if post is None or steps_ahead(self._config, self._plan) == 1:
+        if post is None or self._plan.steps.depth == 1:
             return ranks
         self._outputs = AsyncExecutor(ranks, post)
         return self._outputs
@@ -205,7 +206,7 @@ class Leader:
                 on_adapter(report)
 
         if self.links is not None:
-            self.links.run(on_report, on_dead, self._config.lease_s)
+            self.links.run(on_report, on_dead, self._plan.hosts.lease_s)
 
     def busy(self) -> list[RankBusy]:
         """How busy each rank has been since `executor`, the other ranks as of their latest heartbeat. Any thread."""

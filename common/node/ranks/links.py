@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -23,7 +23,6 @@ from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, module_command, tied_command
-from common.config.service_configs import NodeConfig
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
 from common.node.ranks.forked import ForkedRank
@@ -91,11 +90,10 @@ class RankLinks:
     # ------------------------------------------------------------ start-up
 
     def spawn(
-        self, role_module: str, ranks: range, config: NodeConfig, leader: str, forked: Sequence[ForkedRank] = ()
+        self, role_module: str, ranks: range, fields: dict[str, Any], leader: str, forked: Sequence[ForkedRank] = ()
     ) -> None:
-        """Start local rank processes, in `forked` as far as it reaches; they die with the calling thread. They get their
-        configuration through a pipe."""
-        fields = dataclasses.asdict(config)
+        """Start local rank processes, in `forked` as far as it reaches; they die with the calling thread. `fields`: their
+        configuration, which they get through a pipe."""
         for rank, child in zip(ranks, forked, strict=False):
             child.begin(fields, rank, leader)
             self._children[rank] = child
@@ -272,9 +270,9 @@ class RankLinks:
         self._context.destroy(linger=0)
 
 
-def rank_keys(config: NodeConfig) -> CurveKeys | None:
+def rank_keys(tls_dir: str | None) -> CurveKeys | None:
     """The keys of all sockets between the ranks of a node; None without `--tls-dir`. Raises: ConfigError."""
-    credentials = open_credentials(config.tls_dir)
+    credentials = open_credentials(tls_dir)
     return None if credentials is None else derived_keys(credentials.secret(b"links between ranks"))
 
 

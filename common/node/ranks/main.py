@@ -38,7 +38,7 @@ def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any]
         role = load_role()
     config = role.config_type(**fields)
     try:
-        RankProcess(config, role, role.plan(config), rank, leader).run()
+        RankProcess(role, role.plan(config), rank, leader).run()
     except KvRelayError as error:
         log.error("rank %d ends: %s", rank, error)
         raise SystemExit(1) from None

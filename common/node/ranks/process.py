@@ -18,13 +18,12 @@ import zmq
 from common.base.bounded_messages import BoundedMessages
 from common.base.endpoints import bind, connect
 from common.base.errors import EngineError, KvRelayError, PeerLost
+from common.base.free_memory import peak_memory_bytes
 from common.base.torch_setup import configure_torch
-from common.cluster.address import advertised, rank_host
-from common.config.service_configs import NodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import RankTransferEnd, TransferOrder
 from common.engine.step import StepInput
-from common.node.plan import NodePlan, peak_memory_bytes
+from common.node.plan import NodePlan
 from common.node.ranks.adapters import RankAdapters
 from common.node.ranks.launch import join_mesh
 from common.node.ranks.links import rank_keys
@@ -62,9 +61,8 @@ not return."""
 class RankProcess:
     """One rank's sockets and main loop."""
 
-    def __init__(self, config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, rank: int, leader: str) -> None:
+    def __init__(self, role: NodeRole[Any, Any], plan: NodePlan, rank: int, leader: str) -> None:
         """`leader`: address of the leader's socket for reports."""
-        self._config = config
         self._role = role
         self._plan = plan
         self._rank = rank
@@ -73,10 +71,10 @@ class RankProcess:
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
-        self._keys = rank_keys(config)
+        self._keys = rank_keys(plan.hosts.tls_dir)
         encrypt_server(self._orders, self._keys)
         self._incoming = BoundedMessages(self._orders, MAX_ORDER_BYTES)
-        bind(self._orders, rank_host(config), 0)
+        bind(self._orders, plan.hosts.addresses.for_ranks, 0)
         self._reports = self._connect()
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -111,24 +109,24 @@ class RankProcess:
             self._context.destroy(linger=1000)
 
     def _run(self) -> None:
-        config, plan = self._config, self._plan
+        plan, hosts = self._plan, self._plan.hosts
         address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
-        if config.nnodes > 1:
-            address = advertised(address, config)
+        if not hosts.same_host:
+            address = hosts.addresses.advertised(address)
         self.report(RankHello(self._rank, address))
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
         setup = self._wait_for(RankSetup, "blocked until all ranks have started")
-        configure_torch(config.threads)
-        mesh = join_mesh(config, plan, self._rank, setup)
-        worker = load_worker(plan, config, mesh, small_batches=self._role.small_batches)
+        configure_torch(hosts.threads)
+        mesh = join_mesh(plan, self._rank, setup)
+        worker = load_worker(plan, mesh, small_batches=self._role.small_batches)
         self.report(RankReady(self._rank, worker.max_blocks, peak_memory_bytes()))
         start = self._wait_for(RankStart, "blocked until all ranks have loaded their shards")
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
-        end = self._role.rank_transfers(config, worker, self._rank, start.incarnation, self.report)
+        end = self._role.rank_transfers(worker, self._rank, start.incarnation, self.report)
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
-            self.report(RankStarted(self._rank, advertised(end.data_address, config)))
+            self.report(RankStarted(self._rank, hosts.addresses.advertised(end.data_address)))
             self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker)
         finally:
             adapters.close()
@@ -158,11 +156,11 @@ class RankProcess:
 
     def _take_orders(self, steps: queue.SimpleQueue[_Work], end: RankTransferEnd, adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
-        allowed_s = self._config.start_timeout_s
+        allowed_s = self._plan.hosts.start_timeout_s
         try:
             while True:
                 order = self._receive(allowed_s)
-                allowed_s = self._config.lease_s
+                allowed_s = self._plan.hosts.lease_s
                 if isinstance(order, StepInput | DropAdapter):
                     steps.put(order)
                 elif isinstance(order, LoadAdapter):
@@ -177,7 +175,7 @@ class RankProcess:
 
     def _wait_for(self, kind: type[OrderT], what: str) -> OrderT:
         """The leader's next order of `kind`. Raises: PeerLost if the start takes too long."""
-        allowed_s = self._config.start_timeout_s
+        allowed_s = self._plan.hosts.start_timeout_s
         deadline_s = time.monotonic() + allowed_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             order = self._next_order(min(left_s, _PROGRESS_EVERY_S))
@@ -205,7 +203,7 @@ class RankProcess:
 
     def _send_heartbeats(self) -> None:
         socket = self._connect()
-        while not self._ending.wait(self._config.lease_s / 6):
+        while not self._ending.wait(self._plan.hosts.lease_s / 6):
             socket.send(self._codec.encode(RankBeat(self._rank, self._busy())))
         socket.close(linger=0)
 

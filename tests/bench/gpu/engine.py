@@ -49,7 +49,7 @@ class Engine:
         )
         configure_torch(None)
         plan = plan_node(config)
-        worker = load_worker(plan, config, SOLO, small_batches=True)
+        worker = load_worker(plan, SOLO, small_batches=True)
         worker.allocate_kv(worker.max_blocks)
         worker.capture_graphs()
         self._runner = worker.runner

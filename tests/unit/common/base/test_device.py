@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from common.attention.base import AttentionMetadata
-from common.base.device import CPU, default_dtype, rank_device, resolve_device
+from common.base.device import CPU, DeviceKind, default_dtype, rank_device, resolve_device
 from common.base.errors import ConfigError
-from common.config.service_configs import DecodeConfig, PrefillConfig
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
 from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
@@ -25,7 +25,7 @@ from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights
-from common.node.plan import batched_tokens, plan_node
+from common.node.plan import plan_node, step_limits
 from common.parallel.nccl import interface_name, make_nccl_group
 
 META = torch.device("meta")
@@ -179,7 +179,7 @@ def test_kv_cache_may_be_of_another_dtype_than_the_model(folder: dict[str, Path]
     plans = [
         plan_node(PrefillConfig(model=model, dtype="float32", kv_cache_dtype=d)) for d in ("auto", "bfloat16", "fp8")
     ]
-    assert [(plan.dtype, plan.layout.spec.groups[0].dtype) for plan in plans] == [
+    assert [(plan.weights.dtype, plan.layout.spec.groups[0].dtype) for plan in plans] == [
         ("float32", "float32"),
         ("float32", "bfloat16"),
         ("float32", "float8_e4m3"),
@@ -199,9 +199,10 @@ def test_an_interface_is_found_by_its_address() -> None:
     assert interface_name("192.0.2.77") == ""
 
 
-def test_steps_are_larger_on_a_gpu_unless_somebody_says_otherwise(folder: dict[str, Path]) -> None:
-    plan = plan_node(PrefillConfig(model=str(folder["llama"])))
-    on_gpu = replace(plan, device="cuda")
-    assert [batched_tokens(PrefillConfig(), each) for each in (plan, on_gpu)] == [512, 8192]
-    assert [batched_tokens(DecodeConfig(), each) for each in (plan, on_gpu)] == [256, 2048]
-    assert batched_tokens(DecodeConfig(max_num_batched_tokens=7), on_gpu) == 7
+def test_steps_are_larger_on_a_gpu_unless_somebody_says_otherwise() -> None:
+    def tokens(config: NodeConfig, device: DeviceKind) -> int:
+        return step_limits(config, device, 1, 128, None).max_num_batched_tokens
+
+    assert [tokens(PrefillConfig(), each) for each in ("cpu", "cuda")] == [512, 8192]
+    assert [tokens(DecodeConfig(), each) for each in ("cpu", "cuda")] == [256, 2048]
+    assert tokens(DecodeConfig(max_num_batched_tokens=7), "cuda") == 7

@@ -10,35 +10,36 @@ from support.redis_server import RedisServer
 
 from common.base.errors import ConfigError
 from common.cluster import address
-from common.cluster.address import advertised, mesh_interface, one_interface, rank_host, source_address
+from common.cluster.address import HostAddresses, source_address
 from common.config.service_configs import DecodeConfig
 from common.config.sources import resolve
 from common.control.links import Link
 from common.control.messages import NodeLoad, Ping, Pong
+from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 REDIS = "redis://127.0.0.1:6379/0"
 
 
-def config(**values: object) -> DecodeConfig:
-    return DecodeConfig(redis_url=REDIS, **values)  # type: ignore[arg-type]
+def addresses(**values: object) -> HostAddresses:
+    return HostAddresses.of(DecodeConfig(redis_url=REDIS, **values))  # type: ignore[arg-type]
 
 
 def test_an_explicit_interface_is_advertised_as_it_is() -> None:
-    assert advertised("tcp://192.0.2.7:7001", config(host="192.0.2.7")) == "tcp://192.0.2.7:7001"
+    assert addresses(host="192.0.2.7").advertised("tcp://192.0.2.7:7001") == "tcp://192.0.2.7:7001"
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "[::]"])
 def test_every_interface_becomes_the_one_that_routes_to_redis(bound: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert advertised(f"tcp://{bound}:7001", config(host="0.0.0.0")) == "tcp://127.0.0.1:7001"
+        assert addresses(host="0.0.0.0").advertised(f"tcp://{bound}:7001") == "tcp://127.0.0.1:7001"
     assert "only this machine can reach" in caplog.text
 
 
 def test_an_admin_port_on_every_interface_is_registered_with_the_nodes_address() -> None:
     url = "http://0.0.0.0:7005"
-    assert advertised(url, config(admin_host="0.0.0.0")) == "http://127.0.0.1:7005"
-    assert advertised(url, config(admin_host="0.0.0.0", advertise_host="192.0.2.9")) == "http://192.0.2.9:7005"
+    assert addresses(admin_host="0.0.0.0").advertised(url) == "http://127.0.0.1:7005"
+    assert addresses(admin_host="0.0.0.0", advertise_host="192.0.2.9").advertised(url) == "http://192.0.2.9:7005"
 
 
 @pytest.mark.parametrize(
@@ -50,15 +51,15 @@ def test_an_admin_port_on_every_interface_is_registered_with_the_nodes_address()
     ],
 )
 def test_what_the_operator_says_wins(host: str, expected: str) -> None:
-    assert advertised("tcp://0.0.0.0:7001", config(host="0.0.0.0", advertise_host=host)) == expected
-    assert advertised("tcp://127.0.0.1:7001", config(advertise_host=host)) == expected
+    assert addresses(host="0.0.0.0", advertise_host=host).advertised("tcp://0.0.0.0:7001") == expected
+    assert addresses(advertise_host=host).advertised("tcp://127.0.0.1:7001") == expected
 
 
 def test_each_tcp_endpoint_of_a_data_address_is_rewritten_and_nothing_else() -> None:
     offers = "zmq+tcp://0.0.0.0:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://0.0.0.0:7005#GPU-5e-1"
     expected = "zmq+tcp://gpu-7:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://gpu-7:7005#GPU-5e-1"
-    assert advertised(offers, config(host="0.0.0.0", advertise_host="gpu-7")) == expected
-    assert "zmq+tcp://127.0.0.1:7002 shm" in advertised(offers, config(host="0.0.0.0"))
+    assert addresses(host="0.0.0.0", advertise_host="gpu-7").advertised(offers) == expected
+    assert "zmq+tcp://127.0.0.1:7002 shm" in addresses(host="0.0.0.0").advertised(offers)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_each_tcp_endpoint_of_a_data_address_is_rewritten_and_nothing_else() -> 
 )
 def test_what_is_no_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
-        advertised("tcp://127.0.0.1:7001", config(advertise_host=host))
+        addresses(advertise_host=host).advertised("tcp://127.0.0.1:7001")
 
 
 @pytest.mark.parametrize(
@@ -80,16 +81,16 @@ def test_what_is_no_host_is_refused(host: str) -> None:
 )
 def test_ranks_meet_where_nobody_else_needs_to_reach_them(host: str, nnodes: int, expected: str) -> None:
     """On one host: loopback. On two, for `0.0.0.0`: the address that routes to Redis, which here is on loopback."""
-    assert rank_host(config(host=host, nnodes=nnodes, advertise_host="192.0.2.99")) == expected
+    assert addresses(host=host, nnodes=nnodes, advertise_host="192.0.2.99").for_ranks == expected
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7"])
 def test_ranks_on_cards_take_the_interface_of_relays_to_other_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL settles on one for the whole process."""
     monkeypatch.setattr(address, "source_address", lambda _: "192.0.2.7")
-    node = config(host=host)
-    assert mesh_interface(node, on_gpus=True) == one_interface(node) == "192.0.2.7"
-    assert mesh_interface(node, on_gpus=False) == "127.0.0.1"
+    node = addresses(host=host)
+    assert node.for_mesh(on_gpus=True) == node.one_interface == "192.0.2.7"
+    assert node.for_mesh(on_gpus=False) == "127.0.0.1"
 
 
 def test_a_redis_without_a_route_is_a_configuration_error_without_its_password() -> None:
@@ -116,7 +117,9 @@ def test_the_flag_reaches_both_kinds_of_node() -> None:
 
 def test_a_shell_listens_on_every_interface_and_registers_one_that_can_be_reached(redis_server: RedisServer) -> None:
     async def check() -> tuple[str, Pong]:
-        shell = NodeServer(DecodeConfig(redis_url=redis_server.url, host="0.0.0.0"), "decode-x")
+        shell = NodeServer(
+            ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url, host="0.0.0.0"))
+        )
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ def test_a_probe_begins_no_lease(redis_server: RedisServer) -> None:
     """Else its end would abort requests, or at least frighten whoever reads the log."""
 
     async def leases(lease_s: float) -> int:
-        shell = NodeServer(DecodeConfig(redis_url=redis_server.url), "decode-x")
+        shell = NodeServer(ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url)))
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]

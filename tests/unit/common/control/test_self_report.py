@@ -42,13 +42,13 @@ def test_a_service_reports_the_version_that_it_runs_also_after_an_upgrade_of_the
 ) -> None:
     """So that `kvrelay admin check` says what has not been restarted yet."""
     monkeypatch.setattr(self_report, "version", lambda package: "1.0")
-    report = SelfReport(RouterConfig())
+    report = SelfReport(public_options(RouterConfig()), None)
     monkeypatch.setattr(self_report, "version", lambda package: "2.0")
     assert asyncio.run(handler(report, "/facts")(call()))["versions"]["kvrelay"] == "1.0"
 
 
 def test_facts_name_the_addresses_that_cannot_be_reached() -> None:
-    report = SelfReport(DecodeConfig(), devices=lambda: {"gpus": []})
+    report = SelfReport(public_options(DecodeConfig()), None, devices=lambda: {"gpus": []})
     with socket.create_server(("127.0.0.1", 0)) as open_port, socket.create_server(("127.0.0.1", 0)) as closed:
         good, bad = (f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (open_port, closed))
         closed.close()
@@ -67,7 +67,7 @@ def test_facts_are_plain_data_of_this_process() -> None:
 
 
 def test_a_profile_is_compressed_and_only_one_is_recorded_at_a_time() -> None:
-    report = SelfReport(RouterConfig())
+    report = SelfReport(public_options(RouterConfig()), None)
     record = handler(report, "/profile")
 
     async def scene() -> bytes:

@@ -18,6 +18,7 @@ from common.control.admin_server import Call
 from common.node import adapter_admin
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterSource, AdapterTable
+from common.node.options import AdapterOptions
 
 
 class FakeNode:
@@ -42,7 +43,7 @@ def admin_of_files(monkeypatch: pytest.MonkeyPatch) -> tuple[AdapterAdmin, Adapt
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], AdapterOptions.of(LoraOptions()), None, FakeNode(), ())  # type: ignore[arg-type]
     return admin, table, loader
 
 
@@ -125,10 +126,10 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
     async def main() -> AdapterAdmin:
         configured = [source("sql", "22")]
-        usable, missing = await loaded_sources(before, configured, LoraOptions(), None, ())  # type: ignore[arg-type]
+        usable, missing = await loaded_sources(before, configured, AdapterOptions.of(LoraOptions()), None, ())  # type: ignore[arg-type]
         assert [each.adapter.name for each in usable] == ["usable"]
         table = AdapterTable(FakeLoader(), sources=[*configured, *usable])
-        admin = AdapterAdmin(table, configured, missing, LoraOptions(), None, node, ())  # type: ignore[arg-type]
+        admin = AdapterAdmin(table, configured, missing, AdapterOptions.of(LoraOptions()), None, node, ())  # type: ignore[arg-type]
         assert admin.loaded == listed(*map(source, ("usable", "unmounted", "changed", "sql")))
         for name in ("unmounted", "usable"):
             await admin._unload(Call({}, {}, {"name": name}))
@@ -139,7 +140,7 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
 
 def test_what_could_not_be_read_is_left_as_it_is() -> None:
-    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, LoraOptions(), None, FakeNode(), ())  # type: ignore[arg-type]
+    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, AdapterOptions.of(LoraOptions()), None, FakeNode(), ())  # type: ignore[arg-type]
     assert admin.loaded is None
     assert Records("c", None).decode_loaded(b"junk", "d0") is None
     records = Records("c", str(made() / "node"))
@@ -159,9 +160,9 @@ def test_an_adapter_cannot_have_the_name_of_the_model() -> None:
     """Requests for it would be answered by the model without it."""
     named = "'base' is the name of the model"
     with pytest.raises(ConfigError, match=named):
-        configured_sources(LoraOptions(lora="base=/a"), None, {"base"})  # type: ignore[arg-type]
+        configured_sources(AdapterOptions.of(LoraOptions(lora="base=/a")), None, {"base"})  # type: ignore[arg-type]
     table = AdapterTable(FakeLoader())
-    admin = AdapterAdmin(table, [], [], LoraOptions(), None, FakeNode(), {"base"})  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], AdapterOptions.of(LoraOptions()), None, FakeNode(), {"base"})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=named):
         asyncio.run(admin._load(Call({}, {}, {"name": "base", "path": "/a"})))
     assert table.adapters == ()

@@ -29,7 +29,8 @@ from common.node.kv_budget import (
     adapter_bytes,
     kv_blocks_on_gpu,
 )
-from common.node.plan import plan_node, warm_up
+from common.node.parts import warm_up
+from common.node.plan import plan_node
 from common.node.profile_run import Largest, decode_step, largest_steps
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
@@ -190,8 +191,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def load(config: DecodeConfig, **parts: Any) -> Worker:
     """A rank on the CPU that counts its memory and records its steps as one on a GPU does."""
-    plain = load_worker(plan_node(config), config, SOLO, small_batches=True)
-    return Worker(plain.plan, config, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
+    plain = load_worker(plan_node(config), SOLO, small_batches=True)
+    return Worker(plain.plan, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_rank_on_a_gpu_runs_its_largest_steps_then_counts_its_blocks(

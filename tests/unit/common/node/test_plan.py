@@ -6,12 +6,12 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
-from common.node.plan import node_id_for
+from common.node.options import ServerOptions
 
 
 @pytest.mark.parametrize("node_id", ["decode-0", "d", "kvrelay_decode.1", f"decode-{'h' * 64}-8000", "fd00::7"])
 def test_node_id_of_host_and_container_names_is_taken(node_id: str) -> None:
-    assert node_id_for("decode", DecodeConfig(node_id=node_id)) == node_id
+    assert ServerOptions.of("decode", DecodeConfig(node_id=node_id)).node_id == node_id
 
 
 @pytest.mark.parametrize("node_id", ["../../tmp/evil", "a b", "-x", "..", "d\n", "é", "x" * 129, ""])

@@ -10,7 +10,8 @@ from support.oracle import TINY, make_tiny
 from torch import Tensor
 
 from common.config.service_configs import DecodeConfig
-from common.node.plan import plan_node, warm_up
+from common.node.parts import warm_up
+from common.node.plan import plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import RankPlace
 
@@ -55,7 +56,7 @@ def test_a_step_sums_after_attention_and_after_the_mlp_and_nowhere_else(
     config = DecodeConfig(model=str(folder), dtype="float32", kv_blocks=4, tensor_parallel_size=2)
     plan = plan_node(config, pp_size=2)
     mesh = CountingMesh(plan.place(rank))
-    worker = load_worker(plan, config, mesh, small_batches=False)
+    worker = load_worker(plan, mesh, small_batches=False)
     worker.allocate_kv(4)
     worker.runner.execute(warm_up())
     layers = worker.shard.layer_hi - worker.shard.layer_lo

@@ -43,7 +43,7 @@ def change_one_number(config: DecodeConfig) -> None:
 
 def output(config: DecodeConfig) -> torch.Tensor:
     """The output of the changed layer for an input of ones."""
-    loaded = load_worker(plan_node(config), config, SOLO, small_batches=False)
+    loaded = load_worker(plan_node(config), SOLO, small_batches=False)
     with closing(loaded), torch.inference_mode():
         linear: Linear = loaded.adapters._linears[6]  # gate and up of the second layer
         return linear.forward(torch.ones(1, 64)).clone()
@@ -74,6 +74,6 @@ def test_files_that_change_while_they_are_read_are_refused_and_nothing_is_kept(
         monkeypatch.setattr(worker, "open_packed_weights", lambda *_: None)
     monkeypatch.setattr(worker, "load_model", after_a_change(worker.load_model))
     with pytest.raises(ConfigError, match="changed while they were read; start the node again"):
-        load_worker(plan, config, SOLO, small_batches=False)
+        load_worker(plan, SOLO, small_batches=False)
     kept = [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.stat().st_size]
     assert kept == []

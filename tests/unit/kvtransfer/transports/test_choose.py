@@ -16,7 +16,7 @@ from support.transfer_harness import Rank, Recorder, layout, wait_until
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import SourceReleased
+from common.engine.kv_transfer import RelaySettings, SourceReleased
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import factory
@@ -302,7 +302,7 @@ def test_receiver_offers_what_its_configuration_allows(wanted: str, offered: lis
     kv = layout()
     config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_receiver(config, storage, kv, 0, Recorder(), port=0, incarnation="d")
+    receiver = factory.make_receiver(RelaySettings.of(config), storage, kv, 0, Recorder(), port=0, incarnation="d")
     try:
         assert [offer.transport for offer in parse_offers(receiver.address)] == offered
     finally:
@@ -316,11 +316,13 @@ def test_host_that_cannot_share_memory_offers_zmq_only_and_refuses_shm(
         monkeypatch.setattr(module, "host_id", lambda: None)
     kv = layout()
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_receiver(DecodeConfig(), storage, kv, 0, Recorder(), port=0, incarnation="d")
+    receiver = factory.make_receiver(
+        RelaySettings.of(DecodeConfig()), storage, kv, 0, Recorder(), port=0, incarnation="d"
+    )
     receiver.close()
     assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
     with pytest.raises(ConfigError, match="Linux"):
-        factory.make_sender(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder())
+        factory.make_sender(RelaySettings.of(DecodeConfig(kv_transport="shm")), storage, kv, 0, Recorder())
 
 
 def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
@@ -330,7 +332,7 @@ def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
     assert factory._allowed("collective", on_gpu_storage) == ["nccl"]
     assert factory._allowed("cuda_ipc", on_gpu_storage) == ["cuda_ipc"]
     with pytest.raises(ConfigError, match="CUDA device"):
-        factory.make_sender(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
+        factory.make_sender(RelaySettings.of(DecodeConfig(kv_transport="cuda_ipc")), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
 
 
 def test_sender_or_receiver_that_cannot_be_made_closes_its_transports() -> None:

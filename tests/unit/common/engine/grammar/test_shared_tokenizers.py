@@ -20,7 +20,8 @@ from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.grammar.shared_tokenizers import get_tokenizer, share_tokenizer
 from common.model.facts import ModelFacts, read_facts
 from common.model.hub import DEMO_MODEL_PATH
-from common.node.plan import make_grammars, plan_node
+from common.node.parts import make_grammars
+from common.node.plan import plan_node
 
 FACTS: ModelFacts = read_facts(DEMO_MODEL_PATH)
 

@@ -53,7 +53,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def leader(tmp_path: Path, start_timeout_s: float) -> Leader:
     model = str(make_model_folder(tmp_path / "model"))
     config = PrefillConfig(model=model, load_format="dummy", start_timeout_s=start_timeout_s)
-    return Leader(config, ROLE, ROLE.plan(config))
+    return Leader(ROLE, ROLE.plan(config))
 
 
 def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path, hang: Hang) -> None:

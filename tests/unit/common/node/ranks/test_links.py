@@ -18,6 +18,7 @@ from support.zmtp import connected, frame
 from common.base import bounded_messages
 from common.base.errors import ConfigError, RankLost
 from common.config.service_configs import DecodeConfig
+from common.node.options import RankHosts
 from common.node.ranks.links import RankLinks
 from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankReady
 from common.node.ranks.process import RankProcess
@@ -195,7 +196,8 @@ def test_a_report_that_never_ends_costs_its_connection_and_the_next_one_is_read(
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
 def test_an_order_that_never_ends_costs_its_connection_and_the_next_one_is_read(links: RankLinks) -> None:
-    rank = RankProcess(DecodeConfig(model="m"), SimpleNamespace(), SimpleNamespace(), 1, links.address)  # type: ignore[arg-type]
+    plan = SimpleNamespace(hosts=RankHosts.of(DecodeConfig(model="m"), 1))
+    rank = RankProcess(SimpleNamespace(), plan, 1, links.address)  # type: ignore[arg-type]
     address = rank._orders.getsockopt_string(zmq.LAST_ENDPOINT)
     until_closed(address, lambda: rank._next_order(0.001))
     with zmq.Context() as context, context.socket(zmq.PUSH) as leader:

@@ -16,7 +16,8 @@ from common.base.errors import EngineError, PeerLost, RankLost
 from common.config.service_configs import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.node.plan import warm_up
+from common.node.options import RankHosts
+from common.node.parts import warm_up
 from common.node.ranks import main
 from common.node.ranks.links import MultiRankExecutor
 from common.node.ranks.messages import LeaderBeat
@@ -73,7 +74,7 @@ def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may
 
     monkeypatch.setattr(RankProcess, "_receive", receive)
     process = RankProcess.__new__(RankProcess)
-    process._config = DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0)
+    process._plan = SimpleNamespace(hosts=RankHosts.of(DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0), 1))
     process._ending = threading.Event()
     process._ending.set()
     steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()

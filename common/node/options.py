@@ -1,0 +1,157 @@
+"""A node's options, resolved once at its start into small groups. Each part of the node gets only its own group. Pure data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from common.base.counted import counted
+from common.base.errors import ConfigError
+from common.cluster.address import HostAddresses
+from common.config.fields import listed
+from common.config.option_groups import LoadFormat, LoraOptions, Quantization
+from common.config.service_configs import NodeConfig
+from common.control.messages import Role
+from common.control.self_report import public_options
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a node is named and reached, and how it takes part in the cluster."""
+
+    node_id: str
+    addresses: HostAddresses
+    port: int
+    """Of the control socket; 0 picks a free one."""
+    redis_url: str
+    cluster: str
+    lease_s: float
+    tls_dir: str | None
+    admin_host: str
+    admin_port: int
+    admin_token: str
+    """Empty: no admin port."""
+    shown: dict[str, Any]
+    """All options of the service, without secrets, for operators."""
+
+    @classmethod
+    def of(cls, role: Role, config: NodeConfig) -> ServerOptions:
+        """Without a configured node id the node gets one that no other node has."""
+        return cls(
+            node_id=config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}",
+            addresses=HostAddresses.of(config),
+            port=config.port,
+            redis_url=config.redis_url,
+            cluster=config.cluster,
+            lease_s=config.lease_s,
+            tls_dir=config.tls_dir,
+            admin_host=config.admin_host,
+            admin_port=config.admin_port,
+            admin_token=config.admin_token,
+            shown=public_options(config),
+        )
+
+
+@dataclass(frozen=True)
+class RankHosts:
+    """The hosts that a node's ranks are spread over, and how long ranks wait for each other."""
+
+    ranks_here: range
+    """The ranks that run on this host."""
+    num_hosts: int
+    addresses: HostAddresses
+    leader_host: str
+    """Address of the leader's host for ranks on other hosts."""
+    leader_port: int
+    """Port of the leader's socket for reports; 0 picks a free one, which works on a single host only."""
+    rank_timeout_s: float
+    """Longest wait for another rank; must exceed the longest step."""
+    start_timeout_s: float
+    lease_s: float
+    tls_dir: str | None
+    threads: int | None
+    """Compute threads of each rank on this host; None: PyTorch's choice."""
+    fields: dict[str, Any]
+    """The node's configuration, which each rank's process resolves again."""
+
+    @classmethod
+    def of(cls, config: NodeConfig, world_size: int) -> RankHosts:
+        """Several ranks on one host get an equal share of its cores, unless `threads` is configured.
+
+        Raises: ConfigError if the ranks do not spread evenly over the hosts.
+        """
+        if world_size % config.nnodes or not 0 <= config.node_rank < config.nnodes:
+            raise ConfigError(
+                f"{counted(world_size, 'rank')} cannot be spread evenly over {counted(config.nnodes, 'host')} (this is "
+                f"host {config.node_rank})"
+            )
+        if config.nnodes > 1 and _is_loopback(config.host) and not _is_loopback(config.master_addr):
+            raise ConfigError(f"ranks on other hosts cannot reach {config.host}: set --host to an address of this host")
+        each = world_size // config.nnodes
+        threads = config.threads
+        if threads is None and each > 1:
+            threads = max(1, (os.cpu_count() or 1) // each)
+        return cls(
+            ranks_here=range(config.node_rank * each, (config.node_rank + 1) * each),
+            num_hosts=config.nnodes,
+            addresses=HostAddresses.of(config),
+            leader_host=config.master_addr,
+            leader_port=config.master_port,
+            rank_timeout_s=config.rank_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+            lease_s=config.lease_s,
+            tls_dir=config.tls_dir,
+            threads=threads,
+            fields={**dataclasses.asdict(config), "threads": threads},
+        )
+
+    @property
+    def same_host(self) -> bool:
+        """All ranks of the node are on one host."""
+        return self.num_hosts == 1
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How a rank gets its weights."""
+
+    dtype: str
+    """Data type of weights and activations; that of the KV cache is in the layout."""
+    load_format: LoadFormat
+    seed: int
+    """Seed of dummy weights."""
+    quantization: Quantization
+    packed_cache_gb: float | None
+    state: str
+    """State of the weight files (`files_state`) before the fingerprint was made of them."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """LoRA adapters of a node."""
+
+    folders: dict[str, str]
+    """Folder of each configured adapter, by its name."""
+    max_loras: int
+    max_rank: int
+
+    @classmethod
+    def of(cls, options: LoraOptions) -> AdapterOptions:
+        """Raises: ConfigError for a malformed `--lora`."""
+        folders: dict[str, str] = {}
+        for text in listed("lora", options.lora):
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise ConfigError(f"--lora {text!r} is not NAME=FOLDER")
+            if name in folders:
+                raise ConfigError(f"--lora names two adapters {name!r}")
+            folders[name] = path
+        return cls(folders, options.max_loras, options.max_lora_rank)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")

@@ -1,0 +1,61 @@
+"""Parts of a node that are made from its plan: scheduler, grammars, its record in Redis, its first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from common.control.messages import Adapter, NodeRecord, PeerRef, Role, SamplingParams
+from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
+from common.engine.scheduler import Scheduler
+from common.engine.step import SampleSpec, StepInput
+from common.kv.pool import BlockPool
+from common.model.hub import model_folder
+from common.node.plan import NodePlan
+from common.security.sealed_endpoints import without_keys
+
+
+def make_record(
+    role: Role, me: PeerRef, plan: NodePlan, num_blocks: int, kernels: str, adapters: Sequence[Adapter] = ()
+) -> NodeRecord:
+    """The node's record in Redis, without the keys of its data sockets: every service can read it."""
+    return NodeRecord(
+        role,
+        replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
+        plan.model,
+        plan.layout,
+        num_blocks // plan.layout.spec.num_tables,
+        time.time(),
+        max_num_seqs=plan.steps.max_num_seqs,
+        kernels=kernels,
+        adapters=list(adapters),
+    )
+
+
+def make_scheduler(plan: NodePlan, num_blocks: int) -> Scheduler:
+    """The scheduler of a node whose ranks hold `num_blocks`."""
+    spec = plan.layout.spec
+    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables), spec.windows)
+
+
+def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
+    """The grammars of a node. `post` hands over events, on any thread."""
+    folder = model_folder(plan.path)
+    return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
+
+
+def warm_up(num_tables: int = 1) -> StepInput:
+    """One row through every layer, so that no client waits for the first access to weights and memory."""
+    sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
+    return StepInput(
+        step_id=0,
+        token_ids=[0],
+        positions=[0],
+        slot_mapping=[[0]] * num_tables,
+        query_lens=[1],
+        context_lens=[1],
+        block_tables=[[[0]]] * num_tables,
+        num_decodes=1,
+        samples=[sample],
+    )
