@@ -1,6 +1,6 @@
-"""The addresses at which a node's sockets listen and under which it is registered, which may differ.
+"""Chooses the addresses at which a node's sockets listen and under which the node is registered; the two may differ.
 
-Runs at a node's start; reads the kernel's routing table and sends nothing.
+Runs when a node starts. It reads the kernel's routing table and sends nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _DEFAULT_REDIS_PORT = 6379
 
 
 def advertised(endpoints: str, config: NodeConfig) -> str:
-    """`endpoints` with the host by which others reach this node.
+    """Replace the host in `endpoints` by the one at which others reach this node.
 
     `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
     `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The host
     becomes `config.advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface: then
     it becomes the address of the interface that routes to Redis.
 
-    Raises: ConfigError if Redis' host cannot be resolved.
+    Raises: ConfigError if the host of Redis cannot be resolved.
     """
     return " ".join(_advertised_endpoint(endpoint, config) for endpoint in endpoints.split())
 
@@ -49,11 +49,11 @@ def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
 
 
 def rank_host(config: NodeConfig) -> str:
-    """The address of this host at which the ranks of one node reach each other; never every interface.
+    """The address of this host at which the ranks of one node reach each other. It never means every interface.
 
-    Loopback if all ranks are on this host, whatever `--host` is: no other host may connect.
+    If all ranks are on this host, it is loopback regardless of `--host`, so that no other host may connect.
 
-    Raises: ConfigError as `source_address`.
+    Raises: ConfigError if no address can be chosen (see `source_address`).
     """
     return _LOOPBACK if config.nnodes == 1 else one_interface(config)
 
@@ -61,7 +61,7 @@ def rank_host(config: NodeConfig) -> str:
 def one_interface(config: NodeConfig) -> str:
     """One address of this host that other hosts can reach, for transports that cannot listen on every interface.
 
-    Raises: ConfigError as `source_address`.
+    Raises: ConfigError if no address can be chosen (see `source_address`).
     """
     return source_address(config.redis_url) if config.host in _EVERY_INTERFACE else config.host
 
@@ -69,17 +69,17 @@ def one_interface(config: NodeConfig) -> str:
 def mesh_interface(config: NodeConfig, *, on_gpus: bool) -> str:
     """The interface that the collectives of one node's ranks are bound to.
 
-    On GPUs it is the one that relays use: NCCL chooses an interface once per process, at its first use, which is for
-    these collectives; with loopback no relay could reach another host. Raises: ConfigError as `source_address`.
+    On GPUs it is the one that relays use. NCCL chooses an interface once per process, when these collectives first use it; if
+    it chose loopback, no relay could reach another host. Raises: ConfigError if no address can be chosen.
     """
     return one_interface(config) if on_gpus else rank_host(config)
 
 
 def source_address(redis_url: str) -> str:
-    """The local address of a connection to Redis; loopback for a Redis behind a Unix socket.
+    """The local address of a connection to Redis; loopback if Redis listens on a Unix socket.
 
-    Of several addresses, such as those of Sentinels, the first counts. Raises: ConfigError if the URL is malformed, or its
-    host cannot be resolved or has no route.
+    If the URL has several addresses, such as those of Sentinels, the first one is used. Raises: ConfigError if the URL is
+    malformed, or its host cannot be resolved or has no route.
     """
     host, port = next(iter(addresses_of(redis_url)), ("", None))
     if not host:
