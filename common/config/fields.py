@@ -30,7 +30,7 @@ _REACHED_AT = Form(rf"(?!(?:\*|[0.:]+)$){_HOST.pattern}", f"{_HOST.meaning}, and
 NAME = Form(r"[^{}]+", "a name without braces")
 NODE_ID = Form(
     r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}",
-    "at most 128 letters, digits and characters . _ : -, and the first one a letter or digit",
+    "at most 128 characters: letters, digits and . _ : -, the first one a letter or digit",
 )
 """An id may be longer than a host name (64 characters), because the default id contains one."""
 

@@ -1,4 +1,4 @@
-"""A node's plan, derived from its configuration before any weight is read, and the objects made from it."""
+"""Derives a node's plan from its configuration before any weight is read, and makes objects from it."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ log = logging.getLogger(__name__)
 
 
 def node_id_for(role: Role, config: NodeConfig) -> str:
-    """The configured node id, or one that no other node has."""
+    """The configured node id, or a new one that no other node has."""
     return config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}"
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Model, layout and device of a node, before any weight is read; equal on all of its ranks."""
+    """Model, layout and device of a node, known before any weight is read, and equal on all of its ranks."""
 
     path: Path
     model_config: ModelConfig
     layout: KVLayout
     model: ModelInfo
     dtype: str
-    """Data type of weights and activations; that of the KV cache is in the layout."""
+    """Data type of weights and activations; the type of the KV cache is in the layout."""
     device: DeviceKind
     weights: str
-    """State of the weight files (`files_state`) before the layout's fingerprint was made of them."""
+    """State of the weight files (`files_state`) before the layout's fingerprint was computed from them."""
 
     @property
     def world_size(self) -> int:
@@ -113,9 +113,9 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
 
 
 def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | None, path: Path) -> None:
-    """Raises: ConfigError where `--quantization` contradicts the checkpoint."""
+    """Compare `--quantization` with the checkpoint. Raises: ConfigError if they contradict each other."""
     if wanted == "fp8" and not isinstance(stored, Fp8Quantization):
-        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
+        raise ConfigError(f"--quantization fp8: {path / 'config.json'} does not mention FP8 weights")
     if wanted in ("int8", "int4") and stored is not None:
         raise ConfigError(
             f"--quantization {wanted} needs floating-point weights, and {path} is quantized already: leave it out"
@@ -123,14 +123,14 @@ def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | N
 
 
 def _kv_dtype(wanted: str, model_dtype: str) -> str:
-    """`--kv-cache-dtype` as `KVSpec` names it."""
+    """Convert `--kv-cache-dtype` to the name that `KVSpec` uses."""
     if wanted == "auto":
         return model_dtype
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
 
 
 def batched_tokens(config: NodeConfig, plan: NodePlan) -> int:
-    """`--max-num-batched-tokens`, which by default depends on the device."""
+    """Value of `--max-num-batched-tokens`, whose default depends on the device."""
     default = config.step_tokens.on_cpu if plan.device == "cpu" else config.step_tokens.on_gpu
     return config.max_num_batched_tokens or default
 
@@ -143,12 +143,12 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory of this process so far."""
+    """Peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process of this machine; None if that cannot be known."""
+    """Resident memory of a process on this machine; None if it is unknown."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -156,9 +156,9 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
-    """`plan` with its context limited to what `num_blocks` can hold, so that no accepted request is too long for the node.
+    """Limit the plan's context to what fits in `num_blocks`, so that no accepted request is too long for the node.
 
-    Raises: ConfigError if the operator asked for a longer one.
+    Raises: ConfigError if the operator asked for a longer context.
     """
     spec = plan.layout.spec
     longest = num_blocks // spec.num_tables * spec.block_size
@@ -167,10 +167,10 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len {config.max_model_len} needs more than the {counted(num_blocks, 'KV block')} ({longest} tokens) "
-            "that this node has room for: give it more --kv-memory-gb, or ask for less"
+            "that this node has room for: raise --kv-memory-gb, or lower --max-model-len"
         )
     log.warning(
-        "the model's context of %d tokens is reduced to %d, which KV memory can hold", plan.model.max_model_len, longest
+        "the model's context of %d tokens is reduced to %d, which fit in KV memory", plan.model.max_model_len, longest
     )
     return replace(plan, model=replace(plan.model, max_model_len=longest))
 
@@ -184,7 +184,7 @@ def make_record(
     kernels: str,
     adapters: Sequence[Adapter] = (),
 ) -> NodeRecord:
-    """The node's record in Redis, without the keys of its data sockets: every service can read it."""
+    """Make the node's record for Redis, without the keys of its data sockets, because every service can read it."""
     return NodeRecord(
         role,
         replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
@@ -199,16 +199,16 @@ def make_record(
 
 
 def steps_ahead(config: NodeConfig, plan: NodePlan) -> int:
-    """Steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
+    """Number of steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
 
-    A pipeline has a step of other sequences in flight for each of its stages, prepared while the others run.
+    A pipeline has one step in flight for each of its stages, over different sequences; it prepares one while others run.
     """
     wanted = plan.device == "cuda" if config.async_scheduling is None else config.async_scheduling
     return 2 if wanted and plan.layout.pp_size == 1 else 1
 
 
 def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
-    """The scheduler of a node whose ranks hold `num_blocks`."""
+    """Make the scheduler of a node whose ranks have `num_blocks` KV blocks."""
     return Scheduler(
         SchedulerConfig(
             max_model_len=plan.model.max_model_len,
@@ -224,13 +224,13 @@ def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefi
 
 
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
-    """The grammars of a node. `post` hands over events, on any thread."""
+    """Make the compiler of a node's grammars, which passes its events to `post` on any thread."""
     folder = model_folder(plan.path)
     return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
 
 
 def warm_up(num_tables: int = 1) -> StepInput:
-    """One row through every layer, so that no client waits for the first access to weights and memory."""
+    """Make a step of one row through every layer, so that no client waits for the first access to weights and memory."""
     sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
     return StepInput(
         step_id=0,

@@ -1,4 +1,4 @@
-"""Start-up of a node of either role, from top to bottom.
+"""Starts a node of either role, from top to bottom.
 
 run_node: plan -> processes of this host's other ranks
 _serve:   control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server
@@ -38,16 +38,16 @@ ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
 
 _MAX_ACCEPTED = 1024
-"""Attempts that a node holds at once, waiting ones included; further ones are refused as overload."""
+"""Maximum number of attempts at a node at once, including waiting ones; further attempts are refused as overload."""
 
 
 def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
     """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
 
-    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
+    Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     plan = role.plan(config)
-    # Before there is a second thread or an event loop: neither survives a fork.
+    # Fork before there is a second thread or an event loop, because neither survives a fork.
     forked = fork_ranks(config, plan, partial(run_rank, lambda: role))
     config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
@@ -59,7 +59,7 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
 async def _serve(
     role: NodeRole[ConfigT, TransfersT], config: ConfigT, plan: NodePlan, forked: Sequence[ForkedRank]
 ) -> None:
-    """Run until cancelled. Raises: as `run_node`."""
+    """Run the leader of a node until cancelled. Raises: ConfigError, EngineError."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
     names = {plan.model.name, *listed("served_model_name", config.served_model_name)}
