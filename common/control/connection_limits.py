@@ -52,7 +52,9 @@ class ConnectionLimits:
         """Handle the growth of an unfinished frame: if all such frames exceed the limit, drop the connection of the largest."""
         sizes = {connection: connection.unfinished_bytes for connection in self._connections}
         if sum(sizes.values()) > MAX_UNFINISHED_BYTES:
-            self._drop(max(sizes, key=sizes.__getitem__), "unfinished frames take too much memory, and this one the most")
+            self._drop(
+                max(sizes, key=sizes.__getitem__), "unfinished frames take too much memory, and this one the most"
+            )
 
     def close(self) -> None:
         """Stop watching."""

@@ -32,9 +32,9 @@ class HttpConnection(HttpToolsProtocol):
         self._listener = DisconnectListener()
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered, or was answered last; requests that arrived with it may wait behind it."""
-        self._endless_bytes = 0
+        self._incomplete_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
-        self._got_somewhere = False
+        self._made_progress = False
         self._refused = False
         """Whether everything that the client still sends is discarded."""
 
@@ -45,10 +45,10 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        timer, self._got_somewhere = self.timeout_keep_alive_task, False
+        timer, self._made_progress = self.timeout_keep_alive_task, False
         super().data_received(data)
-        self._endless_bytes = 0 if self._got_somewhere else self._endless_bytes + len(data)
-        if self._endless_bytes > _MOST_HEAD_BYTES and not self._refused:
+        self._incomplete_bytes = 0 if self._made_progress else self._incomplete_bytes + len(data)
+        if self._incomplete_bytes > _MOST_HEAD_BYTES and not self._refused:
             self._refuse(431, "The request's headers are too large.")
         if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
@@ -65,11 +65,11 @@ class HttpConnection(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)[DISCONNECTS] = self._listener
 
     def on_headers_complete(self) -> None:
-        self._got_somewhere = True
+        self._made_progress = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._got_somewhere = True
+        self._made_progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -188,10 +188,10 @@ async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:
     if cycle.flow.write_paused:
         await cycle.flow.drain()
     cycle.response_started, cycle.waiting_for_100_continue = True, False
-    _HeldHead(cycle, head)
+    _DelayedHead(cycle, head)
 
 
-class _HeldHead:
+class _DelayedHead:
     """Delays the head of an answer to send it together with the first part of the body, in one system call.
 
     It replaces the cycle's transport until the first write. If there is no write in this turn of the event loop, the head is
