@@ -2,8 +2,8 @@
 
 A block's hash is SHA-256, truncated to 16 bytes, over a typed, length-delimited encoding of (parent hash, the block's
 token ids). The chain starts at a root that covers everything else that the KV depends on: the model's fingerprint, the
-LoRA adapter and the tenant's `cache_salt`. Two sequences share a block's hash exactly if they share the whole prefix *and*
-that root.
+LoRA adapter and the tenant's `cache_salt`. Two sequences share a block's hash if and only if they share the whole prefix
+*and* that root.
 """
 
 from __future__ import annotations

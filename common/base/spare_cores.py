@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 0.2
-_MOST_BUSY = 0.3
+_MAX_BUSY = 0.3
 """Share of the cores that other processes may use. With half, a process that waits for one of two cores would be missed."""
 
 
@@ -27,7 +27,7 @@ class SpareCores:
             self._look_at_s = now_s + LOOK_S
             before, self._before = self._before, self._read()
             others_s, all_s = (now - then for now, then in zip(self._before, before, strict=True))
-            self._are_there = others_s <= _MOST_BUSY * all_s
+            self._are_there = others_s <= _MAX_BUSY * all_s
         return self._are_there
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 _PERIOD_S = 0.005
-_MOST_EVENTS = 400_000
+_MAX_EVENTS = 400_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def record(seconds: float) -> list[dict[str, Any]]:
     threads: dict[int, _Thread] = {}
     events: list[dict[str, Any]] = []
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s and len(events) < _MOST_EVENTS:
+    while time.monotonic() < until_s and len(events) < _MAX_EVENTS:
         now_us = time.time() * 1e6
         known = {thread.ident: thread for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]

@@ -32,8 +32,8 @@ _KEEP_ADAPTERS_S = 86_400
 """How long the list of the adapters loaded into a node outlives the node."""
 _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
-"""Factor of the poll interval while no node is known, and how many seconds longer it applies: the start of a cluster waits
-for these polls."""
+"""Factor of the poll interval while no node is known, and how long it applies after the first node: the start of a cluster
+waits for these polls."""
 _WHEN_IDLE = 2.0
 """Factor of the poll interval while nothing happens."""
 LEASE_IN_REDIS = 5 / 6
@@ -227,7 +227,7 @@ class Directory:
         self._progress: dict[str, tuple[float, float]] = {}
         """Node id -> that time, and the time of this process's clock when it was first read."""
         self.degraded = False
-        """Whether Redis left the last poll without an answer."""
+        """Whether Redis failed to answer the last poll."""
         self.polled = asyncio.Event()
         """Set after the first poll, even if Redis did not answer it."""
         self.unrenewed: list[str] = []

@@ -85,9 +85,9 @@ class Records:
         try:
             found = _CODEC.decode(self._opened(raw))
             if not isinstance(found, LoadedAdapters) or found.node_id != node_id:
-                raise ProtocolError("it is not of this node")
+                raise ProtocolError("it belongs to another node")
             if len(found.adapters) != len(found.paths):
-                raise ProtocolError("it has another number of folders than of adapters")
+                raise ProtocolError("it has different numbers of folders and adapters")
         except (ProtocolError, ConfigError) as error:
             log.warning("the list of LoRA adapters that had been loaded into this node is refused: %s", error)
             return None
@@ -161,7 +161,7 @@ class CheckedRecords:
         try:
             record = self._records.check(raw)
             if record.peer.node_id != node_id:
-                raise ProtocolError(f"it is of {record.peer.node_id!r}")
+                raise ProtocolError(f"it belongs to node {record.peer.node_id!r}")
         except (ProtocolError, ConfigError) as error:
             reason = str(error)
             if refused is None or refused[1] != reason:

@@ -86,7 +86,7 @@ def _parts(redis_url: str) -> _Parts:
         raise _malformed(redis_url, "it has no :// after its scheme, as in redis://host:6379/0")
     place, *options = _OPTIONS.split(rest, maxsplit=1)
     if own := _OWN_OPTION.search("".join(options)):
-        raise _malformed(redis_url, f"its option {own[1]} cannot be chosen")
+        raise _malformed(redis_url, f"its option {own[1]} is not allowed")
     login, _, place = place.rpartition("@")
     addresses, _, path = place.partition("/")
     if scheme == "unix":

@@ -136,7 +136,7 @@ def api_keys(value: str) -> tuple[str, ...]:
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
     """Check a value against its option. Raises: ConfigError if it is not finite, out of range, of a wrong form, or not UTF-8
-    (then without a quotation, because it may be secret)."""
+    (such a value is not quoted, because it may be secret)."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):  # bytes that Python cannot read
         raise ConfigError(f"{name} must be UTF-8")
     if value is None:

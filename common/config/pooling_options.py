@@ -56,4 +56,4 @@ def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> Non
             )
         unused.append(flag)
     if unused:
-        log.info("without effect on a node of a pooling model: %s", ", ".join(unused))
+        log.info("these options have no effect on a node of a pooling model: %s", ", ".join(unused))

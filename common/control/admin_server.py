@@ -182,7 +182,7 @@ def build(routes: list[AdminRoute], token: str, mounted: Mapping[str, ASGIApp]) 
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = {} if request.method == "GET" else await _order(request)
+        body = {} if request.method == "GET" else await _read_call_body(request)
         answer = handler(Call(request.path_params, dict(request.query_params), body))
         value = await answer if inspect.isawaitable(answer) else answer
         return Response(value, media_type="application/octet-stream") if isinstance(value, bytes) else _json(value)
@@ -190,7 +190,7 @@ def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-async def _order(request: Request) -> dict[str, Any]:
+async def _read_call_body(request: Request) -> dict[str, Any]:
     """Read the body of a POST, but only if its client still waits for the answer. While this process was suspended, the client
     may have reported that the request failed.
 

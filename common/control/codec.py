@@ -30,7 +30,7 @@ MAX_MESSAGE_BYTES = 8 * 2**20
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
 """Maximum items of a list, and keys of a map. The longest lists are in the steps that a leader sends to its ranks."""
 _SMALL_BYTES = 65_536
-"""Lists in a frame of this size are not counted, because the frame can cost little."""
+"""Lists in a frame of up to this size are not counted, because they can take only little memory."""
 _LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
 """Maximum lists and maps in a larger frame: the first number, plus one per `_BYTES_PER_LIST` bytes. Frames of control links
 have a stricter limit (`common.control.item_count`)."""
@@ -99,7 +99,7 @@ class Codec:
 
 
 def _counting(size_bytes: int) -> Callable[[Any], Any]:
-    """Make a hook that ends unpacking at the first list too many. An empty list takes 64 bytes, but arrives as one."""
+    """Make a hook that ends unpacking at the first list too many. An empty list arrives as one byte, but takes 64."""
     left = itertools.count(_LISTS_OF_A_FRAME + size_bytes // _BYTES_PER_LIST, -1)
 
     def count(unpacked: Any) -> Any:

@@ -102,7 +102,7 @@ class FrameConnection(asyncio.Protocol):
         else:
             self._transport.write(with_length(frame))
 
-    def take_direct_sends(self) -> None:
+    def enable_direct_sends(self) -> None:
         """Enable `send_directly`. It stays disabled on a TLS connection, whose state only the loop's thread may use."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from common.control.disconnects import DISCONNECTS, DisconnectListener
 
-_MOST_HEAD_BYTES = 65_536
+_MAX_HEAD_BYTES = 65_536
 """Approximate limit for a request's line and headers, or for trailers. The parser buffers them until they are complete."""
 _LINGER_S = 2.0
 """Time that a refused client has to read its refusal. If the connection were closed at once, with bytes of the client unread,
@@ -48,7 +48,7 @@ class HttpConnection(HttpToolsProtocol):
         timer, self._made_progress = self.timeout_keep_alive_task, False
         super().data_received(data)
         self._incomplete_bytes = 0 if self._made_progress else self._incomplete_bytes + len(data)
-        if self._incomplete_bytes > _MOST_HEAD_BYTES and not self._refused:
+        if self._incomplete_bytes > _MAX_HEAD_BYTES and not self._refused:
             self._refuse(431, "The request's headers are too large.")
         if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)

@@ -135,12 +135,12 @@ class Server:
                 connection.close()
                 return
             if not connection.may_be(_CLIENTS):
-                _warn(connection, "closed a control connection: its certificate is of neither a router nor a node")
+                _warn(connection, "closed a control connection: its certificate names neither a router nor a node")
                 connection.close()
                 return
             self._connections[identity] = connection
             self._limits.opened(connection)
-            connection.take_direct_sends()
+            connection.enable_direct_sends()
             connection.send(join([]))
 
         def ended(reason: str) -> None:

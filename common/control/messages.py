@@ -49,7 +49,7 @@ class SamplingParams(NamedTuple):
     max_tokens: int
     """Maximum number of generated tokens over all attempts."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""

@@ -33,8 +33,8 @@ from common.control.admin_server import AdminRoute, Call, seconds
 from common.security.expiry import certificate_validity
 
 _DIAL_S = 0.5
-_MOST_ADDRESSES = 1000
-_MOST_PROFILE_S = 60.0
+_MAX_ADDRESSES = 1000
+_MAX_PROFILE_S = 60.0
 _SHM, _NETWORKS = "/dev/shm", Path("/sys/class/net")  # noqa: S108 - looked at only
 
 Facts = Callable[[], dict[str, Any]]
@@ -72,8 +72,8 @@ class SelfReport:
     async def _facts(self, call: Call) -> dict[str, Any]:
         """Return facts about this process and its host, and to which addresses in `dial` it cannot connect."""
         wanted = call.body.get("dial", [])
-        if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MOST_ADDRESSES:
-            raise BadRequest(f"dial must be a list of at most {_MOST_ADDRESSES} addresses", param="dial")
+        if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MAX_ADDRESSES:
+            raise BadRequest(f"dial must be a list of at most {_MAX_ADDRESSES} addresses", param="dial")
         found = await asyncio.gather(*(_dial(str(address)) for address in cast("list[Any]", wanted)))
         return {
             **process_facts(),
@@ -92,10 +92,10 @@ class SelfReport:
     async def _record(self, call: Call) -> bytes:
         """Record a profile of the next `seconds`, compressed by gzip."""
         duration_s = seconds(call, "seconds", 5.0)
-        if duration_s > _MOST_PROFILE_S:
-            raise BadRequest(f"seconds may be at most {_MOST_PROFILE_S:g}", param="seconds")
+        if duration_s > _MAX_PROFILE_S:
+            raise BadRequest(f"seconds may be at most {_MAX_PROFILE_S:g}", param="seconds")
         if self._profiling:
-            raise Overloaded("a profile is being recorded already")
+            raise Overloaded("another profile is being recorded")
         self._profiling = True
         try:
             return await asyncio.to_thread(lambda: gzip.compress(self._profile(duration_s), 1))

@@ -20,7 +20,7 @@ HANDSHAKE_S = 10.0
 """Time limit of a handshake, including the wait for its first byte."""
 MAX_HANDSHAKES = 512
 """Maximum unfinished handshakes. One more ends the oldest, because an honest peer would have finished that long ago."""
-_LEAST_S = 0.01
+_MIN_S = 0.01
 """The shortest handshake timeout that is passed to asyncio, which refuses zero."""
 _PAUSE_S = 0.1
 """Pause before the next attempt to accept, when the process has no file descriptor left."""
@@ -81,7 +81,7 @@ class TlsListener:
         try:
             if not await self._says_something(connection):
                 return
-            left_s = max(_LEAST_S, end_s - self._loop.time())
+            left_s = max(_MIN_S, end_s - self._loop.time())
             await self._loop.connect_accepted_socket(
                 self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=left_s
             )

@@ -40,7 +40,7 @@ def open_source(
     try:
         folder = Path(path).expanduser().absolute()
     except RuntimeError as error:  # the home of an unknown user
-        raise ConfigError(f"{path[:200]!r} is no folder: {error}") from error
+        raise ConfigError(f"{path[:200]!r} is not a folder: {error}") from error
     checkpoint = open_adapter(folder, config, max_rank)
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
 
@@ -65,8 +65,8 @@ async def loaded_sources(
     config: ModelConfig,
     model_names: Collection[str],
 ) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
-    """Open the adapters that an operator had loaded into the last process of this node. Returns the usable ones, and those that
-    cannot be used, which are logged; a name that is `configured` now cannot. These are None if `loaded` is unknown."""
+    """Open the adapters that an operator had loaded into the last process of this node. Returns the usable and the unusable
+    ones; a name that is `configured` now makes an adapter unusable. The unusable ones are logged; None if `loaded` is None."""
     if loaded is None:
         return [], None
     taken = {source.adapter.name for source in configured}
@@ -75,7 +75,7 @@ async def loaded_sources(
     for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
         try:
             if adapter.name in taken:
-                raise ConfigError("another one has its name")
+                raise ConfigError("another adapter has its name")
             source = await asyncio.to_thread(
                 open_source, adapter.name, path, config, options.max_lora_rank, model_names
             )
@@ -106,7 +106,7 @@ class AdministeredNode(Protocol):
 
 
 class AdapterAdmin:
-    """The routes for adapters; it also starts loading them at the start. `table` belongs to the engine's thread."""
+    """Serves the routes for adapters, and begins to load adapters at the start. `table` belongs to the engine's thread."""
 
     def __init__(
         self,

@@ -162,13 +162,13 @@ class AdapterTable:
         if source is None:
             raise AdapterMissing(f"this node does not have LoRA adapter {adapter.name!r}")
         if source.adapter != adapter:
-            raise AdapterMissing(f"this node has other weights as LoRA adapter {adapter.name!r}")
+            raise AdapterMissing(f"LoRA adapter {adapter.name!r} has other weights at this node")
 
     def take(
         self, adapter: Adapter, now_s: float, on_loaded: OnLoaded, is_wanted: IsWanted = lambda: True
     ) -> int | None:
         """Return the id of an adapter that `check` accepted, or None if it is not in memory. In that case `on_loaded` gets the id
-        later, or an error, at the latest when `is_wanted` returns False."""
+        later, or an error if that fails, takes too long or is no longer `is_wanted`."""
         copy = self._copies.get(adapter)
         if copy is not None and copy.is_usable:
             self._clock += 1

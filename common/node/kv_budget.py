@@ -19,7 +19,7 @@ CONTEXT_BYTES = 640 * 2**20
 that the driver reports as used includes what other processes allocate at the same time."""
 GRAPH_BYTES = 24 * 2**20
 """Estimated memory per captured graph in addition to its tensors: the driver's own copy of every kernel launch."""
-_FEWEST_BLOCKS = 2
+_MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
         blocks = wish.memory_bytes // block_bytes
     else:
         blocks = (allowed - use.rest) // block_bytes - spare_blocks
-        if blocks < _FEWEST_BLOCKS:
+        if blocks < _MIN_BLOCKS:
             raise ConfigError(
                 f"--gpu-memory-utilization {wish.utilization:g} of {_gb(use.total)} is {_gb(allowed)}, which leaves no "
-                f"room for KV beside {_parts(use)}: allow more, or shorten --max-num-batched-tokens or --max-num-seqs"
+                f"room for KV beside {_parts(use)}: raise it, or lower --max-num-batched-tokens or --max-num-seqs"
             )
     kv_bytes = (blocks + spare_blocks) * block_bytes
     coming = kv_bytes + use.activations + use.graphs + use.staging + use.adapters

@@ -26,12 +26,12 @@ from common.node.kv_budget import GRAPH_BYTES, GpuMemoryUse
 
 log = logging.getLogger(__name__)
 
-_DEAREST = SamplingParams(
+_MOST_MEMORY = SamplingParams(
     seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=1.0, logprobs=20
 )
 """Sampling parameters that need the most memory: changed logits and every kind of threshold."""
 _SEEN = SeenTokens(array("i", [0]).tobytes(), array("i", [1]).tobytes())
-_CHEAPEST = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+_LEAST_MEMORY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
 """One such row makes a sampler copy all other rows."""
 
 
@@ -117,9 +117,9 @@ def decode_step(largest: Largest, num_seqs: int) -> StepInput:
 def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
     rows = [at for length in lens for at in range(length)]
     last_rows = [end - 1 for end in accumulate(lens)]
-    samples = [SampleSpec(i, last_rows[i], _DEAREST, length, 0, _SEEN) for i, length in enumerate(lens)]
+    samples = [SampleSpec(i, last_rows[i], _MOST_MEMORY, length, 0, _SEEN) for i, length in enumerate(lens)]
     if len(samples) > 1:
-        samples[-1] = SampleSpec(len(lens) - 1, last_rows[-1], _CHEAPEST, lens[-1], 0)
+        samples[-1] = SampleSpec(len(lens) - 1, last_rows[-1], _LEAST_MEMORY, lens[-1], 0)
     return StepInput(
         step_id=0,
         token_ids=[0] * len(rows),

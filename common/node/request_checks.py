@@ -17,7 +17,7 @@ def check_request(request: EngineRequest, token_ids: Sequence[int], vocab_size: 
     if not request.prompt_ids:
         raise BadRequest("the prompt has no tokens")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise BadRequest(f"a token id lies outside the vocabulary of {vocab_size}")
+        raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}")
     sampling = request.sampling
     wrong = [name for name, is_right in _facts(sampling, vocab_size) if not is_right]
     if wrong:

@@ -77,7 +77,7 @@ def test_mistyped_url_leads_to_no_other_redis(url: str, sentence: str) -> None:
 )
 def test_options_that_the_protocol_depends_on_are_refused(scheme: str, option: str) -> None:
     name = option.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"its option {name} cannot be chosen"):
+    with pytest.raises(ConfigError, match=f"its option {name} is not allowed"):
         connect(f"{scheme}?protocol=3&{option}")
 
 
