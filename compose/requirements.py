@@ -1,4 +1,4 @@
-"""What the image installs, for its Dockerfile: `requirements.py cpu|cuda`, run beside the files that declare it."""
+"""Prints the requirements that the image installs: `requirements.py cpu|cuda`, run beside the files that declare them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EXTRAS = ("tls",)
 
 
 def listed(variant: str) -> list[str]:
-    """The requirements of the project, and for CUDA those of flashinfer's Python part."""
+    """The requirements of the project, for CUDA also those of flashinfer's Python part."""
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
     wanted = [*project["dependencies"], *(line for name in _EXTRAS for line in project["optional-dependencies"][name])]
     if variant == "cuda":

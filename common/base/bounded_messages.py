@@ -1,6 +1,6 @@
-"""Bounds what peers of a ZMQ socket send without ever finishing a message: ZMQ itself keeps all parts of it in memory.
+"""Bounds the bytes of unfinished messages that peers send to a ZMQ socket, because ZMQ keeps all their parts in memory.
 
-Used on Linux; elsewhere it does nothing.
+Works on Linux; elsewhere it does nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from common.base.clock import monotonic
 log = logging.getLogger(__name__)
 
 MAX_BYTES, MAX_BYTES_IN_ALL = 96 * 2**20, 2**30
-"""Maximum bytes of unfinished messages, of one peer and of all peers; a complete KV message has at most 66 MiB."""
+"""Maximum bytes of unfinished messages of one peer, and of all peers together; a complete KV message has at most 66 MiB."""
 _CHECK_S = 0.5
 _INFO_BYTES, _RECEIVED_AT = 136, 128
-"""Size of Linux' `struct tcp_info` up to `tcpi_bytes_received`, and that field's place in it."""
+"""Size of Linux's `struct tcp_info` up to and including `tcpi_bytes_received`, and the offset of that field."""
 
 
 class BoundedMessages:
-    """Receives from a listening socket and watches its connections. Made before the socket is bound; for one thread at a time."""
+    """Receives from a listening socket and bounds its connections. Create it before `bind`; one thread at a time may use it."""
 
     def __init__(self, watched: zmq.Socket[bytes], max_message_bytes: int = 0) -> None:
-        """max_message_bytes: where a whole message may be larger than `MAX_BYTES`."""
+        """max_message_bytes: size of the largest allowed message, if that may exceed `MAX_BYTES`."""
         self._watched = watched
         self._max_bytes = max(MAX_BYTES, max_message_bytes * 3 // 2)
         self._monitor: zmq.Socket[bytes] | None = None
@@ -42,7 +42,7 @@ class BoundedMessages:
         self._next_s = 0.0
 
     def receive(self) -> zmq.Frame:
-        """The next part of a message that has come whole. Raises: zmq.Again if none waits; call it until then."""
+        """Return the next part of a message that has arrived whole. Call it until it raises zmq.Again: no part waits."""
         try:
             frame = self._watched.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -54,7 +54,7 @@ class BoundedMessages:
         return frame
 
     def _check(self) -> None:
-        """Close the connections that exceed a bound; no whole message waits. Does nothing most times."""
+        """Close the connections that exceed a bound. Called when no whole message waits; mostly returns at once."""
         now_s = monotonic()
         if self._monitor is None or now_s < self._next_s:
             return
@@ -86,10 +86,10 @@ class BoundedMessages:
             self._monitor.close(linger=0)
 
     def _close(self, descriptor: int) -> None:
-        """ZMQ notices, and frees what it has kept."""
+        """Shut the connection down. ZMQ notices that and frees the message parts."""
         del self._counted[descriptor]
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it may have ended by itself
-            if connection.getsockname()[1] == self._port():  # not another file that got the number meanwhile
+            if connection.getsockname()[1] == self._port():  # the descriptor may have been reused for another file
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _port(self) -> int:
@@ -105,7 +105,7 @@ def _received_bytes(descriptor: int) -> int:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Generator[socket.socket]:
-    """ZMQ's own socket; it stays open."""
+    """Use a socket that ZMQ owns, without closing it."""
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection

@@ -1,4 +1,4 @@
-"""The per-user folder for files that can be made again: native kernels and packed weights."""
+"""The per-user folder for files that can be built again: native kernels and packed weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from common.base.variables import CACHE
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """$KVRELAY_CACHE, else `kvrelay` below $XDG_CACHE_HOME or ~/.cache. It may not exist yet.
+    """Return $KVRELAY_CACHE, else `kvrelay` below $XDG_CACHE_HOME or ~/.cache. The folder may not exist yet.
 
-    Raises: ConfigError if $KVRELAY_CACHE is a relative path, or if there is neither a variable nor a home folder.
+    Raises: ConfigError if $KVRELAY_CACHE is a relative path, or if neither a variable nor a home folder is set.
     """
     named = environ.get(CACHE)
     if named:
@@ -21,7 +21,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
             raise ConfigError(f"{CACHE}={named} is not an absolute path")
         return Path(named)
     base = environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # by its specification a relative path is ignored
+    if os.path.isabs(base):  # the XDG specification says that a relative path is ignored
         return Path(base) / "kvrelay"
     try:
         return Path.home() / ".cache" / "kvrelay"

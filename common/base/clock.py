@@ -1,4 +1,4 @@
-"""Time as an argument: pure cores take a `Clock`, tests pass one that they control."""
+"""The clock that pure cores take as an argument, so that tests can pass one that they control."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ monotonic: Clock = time.monotonic
 
 
 _EARLY_S = 0.002
-"""uvloop counts in milliseconds, and may end a pause one early."""
+"""uvloop counts in milliseconds, and may end a sleep one millisecond early."""
 
 
 def until_next(period_s: float, now_s: float) -> float:
-    """Seconds until the clock shows a multiple of `period_s`; one that is less than `_EARLY_S` away counts as reached.
+    """Seconds until the clock shows a multiple of `period_s`; a multiple less than `_EARLY_S` away counts as reached.
 
-    Periodic work waits for this: all of it in a process, and on a host, is then done at the same moments, with fewer wake-ups.
-    Hosts differ, because a monotonic clock begins with the host.
+    All periodic work of a process, and of a host, waits for this, so it runs at the same moments and causes fewer wake-ups.
+    Hosts differ, because a monotonic clock starts when its host does.
     """
     left_s = period_s - now_s % period_s
     return left_s if left_s > _EARLY_S else left_s + period_s

@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 
 
 def resolve_device(wanted: str) -> DeviceKind:
-    """The device kind that `--device` means on this machine: "auto" is a GPU where PyTorch finds one.
+    """Return the device kind that `--device` means on this machine; "auto" is a GPU if PyTorch finds one.
 
-    Raises: ConfigError if a GPU is asked for and there is none.
+    Raises: ConfigError if a GPU is requested and there is none.
     """
     if wanted == "cpu":
         return "cpu"
@@ -38,9 +38,9 @@ def num_gpus() -> int:
 
 
 def rank_device(kind: DeviceKind, local_rank: int, ranks_here: int, gpus: int | None = None) -> torch.device:
-    """The device of the `local_rank`-th of a node's `ranks_here` ranks on this host: each has a GPU of its own.
+    """The device of a node's rank number `local_rank` of `ranks_here` on this host. Each rank has a GPU of its own.
 
-    `gpus`: how many there are; None counts them. Raises: ConfigError if there are fewer GPUs than ranks.
+    `gpus`: the number of GPUs; None counts them. Raises: ConfigError if there are fewer GPUs than ranks.
     """
     if kind == "cpu":
         return CPU
@@ -54,16 +54,16 @@ def rank_device(kind: DeviceKind, local_rank: int, ranks_here: int, gpus: int | 
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the calling thread's current GPU, for streams and for kernels of other libraries."""
+    """Make `device` the current GPU of the calling thread, for streams and for kernels of other libraries."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def default_dtype(saved: str, kind: DeviceKind) -> str:
-    """The dtype for `--dtype auto` and a model saved in `saved`: never float32 on a GPU."""
+    """The dtype that `--dtype auto` means for a model saved in `saved`. It is never float32 on a GPU."""
     return "bfloat16" if kind == "cuda" and saved == "float32" else saved
 
 
 def gpu_name(device: torch.device) -> str:
-    """The driver's name of the GPU, or "cpu"."""
+    """The name that the driver reports for the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,4 +1,4 @@
-"""TCP endpoints: how they are written, and ZMQ sockets at them. IPv6 addresses are in brackets."""
+"""Formats and parses TCP endpoints, and binds and connects ZMQ sockets to them. IPv6 addresses are in brackets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import zmq
 
 
 def endpoint(scheme: str, host: str, port: int | str) -> str:
-    """`scheme://host:port`."""
+    """Return `scheme://host:port`."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def tcp_place(address: str) -> tuple[str, int] | None:
-    """Host and port of `tcp://host:port`; None if the address is none of TCP."""
+    """Host and port of `tcp://host:port`; None if this is not a TCP address."""
     try:
         parts = urlsplit(address)
         return (parts.hostname, parts.port) if parts.scheme == "tcp" and parts.hostname and parts.port else None
-    except ValueError:  # unbalanced bracket, or a port that is none
+    except ValueError:  # unbalanced bracket, or not a port number
         return None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Whether `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
-    """Bind a socket to TCP `host`:`port`; 0: any free port. Raises: zmq.ZMQError."""
+    """Bind a socket to TCP `host`:`port`; port 0 means any free port. Raises: zmq.ZMQError."""
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
     socket.bind(endpoint("tcp", host, port or "*"))

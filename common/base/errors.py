@@ -41,14 +41,14 @@ from typing import Self
 
 
 class KvRelayError(Exception):
-    """Root. Clients see `http_status` and `code`; the router retries if `retryable`."""
+    """Root of all kvrelay errors. Clients see `http_status` and `code`; the router retries if `retryable`."""
 
     http_status: int = 500
     code: str = "internal_error"
     retryable: bool = False
 
     def __str__(self) -> str:
-        """One line, whatever a library's error or a broken file put into it."""
+        """Return the message as one line, even if a library's error or a broken file put line ends into it."""
         return " ".join(super().__str__().splitlines())
 
     @property
@@ -56,12 +56,12 @@ class KvRelayError(Exception):
         return str(self)
 
     def after_attempts(self, count: int) -> Self:
-        """This error, telling how many attempts there were if there were several."""
+        """Return this error; if there were several attempts, a copy whose message says how many."""
         if count <= 1:
             return self
-        told = copy.copy(self)  # others may hold this one
-        told.args = (f"{self.message} (after {count} attempts)",)
-        return told
+        counted = copy.copy(self)  # others may refer to this one
+        counted.args = (f"{self.message} (after {count} attempts)",)
+        return counted
 
 
 class ConfigError(KvRelayError):
@@ -72,7 +72,7 @@ class ConfigError(KvRelayError):
 
 
 class RestartRequested(KvRelayError):
-    """The service ends because an operator asked for a restart: whoever supervises it shall start it again."""
+    """The service ends because an operator asked for a restart; the supervisor must restart it."""
 
     code = "restart_requested"
     exit_code: int = 75
@@ -92,12 +92,12 @@ class ClientError(KvRelayError):
 
 
 class BadRequest(ClientError):
-    """Malformed or out of range."""
+    """A field of the request is malformed or out of range."""
 
 
 class PromptTooLong(BadRequest):
-    """The prompt leaves no room for the answer. `tokens`: its length, of very long ones a lower bound; `limit`: that of the
-    longest one that can be answered."""
+    """The prompt leaves no room for the answer. `tokens`: the prompt's length, a lower bound if it is very long; `limit`: the
+    length of the longest prompt that can be answered."""
 
     code = "context_length_exceeded"
 
@@ -114,7 +114,7 @@ class NoTokenAllowed(BadRequest):
 
 
 class Unauthorized(ClientError):
-    """No key, or a wrong one."""
+    """The request has no API key, or a wrong one."""
 
     http_status = 401
     code = "invalid_api_key"
@@ -128,7 +128,7 @@ class Forbidden(ClientError):
 
 
 class NotFound(ClientError):
-    """No such model or path."""
+    """The model or path does not exist."""
 
     http_status = 404
     code = "not_found"
@@ -156,7 +156,7 @@ class UnsupportedMediaType(ClientError):
 
 
 class Overloaded(KvRelayError):
-    """A queue bound was reached; nothing was accepted."""
+    """A queue is full; nothing of the request was accepted."""
 
     http_status = 429
     code = "overloaded"
@@ -168,7 +168,7 @@ class Overloaded(KvRelayError):
 
 
 class RateLimited(Overloaded):
-    """The client's API key has used what its class allows."""
+    """The client's API key has reached a limit of its class."""
 
     code = "rate_limit_exceeded"
 
@@ -216,7 +216,7 @@ class HandshakeRefused(TransferError):
 
 
 class CorruptSlice(TransferError):
-    """A slice's block hash, shape or position contradicts its grant."""
+    """A KV slice's block hash, shape or position contradicts its grant."""
 
     code = "corrupt_slice"
 
@@ -249,14 +249,14 @@ class RankLost(KvRelayError):
 
 
 class EngineError(KvRelayError):
-    """A forward step raised; the requests of that step fail, the engine continues."""
+    """A forward step raised an error: the requests of that step fail, and the engine continues."""
 
     code = "engine_error"
     retryable = True
 
 
 class NoFiniteLogits(KvRelayError):
-    """The model computed no finite logit to draw a token from. Not retryable: any node would compute the same."""
+    """The model computed no finite logit, so no token can be sampled. Not retryable: any node would compute the same."""
 
     code = "no_finite_logits"
 
@@ -274,19 +274,20 @@ _collect(KvRelayError)
 
 
 def from_code(code: str, message: str) -> KvRelayError:
-    """The error that another process reported as (code, message); an unknown code becomes `EngineError`."""
+    """Return the error that another process reported as (code, message); an unknown code becomes `EngineError`."""
     return _BY_CODE.get(code, EngineError)(message)
 
 
 def is_bug_of_library(error: BaseException) -> bool:
-    """Whether a library written in Rust failed by itself; pyo3 raises that past `except Exception`."""
+    """Whether a library written in Rust panicked; pyo3 raises that as an error that `except Exception` does not catch."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def as_config_error(what: str, most_chars: int | None = None) -> Generator[None]:
-    """Raises: ConfigError, `what` and a colon before at most `most_chars` of its reason, for all that a library raises of a
-    broken file: often a bare Exception.
+    """Turn any error of a library that reads a broken file (often a bare Exception) into a ConfigError.
+
+    Raises: ConfigError with the text `what: reason`, where the reason has at most `most_chars` characters.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checking that stops at the first wrong item of a list: to report a million of them takes pydantic minutes and gigabytes."""
+"""Makes pydantic stop at the first wrong item of a list; reporting a million of them takes minutes and gigabytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic_core import CoreSchema
 
 
 def fail_fast(schema: CoreSchema) -> CoreSchema:
-    """The schema, with every list in it ending at its first wrong item."""
+    """Return the schema with `fail_fast` set for every list in it."""
     return cast("CoreSchema", _changed(schema))
 
 

@@ -1,4 +1,4 @@
-"""Locks on files between processes of one machine. The kernel releases a lock when its process ends, however it ends."""
+"""File locks between processes of one machine. The kernel releases a lock when its process ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL_S = 0.01
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file if no other open file description excludes that. Returns whether it is locked now."""
+    """Lock an open file unless another open file description holds a conflicting lock. Returns whether it is locked now."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -23,9 +23,9 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 @contextlib.contextmanager
 def locked(file: Path, deadline_s: float) -> Generator[bool]:
-    """Hold the exclusive lock on `file`, created if missing, during the block.
+    """Hold the exclusive lock on `file` during the `with` block. The file is created if it is missing.
 
-    Waits until `deadline_s` of `time.monotonic`. Yields whether the lock is held. Raises: OSError.
+    Waits until `time.monotonic()` reaches `deadline_s`. Yields whether the lock is held. Raises: OSError.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files that hold a container's memory limit: of control groups in version 2, and in version 1."""
+"""Files that contain a container's memory limit: with control groups version 2, and version 1."""
 
 
 def free_memory_bytes() -> float:
@@ -40,7 +40,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def release_free_memory() -> None:
-    """Give memory that this process has freed back to the system, where the C library can (glibc)."""
+    """Return memory that this process has freed to the system, if the C library can do that (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""A port for a server that this process starts."""
+"""Finds a port for a server that this process starts."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A block's hash is SHA-256, truncated to 16 bytes, over a typed, length-delimited encoding of (parent hash, the block's
 token ids). The chain starts at a root that covers everything else that the KV depends on: the model's fingerprint, the
-LoRA adapter and the tenant's `cache_salt`. Two sequences share a hash exactly where they share the whole prefix *and*
-that root.
+LoRA adapter and the tenant's `cache_salt`. Two sequences share a block's hash if and only if they share the whole prefix
+*and* that root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 HASH_BYTES = 16
 BLOCK_SIZE = 16
-"""Token slots per KV block; the default everywhere, carried in every `KVSpec`."""
+"""Default number of token slots per KV block; every `KVSpec` states its own."""
 
 _TOKEN_BYTES = 4
 BlockHash = bytes
@@ -48,8 +48,8 @@ def hash_blocks(
 ) -> list[BlockHash]:
     """Chained hashes of the full blocks of `token_ids`.
 
-    `parents` are the known hashes of the leading blocks; only later ones are computed. With `include_partial` the last
-    block is hashed even if it is not full: it never enters a cache, but a transfer names every block that it moves.
+    `parents` are the known hashes of the leading blocks; only later hashes are computed. With `include_partial` the last
+    block is hashed even if it is not full: it is never cached, but a transfer names every block that it moves.
     """
     hashes = list(parents)
     parent = hashes[-1] if hashes else root

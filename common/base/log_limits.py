@@ -1,6 +1,6 @@
-"""Bounds on what a process logs: lines of one kind, lines about one peer, and characters of what is quoted.
+"""Bounds what a process logs: lines of one kind, lines about one peer, and characters of quoted text.
 
-Who sends nonsense must not fill a disk, hide other lines, or cost more time for its line than for its message.
+A peer that sends nonsense must not fill a disk, hide other lines, or make logging cost more time than its message did.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from common.base.counted import counted
 
 WINDOW_S = 10.0
 PER_PEER, PER_KIND = 5, 100
-"""Lines of one kind (one place in the code) in a window: about one peer, where the record names it (`extra={"peer": ...}`),
-and in all."""
+"""Maximum lines of one kind (one place in the code) in a window: about one peer, if the record names it
+(`extra={"peer": ...}`), and in all."""
 MAX_QUOTED_CHARS, MAX_CHARS = 200, 2000
-"""Longest text among the arguments of a warning or error, and longest whole message."""
+"""Maximum characters of one argument of a warning or error, and of a whole message."""
 
 
 class LimitedHandler(logging.Handler):
-    """Passes records on to `handlers`, as far as the bounds allow; says once per window how many lines were left out."""
+    """Passes records on to `handlers` within the bounds, and logs once per window how many lines were left out."""
 
     def __init__(self, handlers: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LimitedHandler(logging.Handler):
         self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One record; the caller holds the handler's lock."""
+        """Pass one record on, or count it as left out. The caller holds the handler's lock."""
         if self._clock() >= self._began_s + WINDOW_S:
             self._report()
         if record.levelno >= logging.INFO and not self._fits(record):
@@ -49,7 +49,7 @@ class LimitedHandler(logging.Handler):
             self._lines.update([kind, (*kind, peer)])
             return True
         self._left_out[kind] += 1
-        if self._timer is None or not self._timer.is_alive():  # after a fork it is not
+        if self._timer is None or not self._timer.is_alive():  # a fork does not copy its thread
             self._timer = threading.Timer(WINDOW_S, self._report_later)
             self._timer.daemon = True
             self._timer.start()
@@ -61,7 +61,7 @@ class LimitedHandler(logging.Handler):
             self._report()
 
     def _report(self) -> None:
-        """Begin a new window."""
+        """Log what the past window left out, and begin a new one."""
         left_out, self._left_out = self._left_out, Counter()
         self._lines.clear()
         self._began_s = self._clock()
@@ -84,7 +84,7 @@ def _cut(record: logging.LogRecord) -> None:
         record.args = tuple(_shortened(arg, MAX_QUOTED_CHARS) for arg in cast("tuple[Any, ...]", record.args))
     try:
         message = record.getMessage()
-    except Exception:  # arguments that do not fit the message: a mistake, which must not reach the caller
+    except Exception:  # the arguments do not fit the message; this bug must not become an error of the caller
         message = record.msg = f"{record.msg} (its arguments do not fit)"
         record.args = ()
     if len(message) > MAX_CHARS:

@@ -1,4 +1,4 @@
-"""Logging, by default to standard error, configured once in the main thread before anything logs. One line an event."""
+"""Configures logging, by default to standard error, one line per event. Called once, in the main thread, before any log line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _recent: deque[str] = deque(maxlen=1000)
 
 
 def configure(level: str, form: LogFormat = "text", write: Callable[[str], None] | None = None) -> None:
-    """Log messages of at least `level` (debug, info, warning, error), with `write` instead of to standard error if it is given;
-    replaces any earlier configuration."""
+    """Log messages of at least `level` (debug, info, warning, error) to standard error, or with `write` if it is given.
+    Replaces any earlier configuration."""
     formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
     handlers = [_StandardError() if write is None else _Lines(write), _Recent()]
     limited = LimitedHandler(handlers)
@@ -45,7 +45,7 @@ def recent() -> list[str]:
 
 
 class TextFormatter(logging.Formatter):
-    """One line a message, whatever it quotes; only the traceback of a bug takes lines of its own, below it."""
+    """Formats a message as one line, whatever it quotes; only the traceback of a bug follows on lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _one_line(record.message)
@@ -53,8 +53,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message; `request_id` and `attempt` where the message names an attempt;
-    `error` with the traceback of a bug."""
+    """Formats a message as one line of JSON: time, level, logger, message; `request_id` and `attempt` if the message names an
+    attempt; `error` with the traceback of a bug."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -70,19 +70,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Lines(logging.Handler):
-    """Gives each line to a function."""
+    """Passes each line to a function."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        for line in self.format(record).split("\n"):  # of a bug its traceback, too
+        for line in self.format(record).split("\n"):  # several, if there is a traceback
             self._write(line)
 
 
 class _StandardError(logging.Handler):
-    """Lines that cannot be written are lost."""
+    """Writes lines to standard error; lines that cannot be written are lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Recent(logging.Handler):
 
 
 def _attempt(args: Any) -> dict[str, Any]:
-    """The attempt (`common.control.identities.AttemptKey`) among a message's arguments."""
+    """Fields of the attempt (`common.control.identities.AttemptKey`) among a message's arguments; empty if there is none."""
     for arg in cast("tuple[Any, ...]", args) if isinstance(args, tuple) else ():
         if hasattr(arg, "request_id") and hasattr(arg, "attempt"):
             return {"request_id": arg.request_id, "attempt": arg.attempt}

@@ -13,24 +13,24 @@ import time
 from typing import TextIO
 
 _PATIENCE_S = 0.2
-"""How long a write waits for the reader. After that, further ones do not wait until the reader has read again."""
+"""How long a write waits for the reader. Once this time has passed, no write waits until the reader reads again."""
 _RETRY_S = 0.001
 
 
 class Output:
-    """`stream`, or in its place the descriptor behind it."""
+    """Writes to `stream`, or directly to its file descriptor if it has one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._descriptor = _descriptor_of(stream)
         self._is_stalled = False
         self._is_cut = False
-        """The latest line lacks its end."""
+        """Whether the latest line was written only in part."""
 
     def write(self, text: str) -> None:
-        """Write whole lines; characters that the stream's encoding lacks are escaped.
+        """Write whole lines; characters that the stream's encoding does not have are escaped.
 
-        Raises: BlockingIOError if the reader does not read: the text is lost or cut; OSError as the stream does.
+        Raises: BlockingIOError if the reader does not read, so that the text is lost or cut; OSError from the stream.
         """
         if self._descriptor is None:
             self._stream.write(text)
@@ -49,25 +49,25 @@ class Output:
 
 
 def _write_now(descriptor: int, data: memoryview, timeout_s: float) -> int:
-    """Write the beginning of `data` as soon as there is room. Returns how many bytes; 0 without room for them."""
+    """Write the beginning of `data` as soon as the reader has room. Returns the bytes written; 0 if the time is over."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     if not poll.poll(max(0.0, timeout_s) * 1000):
         return 0
     try:
-        return os.write(descriptor, data[: select.PIPE_BUF])  # a pipe that is writable takes so much at once
+        return os.write(descriptor, data[: select.PIPE_BUF])  # a writable pipe accepts PIPE_BUF bytes without blocking
     except BlockingIOError:
         time.sleep(_RETRY_S)
         return 0
 
 
 def _descriptor_of(stream: TextIO) -> int | None:
-    """None if there is none."""
+    """The file descriptor of a stream, for a terminal a new one that does not block; None if it has none."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
         return None
-    if os.isatty(descriptor):  # it may have room for a part and block for the rest, but not if it is opened like this
+    if os.isatty(descriptor):  # a write that fits only in part would block, unless the terminal is opened like this
         with contextlib.suppress(OSError):
             return os.open(os.ttyname(descriptor), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     return descriptor

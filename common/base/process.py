@@ -26,9 +26,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_LOST = 120
 _CHILDREN_END_S = 1.0
 SAME_SIGNAL_S = 0.5
-"""Programs such as `timeout` send a signal twice; a second one within this time is the same."""
+"""A second signal within this time counts as the same one, because programs such as `timeout` send a signal twice."""
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-"""What our packages are imported from."""
+"""The folder that our packages are imported from."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -68,8 +68,8 @@ def open_standard_streams() -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the system's start (Linux); None if unknown. Tells a process from a
-    later one with the same id."""
+    """When the process started, in clock ticks since the system's start (Linux); None if unknown. It distinguishes a process
+    from a later one with the same id."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as stat:
         return int(stat.read().rpartition(b")")[2].split()[19])
     return None
@@ -88,7 +88,7 @@ def name_process(name: str) -> None:
 
 
 def set_command_line(argv: list[str]) -> None:
-    """Set the command line that `ps -f` shows (Linux), cut to the room of the present one."""
+    """Set the command line that `ps -f` shows (Linux), cut to the length of the present one."""
     with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as shown:
         fields = stat.read().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
@@ -102,8 +102,8 @@ def set_command_line(argv: list[str]) -> None:
 def module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs one of our modules.
 
-    `python -m` looks for modules in the working folder first, where a file of a user or of a model could have the name of
-    any of ours, or of a library's; so not there, unless we are imported from there ourselves.
+    `python -m` looks for modules in the working folder first, where a file of a user or of a model could have the name of a
+    module of ours or of a library. `-P` prevents that, unless we ourselves are imported from the working folder.
     """
     from_here = False
     with contextlib.suppress(OSError):
@@ -140,8 +140,8 @@ def prepare_compute(threads: int | None, nice: int) -> None:
 
 
 def _set_niceness_of_session(nice: int) -> None:
-    """Set the niceness of the session that this process leads, if it leads one, as the children of `kvrelay up` do. A process's
-    own niceness counts only within its session where Linux shares cores between sessions (sched_autogroup_enabled)."""
+    """Set the niceness of the session that this process leads, if it leads one, as the children of `kvrelay up` do. If Linux
+    shares cores between sessions (sched_autogroup_enabled), a process's own niceness counts only within its session."""
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
             autogroup.write(str(nice))
@@ -149,7 +149,7 @@ def _set_niceness_of_session(nice: int) -> None:
 
 @contextlib.contextmanager
 def lasting_imports() -> Generator[None]:
-    """Import modules and exclude their objects from garbage collection, now and later.
+    """Exclude the objects of the modules imported in the `with` block from garbage collection, now and later.
 
     Traversing a hundred thousand permanent objects would pause the process for tens of milliseconds.
     """
@@ -194,7 +194,7 @@ def end_process(code: str | int | None) -> NoReturn:
 
 
 def run_and_end(work: Callable[[], None]) -> NoReturn:
-    """All that a forked process runs: nothing of its parent's stack may run in it. An error is printed with its traceback."""
+    """Run `work` in a forked process and end it, so that nothing of its parent's stack runs in it. Prints an error's traceback."""
     code: str | int | None = 1
     try:
         work()
@@ -241,7 +241,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process runs; False also for zombies."""
+    """Whether the process runs. A zombie does not."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         return not stat.read().rpartition(b")")[2].startswith(b" Z")
     return False
@@ -257,20 +257,20 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """The signals that end this process in order. SIGHUP, as of a terminal that was closed, is ignored under `nohup`."""
+    """The signals that end this process in order. SIGHUP, which a closed terminal sends, is left out under `nohup`."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 def ignore_terminal() -> None:
-    """Ignore Ctrl-C and the end of the terminal, which reach the parent too: it ends this process in order."""
+    """Ignore Ctrl-C and the end of the terminal. The parent receives them too, and ends this process in order."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
 
 
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service's coroutine until it returns. SIGTERM, SIGINT or SIGHUP (except under `nohup`) cancels it, which is a
-    normal end; one that comes `SAME_SIGNAL_S` later cancels what it does at its end. Child processes end with it."""
+    normal end; a signal more than `SAME_SIGNAL_S` later also cancels its shutdown. Child processes end with it."""
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
@@ -299,12 +299,12 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def on_own_thread(work: Callable[[], None], name: str) -> None:
-    """Run `work` on a thread of its own.
+    """Run `work` on a thread of its own and wait for it.
 
-    Unlike with `asyncio.to_thread`, a caller that stops waiting, by a deadline or a cancellation, leaves the thread
-    behind: neither the end of the loop nor that of the process waits for it.
+    A caller that stops waiting, because of a deadline or a cancellation, leaves the thread behind: unlike with
+    `asyncio.to_thread`, neither the end of the loop nor that of the process waits for it.
 
-    Raises: what `work` raises.
+    Raises: all that `work` raises.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

@@ -1,5 +1,5 @@
-"""Host names to addresses off the event loop, with a deadline. A resolver that hangs holds one thread for each name, not one
-for each attempt: asyncio's own threads are few, and are needed for other work.
+"""Resolves host names outside the event loop, with a deadline. A resolver that hangs blocks one thread per name, not one per
+attempt; asyncio's own threads are not used, because they are few and other work needs them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 
 class NameUnknown(OSError):
-    """A host name has no address, or none is known in time."""
+    """A host name has no address, or none was found in time."""
 
 
 _LOOKUPS: dict[str, Future[str]] = {}
@@ -21,7 +21,7 @@ _LOCK = threading.Lock()
 
 
 async def resolve(host: str, timeout_s: float) -> str:
-    """An address of `host`, of IPv6 only if it has none of IPv4. Raises: NameUnknown."""
+    """Return an address of `host`: IPv4, or IPv6 if it has no IPv4 address. Raises: NameUnknown."""
     if _is_address(host):
         return host
     try:
@@ -32,7 +32,7 @@ async def resolve(host: str, timeout_s: float) -> str:
 
 
 def resolve_now(host: str, timeout_s: float) -> str:
-    """The same for threads without an event loop. Raises: NameUnknown."""
+    """Resolve `host` like `resolve`, from a thread without an event loop. Raises: NameUnknown."""
     if _is_address(host):
         return host
     try:
@@ -42,7 +42,7 @@ def resolve_now(host: str, timeout_s: float) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether this is an address of this host, where a socket can be bound to it."""
+    """Whether `address` belongs to this host, so that a socket can be bound to it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -64,7 +64,7 @@ def _late(host: str, timeout_s: float) -> NameUnknown:
 
 
 def _lookup(host: str) -> Future[str]:
-    """The lookup under way, or a new one."""
+    """Return the lookup in progress for `host`, or start one."""
     with _LOCK:
         known = _LOOKUPS.get(host)
         if known is not None:
@@ -87,7 +87,7 @@ def _lookup(host: str) -> Future[str]:
 
     try:
         threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
-    except RuntimeError as error:  # the process may have no more threads now
+    except RuntimeError as error:  # the process may not start more threads now
         _end(host)
         found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
     return found

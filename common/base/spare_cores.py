@@ -1,4 +1,4 @@
-"""Whether the machine's cores have time for work that can wait. Linux; elsewhere they always have."""
+"""Measures whether the machine's cores have time for work that can wait (Linux; elsewhere the answer is always yes)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 0.2
-_MOST_BUSY = 0.3
-"""Share of the cores that other processes may use. With half, one that waits for a core of two would not be noticed."""
+_MAX_BUSY = 0.3
+"""Share of the cores that other processes may use. With half, a process that waits for one of two cores would be missed."""
 
 
 class SpareCores:
-    """Judged by the processor time that other processes used in the last `LOOK_S`."""
+    """Decides by the processor time that other processes used in the last `LOOK_S`."""
 
     def __init__(self, read: Callable[[], tuple[float, float]] | None = None) -> None:
-        """`read` returns the seconds that all cores spent, since some time, on other processes, and altogether."""
+        """`read` returns seconds of all cores since a fixed moment: those spent on other processes, and all that passed."""
         self._read = read or _core_times
         self._before = self._read()
         self._look_at_s = time.monotonic() + LOOK_S
@@ -27,7 +27,7 @@ class SpareCores:
             self._look_at_s = now_s + LOOK_S
             before, self._before = self._before, self._read()
             others_s, all_s = (now - then for now, then in zip(self._before, before, strict=True))
-            self._are_there = others_s <= _MOST_BUSY * all_s
+            self._are_there = others_s <= _MAX_BUSY * all_s
         return self._are_there
 
 

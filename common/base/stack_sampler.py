@@ -1,7 +1,7 @@
 """Records what this process's Python threads do, as events of a Chrome trace, which Perfetto opens.
 
-Samples the stacks of all threads from a thread of its own: nothing is changed in the code that runs. Source: the format is
-Chrome's "Trace Event Format"; the idea is py-spy's.
+A thread of its own samples the stacks of all threads, so the running code is not changed. Source: the format is Chrome's
+"Trace Event Format"; the idea is py-spy's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any
 
 _PERIOD_S = 0.005
-_MOST_EVENTS = 400_000
+_MAX_EVENTS = 400_000
 
 
 @dataclass(frozen=True)
 class _Open:
-    """A frame that was on a thread's stack since `since_us`. Frames are told apart by their code, not by the call."""
+    """A frame that has been on a thread's stack since `since_us`. Two calls of the same code count as the same frame."""
 
     name: str
     since_us: float
@@ -34,7 +34,7 @@ class _Thread:
 
 
 def record(seconds: float) -> list[dict[str, Any]]:
-    """The events of the next `seconds`. Blocks; call it on a thread of its own.
+    """Return the events of the next `seconds`. It blocks; call it on a thread of its own.
 
     Times are in microseconds since the epoch. A frame that is on the stack in consecutive samples is one event.
     """
@@ -42,7 +42,7 @@ def record(seconds: float) -> list[dict[str, Any]]:
     threads: dict[int, _Thread] = {}
     events: list[dict[str, Any]] = []
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s and len(events) < _MOST_EVENTS:
+    while time.monotonic() < until_s and len(events) < _MAX_EVENTS:
         now_us = time.time() * 1e6
         known = {thread.ident: thread for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
@@ -61,7 +61,7 @@ def record(seconds: float) -> list[dict[str, Any]]:
 
 
 def _names(frame: FrameType | None) -> list[str]:
-    """The stack, outermost frame first."""
+    """Names of the frames of a stack, outermost first."""
     names: list[str] = []
     while frame is not None:
         code = frame.f_code
@@ -75,7 +75,7 @@ def _short(path: str) -> str:
 
 
 def _update(thread: _Thread, names: list[str], now_us: float, events: list[dict[str, Any]]) -> None:
-    """End the frames that are not on the stack any more, begin new ones."""
+    """End the frames that are no longer on the stack, and begin new ones."""
     same = 0
     while same < min(len(names), len(thread.stack)) and thread.stack[same].name == names[same]:
         same += 1

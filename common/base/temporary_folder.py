@@ -1,4 +1,4 @@
-"""The folder for temporary files, also on a full disk."""
+"""Finds the folder for temporary files, even on a full disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def temporary_folder() -> Path:
-    """The folder that `tempfile` chooses; on a full disk, where it chooses none, $TMPDIR or /tmp.
+    """Return the folder that `tempfile` chooses, or $TMPDIR or /tmp if it chooses none because the disk is full.
 
-    So `kvrelay admin` still finds a cluster, and a failed write names its own file and reason.
+    With it `kvrelay admin` still finds a cluster, and a failed write names its own file and reason.
     """
     try:
         return Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Process-wide torch settings, made once by a node's rank before it loads a model."""
+"""Makes process-wide torch settings, once in each rank before it loads a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def configure_torch(threads: int | None) -> int:
-    """Set how many threads operations use (None leaves torch's choice) and flush denormals to zero.
+    """Set how many threads operations use (None keeps torch's choice), and flush denormals to zero. Returns the thread count.
 
-    Denormal activations make elementwise operations tens of times slower. Returns the thread count.
+    Denormal activations would make elementwise operations tens of times slower.
     """
     if threads is not None:
         torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
-"""Environment variables that set no option of a service."""
+"""Names of the environment variables that set no option of a service."""
 
 CACHE = "KVRELAY_CACHE"
-"""The cache folder, an absolute path: `common.base.cache_folder`."""
+"""Absolute path of the cache folder (`common.base.cache_folder`)."""
 CPU_KERNELS = "KVRELAY_CPU_KERNELS"
-""""torch" for PyTorch's operations instead of native kernels, or the most that native kernels may use of the processor:
-avx512bf16, avx512, avx2, neonbf16, portable."""
+"""Best instruction set that native kernels may use: avx512bf16, avx512, avx2, neonbf16 or portable; "torch" means PyTorch's
+operations instead of native kernels."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file. After an error, as on a full disk, or an interruption the file is as it was before, and there is none if
-    there was none. This does not hold for pipes and devices, and in folders where this user may only change the file.
+    """Write a file. After an error (such as a full disk) or an interruption the file is as it was before, or still missing.
+    This does not hold for pipes and devices, nor in folders where this user may only change the file.
 
     Raises: OSError.
     """
@@ -24,6 +24,6 @@ def write_whole(path: Path, content: bytes) -> None:
         if target.exists():
             shutil.copymode(target, new)
         new.replace(target)
-    finally:  # also where Ctrl-C interrupts it
+    finally:  # also after Ctrl-C
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)

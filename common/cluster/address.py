@@ -1,6 +1,6 @@
-"""The addresses at which a node's sockets listen and under which it is registered, which may differ.
+"""Chooses the addresses at which a node's sockets listen and under which the node is registered; the two may differ.
 
-Runs at a node's start; reads the kernel's routing table and sends nothing.
+Runs when a node starts. It reads the kernel's routing table and sends nothing.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class HostAddresses:
 
 
 def source_address(redis_url: str) -> str:
-    """The local address of a connection to Redis; loopback for a Redis behind a Unix socket.
+    """The local address of a connection to Redis; loopback if Redis listens on a Unix socket.
 
-    Of several addresses, such as those of Sentinels, the first counts. Raises: ConfigError if the URL is malformed, or its
-    host cannot be resolved or has no route.
+    If the URL has several addresses, such as those of Sentinels, the first one is used. Raises: ConfigError if the URL is
+    malformed, or its host cannot be resolved or has no route.
     """
     host, port = next(iter(addresses_of(redis_url)), ("", None))
     if not host:

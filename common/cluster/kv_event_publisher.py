@@ -2,7 +2,7 @@
 
 Runs on the asyncio loop of a node's leader. One script writes everything; it first checks that this incarnation may
 still write for its node id. Stream entries are numbered without gaps; an entry of kind `reset` starts a new set. If
-Redis has lost data, or may have, the whole set is published again. `router.index.kv_event_subscriber` reads it;
+Redis has lost data, or may have lost some, the whole set is published again. `router.index.kv_event_subscriber` reads it;
 docs/redis.md describes the keys.
 """
 
@@ -31,11 +31,11 @@ PERIOD_S = 0.05
 BATCH_BLOCKS = 4096
 """Maximum number of blocks in one entry; 64 KiB."""
 STREAM_LENGTH = 256
-"""Entries kept; a reader that is further behind reads the whole set instead."""
+"""Number of entries that the stream keeps; a reader that is further behind reads the whole set instead."""
 _RETRY_S = 0.2
 _LEAP = 2**20
-"""Added to the entry number after an error: commands without an answer may still run, late and in any order, and each
-may leave an entry."""
+"""Added to the entry number after an error, because commands that got no answer may still run, late and in any order, and
+each may add an entry."""
 
 # KEYS: fence, events, blocks. ARGV: incarnation, lease in ms, kind, number of the last entry, number of blocks after
 # this entry, maximum stream length, bytes of a hash, stored, removed. Returns the number of the last entry; 0: no lease
@@ -86,7 +86,7 @@ Kind = Literal["change", "reset", "renew"]
 
 
 class KvEventPublisher:
-    """Keeps the blocks in Redis equal to those in the journal of this node's pool."""
+    """Keeps the set of blocks in Redis equal to the one in the journal of this node's block pool."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class KvEventPublisher:
         self._published = 0
         """Number of blocks that Redis should contain."""
         self._up_to_date = False
-        """Redis contains everything taken from the journal."""
+        """Whether Redis contains everything taken from the journal."""
         self._renewal_due_s = float("-inf")
         self._away = False
         self.last_entry = 0

@@ -1,4 +1,4 @@
-"""What Redis remembers of the LoRA adapters that an operator loaded into a node. Runs on the asyncio loop of the node."""
+"""Reads from Redis which LoRA adapters an operator had loaded into a node. Runs on the asyncio loop of the node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 async def read_loaded_adapters(
     redis_url: str, cluster: str, node_id: str, tls_dir: str | None
 ) -> LoadedAdapters | None:
-    """The adapters that had been loaded into the last process with this node id. None, with a line in the log, if the list cannot
-    be read now."""
+    """Read which adapters had been loaded into the last process with this node id. If the list cannot be read now, log that and
+    return None."""
     client = connect(redis_url)
     try:
         raw = await client.get(Keys(cluster).adapters(node_id))

@@ -1,7 +1,7 @@
-"""Cluster membership and load: nodes keep records in Redis under a lease, routers read all of them.
+"""Cluster membership and load: nodes write records to Redis under a lease, and routers read all records.
 
-docs/redis.md describes the keys. Runs on the asyncio loop of its process. Redis may become unavailable at any time: a
-`Registrar` keeps trying, a `Directory` keeps its last view.
+docs/redis.md describes the keys. Runs on the asyncio loop of its process. Redis may become unavailable at any time; then a
+`Registrar` keeps trying, and a `Directory` keeps its last view.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from common.control.messages import Adapter, NodeLoad, NodeRecord
 log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
-"""A node id not renewed for this long is removed from the index; its record expires long before."""
+"""A node id that is not renewed for this long is removed from the index; its record expires long before."""
 _KEEP = b"keep"
 _KEEP_ADAPTERS_S = 86_400
-"""How long the adapters that were loaded into a node outlive it."""
+"""How long the list of the adapters loaded into a node outlives the node."""
 _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
-"""Factor of the poll interval while no node is known, and for so long after the first: the start of a cluster waits for these
-polls."""
+"""Factor of the poll interval while no node is known, and how long it applies after the first node: the start of a cluster
+waits for these polls."""
 _WHEN_IDLE = 2.0
-"""Factor of it while nothing happens."""
+"""Factor of the poll interval while nothing happens."""
 LEASE_IN_REDIS = 5 / 6
-"""Part of the lease after which a record expires; the router's poll interval makes up the rest, unless all nodes are idle."""
+"""Fraction of the lease after which a record expires. The router's poll interval takes the rest, unless all nodes are idle."""
 
 
 def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str | float]:
-    """Content of the key `load:<node_id>`; `score` is the usual one of data-parallel routing."""
+    """Content of the key `load:<node_id>`; `score` is the usual score of data-parallel routing."""
     return {
         "incarnation": incarnation,
         "at": now,
@@ -58,7 +58,7 @@ def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str |
 class Registrar:
     """Keeps one node registered, with its load.
 
-    If two live incarnations have the same node id, the later one keeps it; the other's `run` raises.
+    If two live incarnations have the same node id, the later one keeps it, and the `run` of the other raises.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Registrar:
         loaded: LoadedAdapters | None = None,
         tls_dir: str | None = None,
     ) -> None:
-        """loaded: None if it is unknown, which leaves what Redis has."""
+        """loaded: None if it is unknown; then the list in Redis stays."""
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._record = record
         self._loaded = loaded
         self._outdated = False
-        """Whether what is encoded is not what is to be registered."""
+        """Whether the encoded record is stale."""
         self._records = Records(cluster, tls_dir)
         self._encode()
         self._lease_s = lease_s
         self._load = load
         self.unavailable: str | None = None
-        """Why Redis did not take the last renewal; None if it did."""
+        """Why the last renewal in Redis failed; None if it succeeded."""
         self._changed = asyncio.Event()
         self.registered = asyncio.Event()
         """Set when the record is first written."""
@@ -112,7 +112,7 @@ class Registrar:
             self._changed.clear()
 
     def update(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
-        """Register now that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
+        """Register the LoRA adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
         self._record, self._loaded = replace(self._record, adapters=list(adapters)), loaded
         self._outdated = True
         self._changed.set()
@@ -125,14 +125,11 @@ class Registrar:
     def _encode_again(self) -> None:
         try:
             self._encode()
-        except ConfigError as error:  # its files are being replaced: the earlier signature is valid until then
+        except ConfigError as error:  # the certificate's files are being replaced; the old signature is still valid
             log.warning("the record is not signed with the new certificate yet: %s", error.message)
 
     async def deregister(self) -> None:
-        """Delete all keys of this incarnation, if Redis is reachable, and close the connection.
-
-        Call it after cancelling `run`.
-        """
+        """Delete all keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first."""
         peer, keys = self._record.peer, self._keys
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         try:
@@ -167,7 +164,7 @@ class Registrar:
             holder = self._records.decode(answer)
             started_at = self._record.started_at
             if self._records.signed and (holder is None or holder.started_at < started_at):
-                # Its signature is missing, or its fence is not its own: somebody wants to end this node.
+                # The record has no signature, or the fence belongs to another one: somebody wants to end this node.
                 log.warning("removed a record of node id %r that no node has signed", peer.node_id)
                 await self._client.delete(*self._own_keys())
                 self._changed.set()
@@ -195,8 +192,8 @@ class Directory:
 
     `on_change(records)` runs on the loop with all nodes, ordered by node id, whenever they differ from the last call.
     While Redis is unavailable, the view does not change. After an outage, or after Redis lost all or its newest data,
-    missing nodes stay in the view for `grace_s`, in which live ones register again. A node that did not deregister stays
-    as long as its incarnation `answers`: Redis may refuse writes.
+    missing nodes stay in the view for `grace_s`, during which live nodes register again. A node that did not deregister
+    stays as long as its incarnation `answers`, because Redis may refuse writes.
     """
 
     def __init__(
@@ -226,13 +223,13 @@ class Directory:
         self._grace_until = float("-inf")
         self._epoch: bytes | None = None
         self._renewals: dict[str, float] = {}
-        """Node id -> time of its last renewal, by Redis' clock."""
+        """Node id -> time of its last renewal, by the clock of Redis."""
         self._progress: dict[str, tuple[float, float]] = {}
-        """Node id -> that time, and this process' clock when it was first read."""
+        """Node id -> that time, and the time of this process's clock when it was first read."""
         self.degraded = False
-        """Redis did not answer the last poll."""
+        """Whether Redis failed to answer the last poll."""
         self.polled = asyncio.Event()
-        """Set with the first poll, also if Redis did not answer."""
+        """Set after the first poll, even if Redis did not answer it."""
         self.unrenewed: list[str] = []
         """Nodes that still answer although their records in Redis have expired or are damaged."""
 
@@ -248,8 +245,8 @@ class Directory:
 
     @property
     def vanished(self) -> dict[str, float]:
-        """Nodes that did not end in order and do not renew their registration: seconds since their last renewal was seen.
-        Redis forgets an id after an hour."""
+        """Nodes that do not renew their registration and did not deregister, with the seconds since their last renewal was
+        read. Redis forgets an id after an hour."""
         now = self._clock()
         ages = {
             node_id: now - seen_s for node_id, (_, seen_s) in self._progress.items() if node_id not in self._records
@@ -316,7 +313,7 @@ class Directory:
             for node_id, renewed in renewals.items()
         }
         read, since = self._checked.read(answer), self._progress
-        # Not the records that somebody wrote without an expiry.
+        # Leave out old records, which somebody wrote without an expiry.
         view = {i: record for i, record in read.items() if now - since[i][1] <= 2 * max(self._grace_s, record.lease_s)}
         if now < self._grace_until:
             view = {**self._records, **view}

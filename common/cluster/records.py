@@ -1,5 +1,5 @@
-"""How a node's record and its list of loaded adapters are written in Redis: with `--tls-dir` signed with the node's key, so
-that nobody who merely reaches Redis can announce a node. Runs on the asyncio loop of its process.
+"""Encodes node records and lists of loaded adapters for Redis. With `--tls-dir` they are signed with the node's key, so that
+access to Redis alone is not enough to announce a node. Runs on the asyncio loop of its process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from common.control.messages import Adapter, NodeRecord
 log = logging.getLogger(__name__)
 
 _CHECK_AGAIN_S = 3.0
-"""Pause before a record that was refused is checked again."""
+"""Pause before a refused record is checked again."""
 
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """A node's record with its node's signature, which is also over the cluster's name."""
+    """A node's record with the signature of its node; the signature covers the cluster's name too."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     certificate: bytes
@@ -34,20 +34,20 @@ class SignedRecord:
 
 @dataclass(frozen=True)
 class LoadedAdapters:
-    """The LoRA adapters that an operator loaded into a node while it ran: its next process loads them again."""
+    """The LoRA adapters that an operator loaded into a running node; the node's next process loads them again."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     node_id: str
     adapters: list[Adapter]
     paths: list[str]
-    """The folder of each."""
+    """Folder of each adapter."""
 
 
 _CODEC = Codec(SignedRecord, LoadedAdapters)
 
 
 class Records:
-    """Encodes and decodes the records of one cluster. tls_dir: the service's folder; None: records have no signature.
+    """Encodes and decodes the records of one cluster. tls_dir: the service's folder; None means records without a signature.
 
     Raises: ConfigError if the package that signs is missing.
     """
@@ -67,34 +67,34 @@ class Records:
 
     @property
     def must_sign_again(self) -> bool:
-        """Whether the node has a new certificate since it last signed: the old one expires."""
+        """Whether the node has got a new certificate since it last signed; the old one expires."""
         return self._signer is not None and self._signer.is_renewed
 
     def encode(self, record: NodeRecord) -> bytes:
-        """Raises: ConfigError if the node's key cannot be used."""
+        """Encode a node's record, signed if records are. Raises: ConfigError if the node's key cannot be used."""
         return self._sign(encode(record))
 
     def encode_loaded(self, loaded: LoadedAdapters) -> bytes:
-        """Empty if none was loaded. Raises: as `encode`."""
+        """Encode a list of loaded adapters; the empty list is b"". Raises: ConfigError if the node's key cannot be used."""
         return self._sign(_CODEC.encode(loaded)) if loaded.adapters else b""
 
     def decode_loaded(self, raw: bytes | None, node_id: str) -> LoadedAdapters | None:
-        """What the node `node_id` wrote; None, with a line in the log, if it is malformed or not signed by that node."""
+        """Decode the list that node `node_id` wrote. If it is malformed or not signed by that node, log that and return None."""
         if not raw:
             return LoadedAdapters(node_id, [], [])
         try:
             found = _CODEC.decode(self._opened(raw))
             if not isinstance(found, LoadedAdapters) or found.node_id != node_id:
-                raise ProtocolError("it is not of this node")
+                raise ProtocolError("it belongs to another node")
             if len(found.adapters) != len(found.paths):
-                raise ProtocolError("it has another number of folders than of adapters")
+                raise ProtocolError("it has different numbers of folders and adapters")
         except (ProtocolError, ConfigError) as error:
             log.warning("the list of LoRA adapters that had been loaded into this node is refused: %s", error)
             return None
         return found
 
     def decode(self, raw: bytes | str | None) -> NodeRecord | None:
-        """None, with a line in the log, for what is malformed or not signed by a node of this cluster."""
+        """Decode a node's record. If it is malformed or not signed by a node of this cluster, log that and return None."""
         if not isinstance(raw, bytes):
             return None
         try:
@@ -104,7 +104,7 @@ class Records:
             return None
 
     def check(self, raw: bytes) -> NodeRecord:
-        """Raises: ProtocolError or ConfigError for what is malformed or not signed by a node of this cluster."""
+        """Decode a node's record. Raises: ProtocolError or ConfigError if it is malformed or no node of this cluster signed it."""
         message = decode(self._opened(raw))
         if not isinstance(message, NodeRecord):
             raise ProtocolError(f"it is a {type(message).__name__}")
@@ -116,7 +116,7 @@ class Records:
         return _CODEC.encode(SignedRecord(*self._signer.sign(self._cluster + plain), plain))
 
     def _opened(self, raw: bytes) -> bytes:
-        """What was signed. Raises: ProtocolError, ConfigError."""
+        """Check the signature and return the content that it covers. Raises: ProtocolError, ConfigError."""
         if self._signer is None:
             return raw
         signed = _CODEC.decode(raw)
@@ -127,10 +127,10 @@ class Records:
 
 
 class CheckedRecords:
-    """Records by node id, each checked when it changes.
+    """Checks the nodes' records, each when it changes.
 
-    A refused one is checked again every `_CHECK_AGAIN_S`, as the cause may be mended without a change of the record: this
-    service's folder of certificates was half copied, or a clock was behind.
+    A refused record is checked again every `_CHECK_AGAIN_S`, because the cause may go away without a change of the record:
+    this service's folder of certificates was half copied, or a clock was behind.
     """
 
     def __init__(self, records: Records, clock: Clock) -> None:
@@ -146,7 +146,7 @@ class CheckedRecords:
         return {node_id: reason for node_id, (_, reason, _) in self._refused.items()}
 
     def read(self, raw_records: Mapping[str, bytes]) -> dict[str, NodeRecord]:
-        """The valid records. The log has one line for each node that is refused, and another one if the reason changes."""
+        """Return the valid records by node id. Each refused node is logged once, and again if the reason changes."""
         self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}
         self._refused = {node_id: known for node_id, known in self._refused.items() if node_id in raw_records}
         read = {node_id: self._read(node_id, raw) for node_id, raw in raw_records.items()}
@@ -161,7 +161,7 @@ class CheckedRecords:
         try:
             record = self._records.check(raw)
             if record.peer.node_id != node_id:
-                raise ProtocolError(f"it is of {record.peer.node_id!r}")
+                raise ProtocolError(f"it belongs to node {record.peer.node_id!r}")
         except (ProtocolError, ConfigError) as error:
             reason = str(error)
             if refused is None or refused[1] != reason:

@@ -1,4 +1,4 @@
-"""Clients of Redis: one server, with or without TLS, a Redis Cluster, or the server that a Sentinel currently names.
+"""Makes Redis clients: for one server, with or without TLS, for a Redis Cluster, or for the server that a Sentinel names.
 
     redis://[user:password@]host:port/db      rediss:// the same over TLS, e.g. with ?ssl_ca_certs=/path/ca.pem
     unix:///path                              redis+cluster://host:port      rediss+cluster://host:port
@@ -6,8 +6,8 @@
 
 An IPv6 address is in brackets. User and password are percent-encoded.
 
-Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`; the caller then continues with what
-it knows, calls `forget_connections` and retries.
+Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`. After such an error the caller continues
+with what it knows, calls `forget_connections` and retries.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _OWN_OPTION = re.compile(
 _ENCODE = "percent-encode these characters in user name and password: / ? # @ [ ]"
 _SENTINEL_PORT = 26379
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-"""RedisClusterException is listed separately, as it does not derive from RedisError; raised when no server of a Redis
-Cluster answers, or some slots have no server."""
+"""Errors that mean that Redis cannot be used now. RedisClusterException does not derive from RedisError; it is raised if no
+server of a Redis Cluster answers, or some slots have no server."""
 
 RedisClient = Any
-"""A client of any kind above. Untyped: the library's annotations combine all options of every command."""
+"""A client of any kind above. It has no type, because the library's annotations combine all options of every command."""
 
 
 def connect(redis_url: str) -> RedisClient:
-    """A client without retries, whose operations fail within seconds if Redis is unavailable.
+    """Make a client without retries. Its operations fail within seconds if Redis is unavailable.
 
     Raises: ConfigError for a malformed URL.
     """
@@ -69,7 +69,7 @@ def connect(redis_url: str) -> RedisClient:
 
 
 class _Parts(NamedTuple):
-    """A URL, taken apart but not decoded."""
+    """A URL, split into its parts but not decoded."""
 
     scheme: str
     login: str
@@ -79,13 +79,14 @@ class _Parts(NamedTuple):
 
 
 def _parts(redis_url: str) -> _Parts:
-    """Raises: ConfigError for a malformed URL, also where a lenient parser would find another server or database in it."""
+    """Split a URL into its parts. Raises: ConfigError if it is malformed, or a lenient parser would read another server or
+    database from it."""
     scheme, separator, rest = redis_url.partition("://")
     if not separator:
-        raise _malformed(redis_url, "it lacks :// after its scheme, as in redis://host:6379/0")
+        raise _malformed(redis_url, "it has no :// after its scheme, as in redis://host:6379/0")
     place, *options = _OPTIONS.split(rest, maxsplit=1)
     if own := _OWN_OPTION.search("".join(options)):
-        raise _malformed(redis_url, f"its option {own[1]} cannot be chosen")
+        raise _malformed(redis_url, f"its option {own[1]} is not allowed")
     login, _, place = place.rpartition("@")
     addresses, _, path = place.partition("/")
     if scheme == "unix":
@@ -107,7 +108,7 @@ def _parts(redis_url: str) -> _Parts:
 
 
 def addresses_of(redis_url: str) -> list[tuple[str, int | None]]:
-    """Host and port of each server in the URL, without the brackets of IPv6; none for a Unix socket.
+    """Host and port of each server in the URL, without the brackets of IPv6; empty for a Unix socket.
 
     Raises: ConfigError for a malformed URL.
     """
@@ -132,7 +133,7 @@ def _by_sentinel(parts: _Parts, options: dict[str, Any]) -> RedisClient:
 
 
 async def forget_connections(client: RedisClient) -> None:
-    """Make the next operation reconnect: the address may lead to another server by now.
+    """Make the next operation reconnect, because the address may lead to another server by now.
 
     After a failover the old server may still answer but refuse writes.
     """
@@ -143,7 +144,7 @@ async def forget_connections(client: RedisClient) -> None:
 
 
 def without_password(redis_url: str) -> str:
-    """The URL without its password, also for URLs too malformed to tell which part is the password."""
+    """The URL without its password, even if the URL is too malformed to say which part is the password."""
     scheme, separator, rest = redis_url.partition("://")
     if not separator:
         scheme, rest = "", redis_url
@@ -158,7 +159,7 @@ def _malformed(redis_url: str, why: str) -> ConfigError:
 
 
 def _complaint(redis_url: str, error: Exception) -> str:
-    """The parser's message, unless it may quote a password that it took for something else."""
+    """The parser's message, unless that may quote a password which the parser took for something else."""
     login, at, _ = redis_url.partition("://")[2].rpartition("@")
     if at and _RESERVED.search(login):
         return _ENCODE
@@ -167,9 +168,9 @@ def _complaint(redis_url: str, error: Exception) -> str:
 
 
 async def check_redis(redis_url: str) -> None:
-    """Return once Redis has answered.
+    """Return when Redis has answered.
 
-    Raises: ConfigError with one sentence, within about 5 s, if it does not.
+    Raises: ConfigError with one sentence, within about 5 s, if Redis does not answer.
     """
     client = connect(redis_url)
     try:
@@ -180,7 +181,7 @@ async def check_redis(redis_url: str) -> None:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
     except UNREACHABLE as error:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
-    except TypeError as error:  # the options of a URL are checked with the first connection
+    except TypeError as error:  # the library checks the options of a URL when it first connects
         raise _malformed(redis_url, _complaint(redis_url, error)) from None
     finally:
         await client.aclose()
@@ -189,8 +190,8 @@ async def check_redis(redis_url: str) -> None:
 def honour_cancellation() -> None:
     """Raise a cancellation that the Redis client swallowed.
 
-    It waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that arrives just as the wait
-    ends.
+    The client waits with `asyncio.wait_for`. Before Python 3.12 this may lose a cancellation that arrives just as the
+    wait ends.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -198,7 +199,7 @@ def honour_cancellation() -> None:
 
 
 def short(error: BaseException) -> str:
-    """A Redis error in a few words."""
+    """Describe a Redis error in a few words."""
     if isinstance(error, MovedError):
         return "it is part of a Redis Cluster: write redis+cluster:// instead of redis://"
     if isinstance(error, MasterNotFoundError):
@@ -215,7 +216,7 @@ def short(error: BaseException) -> str:
 
 
 def _no_master(text: str) -> str:
-    """The client's message, whose reasons describe its connection to each Sentinel over several hundred characters."""
+    """Shorten the client's message, which describes its connection to each Sentinel over several hundred characters."""
     what, _, reasons = text.rstrip(".").partition(" : ")
     if "AuthenticationError" in reasons:
         return f"{what}: a Sentinel needs a password of its own, in the URL's option sentinel_password"

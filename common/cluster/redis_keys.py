@@ -1,6 +1,6 @@
 """Names of all keys in Redis; docs/redis.md describes their values. Pure.
 
-The cluster's name is in braces: Redis Cluster then keeps all keys of a cluster in one hash slot, and a script may use
+The cluster's name is in braces, so that Redis Cluster keeps all keys of a cluster in one hash slot, and a script may use
 several of them.
 """
 
@@ -27,7 +27,7 @@ class Keys:
 
     @property
     def epoch(self) -> str:
-        """String: random; a different value means that Redis lost its data."""
+        """String: a random value; another value means that Redis lost its data."""
         return self.prefix + "epoch"
 
     def node(self, node_id: str) -> str:
@@ -39,7 +39,7 @@ class Keys:
         return f"{self.prefix}fence:{node_id}"
 
     def adapters(self, node_id: str) -> str:
-        """String: the LoRA adapters that an operator loaded into the node while it ran."""
+        """String: the LoRA adapters that an operator loaded into the running node."""
         return f"{self.prefix}adapters:{node_id}"
 
     def load(self, node_id: str) -> str:

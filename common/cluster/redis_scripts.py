@@ -1,4 +1,4 @@
-"""What membership does in Redis in one step each, as Lua scripts."""
+"""Lua scripts for membership; Redis runs each of them as one step."""
 
 HEAL = """
 local function heal(key, kind)
@@ -6,7 +6,7 @@ local function heal(key, kind)
   if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
 end
 """
-"""Lua: removes a key of a wrong type; every command on it would fail."""
+"""Lua function that deletes a key of the wrong type, because every command on it would fail."""
 
 # KEYS: fence, node, load, nodes, epoch, adapters. ARGV: incarnation, its start time, lease in ms, record, node id, seconds
 # until an id is forgotten, a new epoch, loaded adapters, their expiry in ms, then alternately field and value of the load.
@@ -34,14 +34,14 @@ if ARGV[8] == '' then redis.call('DEL', KEYS[6])
 elseif ARGV[8] == 'keep' then redis.call('PEXPIRE', KEYS[6], ARGV[9])
 else redis.call('SET', KEYS[6], ARGV[8], 'PX', ARGV[9]) end
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
--- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
+-- Redis's clock, because a node whose own clock is an hour ahead would make Redis forget all others.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 redis.call('ZADD', KEYS[4], string.format('%.6f', now), ARGV[5])
 for _, range in ipairs({{'-inf', now - ARGV[6]}, {now + ARGV[6], '+inf'}}) do
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], range[1], range[2])) do
     redis.call('ZREM', KEYS[4], id)
-    -- Gone already, unless somebody wrote them without an expiry.
+    -- These keys have expired already, unless somebody wrote them without an expiry.
     for i = 1, 3 do redis.call('DEL', string.sub(KEYS[i], 1, -1 - #ARGV[5]) .. id) end
   end
 end
@@ -60,8 +60,8 @@ end
 return 1
 """
 
-# KEYS: epoch, nodes. ARGV: what comes before a node id in its record's key. Returns the epoch, each id and the time of its
-# renewal, and the ids' records, all of one moment: what a restarted Redis has lost is missing in all of them.
+# KEYS: epoch, nodes. ARGV: prefix of the keys of records, before the node id. Returns the epoch, each id with the time of its
+# renewal, and the ids' records. All are read at one moment: data that a restarted Redis has lost is missing in all of them.
 READ = """
 local renewals, keys = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), {}
 for i = 1, #renewals, 2 do keys[#keys + 1] = ARGV[1] .. renewals[i] end

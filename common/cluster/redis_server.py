@@ -16,7 +16,7 @@ from common.base.process import tied_command
 
 
 def find_redis_binary() -> str:
-    """Path of the server program.
+    """Find the path of the server program.
 
     Raises: ConfigError if there is none.
     """
@@ -37,7 +37,7 @@ def find_redis_binary() -> str:
 
 
 def redis_command(port: int, directory: str) -> list[str]:
-    """The command of a server on 127.0.0.1:`port` without persistence, which dies with the calling process."""
+    """The command that starts a server on 127.0.0.1:`port` without persistence. The server dies with the calling process."""
     options = {
         "port": str(port),
         "bind": "127.0.0.1",
@@ -46,7 +46,7 @@ def redis_command(port: int, directory: str) -> list[str]:
         "appendonly": "no",
         "daemonize": "no",
         "loglevel": "warning",
-        "hz": "2",  # periodic work; a blocking read may end that much later, which is within the client's socket timeout
+        "hz": "2",  # frequency of periodic work; it may delay a blocking read's end, but within the client's socket timeout
     }
     arguments = [part for name, value in options.items() for part in ("--" + name, value)]
     return tied_command([find_redis_binary(), *arguments])

@@ -1,4 +1,4 @@
-"""The options of `kvrelay up` about the cluster as a whole. Pure data."""
+"""Options of `kvrelay up` for the cluster as a whole. Pure data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.config.option_groups import Favor, GpuMemoryOptions, PipelineOptions
 def _gpu_memory_of(role: str) -> str:
     whole = GpuMemoryOptions.gpu_memory_utilization
     return (
-        f"Fraction of a GPU's memory for each {role} node on it, as its --gpu-memory-utilization; by default the nodes "
+        f"Fraction of a GPU's memory for each {role} node on it (its --gpu-memory-utilization); by default the nodes "
         f"on one GPU get equal parts of {whole:g}."
     )
 
@@ -50,8 +50,8 @@ class ClusterOptions:
     )
     start_timeout_s: float = option(
         120.0,
-        "Seconds until everything must be ready, and later each restarted process. On GPUs kernels may have to be compiled "
-        "first: unless this is changed, the first start may take 1800 there.",
+        "Seconds within which the cluster, and later each restarted process, must be ready. On GPUs kernels may have to be "
+        "compiled first: unless this is changed, the first start may take 1800 there.",
         "Cluster",
         low=1,
         own=True,

@@ -1,4 +1,4 @@
-"""One option as a dataclass field: its default, its bounds, its help text and its other names. Pure data.
+"""Declares an option as a dataclass field: its default, its bounds, its help text and its other names. Pure data.
 
 `common.config.cli` derives flags and help from it, `common.config.sources` environment variables and TOML keys.
 """
@@ -22,17 +22,17 @@ class Form(NamedTuple):
     pattern: str
     """Regular expression that the whole text must match."""
     meaning: str
-    """Description for error messages: what follows "must be"."""
+    """Description for error messages; it follows the words "must be"."""
 
 
 _HOST = Form(r"(?![^:]*:\d+$)[^\s/@\[\]]+", "a host name or an address, without brackets or a port")
-_REACHED_AT = Form(rf"(?!(?:\*|[0.:]+)$){_HOST.pattern}", f"{_HOST.meaning}, and not that of every interface")
+_REACHED_AT = Form(rf"(?!(?:\*|[0.:]+)$){_HOST.pattern}", f"{_HOST.meaning}, and not the one for every interface")
 NAME = Form(r"[^{}]+", "a name without braces")
 NODE_ID = Form(
     r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}",
-    "at most 128 characters, letters, digits and . _ : - of which the first is a letter or digit",
+    "at most 128 characters: letters, digits and . _ : -, the first one a letter or digit",
 )
-"""Longer than a host name (64 characters): by default it is part of the id."""
+"""An id may be longer than a host name (64 characters), because the default id contains one."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class FieldInfo:
     low: float | None = None
     high: float | None = None
     aliases: tuple[str, ...] = ()
-    """Names of the same flag in vLLM or SGLang."""
+    """Names of this option in vLLM or SGLang."""
     own: bool = False
-    """Allowed only in a service's own TOML table."""
+    """Whether it is allowed only in a service's own TOML table."""
     secret: bool = False
-    """Never shown; passed to child processes by environment, not on the command line."""
+    """Whether it is never shown; child processes get it in the environment, not on the command line."""
     several: bool = False
-    """The value is a list, as `listed` reads it; on the command line also several words, or the flag several times."""
+    """Whether the value is a list (`listed`); the command line also takes several words, or the flag several times."""
     sets: tuple[str, str] | None = None
-    """`kvrelay up` only: (role, option). The value is passed as this option to each node of this role."""
+    """For `kvrelay up` only: (role, option). The value is passed as this option to each node of this role."""
     form: Form | None = None
 
 
@@ -108,9 +108,9 @@ def field_infos(cls: type) -> dict[str, FieldInfo]:
 
 
 def listed(name: str, value: str | None) -> list[str]:
-    """The values of an option that is a list: separated by commas, or a JSON list of strings. None has no values.
+    """Split the value of an option that is a list: values separated by commas, or a JSON list of strings. None has no values.
 
-    Raises: ConfigError for an empty value, and for other JSON.
+    Raises: ConfigError for an empty value, or for JSON of another form.
     """
     if value is None or not value.strip():
         return []
@@ -126,17 +126,17 @@ def listed(name: str, value: str | None) -> list[str]:
 
 
 def api_keys(value: str) -> tuple[str, ...]:
-    """The keys of the option `api_key`, separated by commas. Raises: ConfigError if there are only commas, since without keys
+    """Split the keys of the option `api_key` at its commas. Raises: ConfigError if there are only commas, because without keys
     every client is accepted."""
     keys = tuple(key.strip() for key in value.split(",") if key.strip())
     if value and not keys:
-        raise ConfigError("api_key holds no key, only commas or spaces")
+        raise ConfigError("api_key contains no key, only commas or spaces")
     return keys
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
-    """Raises: ConfigError if `value` is not finite, out of range, not of its form, or not UTF-8, and then not quoted, as it may
-    be secret."""
+    """Check a value against its option. Raises: ConfigError if it is not finite, out of range, of a wrong form, or not UTF-8
+    (such a value is not quoted, because it may be secret)."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):  # bytes that Python cannot read
         raise ConfigError(f"{name} must be UTF-8")
     if value is None:

@@ -29,14 +29,14 @@ CPU_KV_GB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Where a service listens."""
+    """The interface that a service listens on."""
 
     host: str = host_option("127.0.0.1", "Interface to listen on.", "Network")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(ListenOptions):
-    """Where the HTTP API listens."""
+    """Port and certificate of the HTTP API."""
 
     port: int = port_option(8000, "Port of the HTTP API.", "Network")
     ssl_certfile: str | None = option(
@@ -82,7 +82,7 @@ class MembershipOptions:
     tls_dir: str | None = option(
         None,
         "Folder with this service's certificate, as `kvrelay keys` makes it: connections between services are then "
-        "encrypted, and only services with certificates of the same authority are heard.",
+        "encrypted, and only services with certificates of the same authority are accepted.",
         "Network",
         own=True,
     )
@@ -102,24 +102,24 @@ class ModelOptions:
     )
     served_model_name: str | None = option(
         None,
-        "Name of the model in the API; by default the name of its folder. With several, clients may use any of them; "
-        "the first is that of metrics and nodes.",
+        "Name of the model in the API; by default the name of its folder. With several names, clients may use any of them; "
+        "metrics and nodes use the first.",
         "Model",
         several=True,
     )
     dtype: DtypeName = option(
         "auto",
-        "Type of weights and activations; auto uses the type the model was saved in, but on a GPU bfloat16 instead of "
+        "Type of weights and activations; auto uses the type that the model was saved in, but on a GPU bfloat16 instead of "
         "float32.",
         "Model",
     )
     model_impl: ModelImpl = option(
         "auto",
         "What computes the model's layers: native kernels and families, or the model's class in the library transformers "
-        "(the extra kvrelay[models]); auto uses the latter where there is no native family. The same on all nodes.",
+        "(the extra kvrelay[models]); auto uses the latter if there is no native family. The same on all nodes.",
         "Model",
     )
-    task: TaskName = option("auto", "What the model is served for; auto follows from its class and files.", "Model")
+    task: TaskName = option("auto", "What the model is used for; auto decides by its class and files.", "Model")
     load_format: LoadFormat = option(
         "auto", "auto reads the weights; dummy generates random ones from config.json alone.", "Model"
     )
@@ -146,7 +146,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """LoRA adapters."""
+    """The LoRA adapters that a node serves."""
 
     lora: str | None = option(
         None,
@@ -156,20 +156,20 @@ class LoraOptions:
         several=True,
     )
     max_loras: int = option(
-        8, "Maximum number of LoRA adapters in memory; the least recently used one makes room.", "LoRA", low=1
+        8, "Maximum number of LoRA adapters in memory; the least recently used one is evicted.", "LoRA", low=1
     )
     max_lora_rank: int = option(256, "Maximum rank of a LoRA adapter.", "LoRA", low=1, high=256)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityOptions:
-    """How much a node computes at once and how much KV it holds."""
+    """How much a node computes in one step and how much KV it holds."""
 
     max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "Capacity", low=1, high=65_536)
     kv_blocks: int | None = option(
         None,
-        f"Number of KV cache blocks of {BLOCK_SIZE} tokens, over all block tables of a model with sliding windows; by default as "
-        "many as fit in --kv-memory-gb.",
+        f"Number of KV cache blocks of {BLOCK_SIZE} tokens, for all block tables of a model with sliding windows together; by "
+        "default as many as fit in --kv-memory-gb.",
         "Capacity",
         "--num-gpu-blocks-override",
         low=2,
@@ -177,7 +177,7 @@ class CapacityOptions:
     kv_memory_gb: float | None = option(
         None,
         "KV cache memory of each rank in GB, unless --kv-blocks is given; by default "
-        f"{CPU_KV_GB:g} on a CPU, on a GPU what --gpu-memory-utilization leaves.",
+        f"{CPU_KV_GB:g} on a CPU, and on a GPU what --gpu-memory-utilization leaves.",
         "Capacity",
         low=1e-6,
         high=1e6,
@@ -193,7 +193,7 @@ class CapacityOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Where and how steps run."""
+    """The device that steps run on, and how they run there."""
 
     device: DeviceName = option(
         "auto", "Device to compute on: auto uses a CUDA GPU if PyTorch finds one, else the CPU.", "Device"
@@ -325,7 +325,7 @@ class ClientOptions:
     )
     max_stored_responses: int = option(
         1000,
-        "Maximum number of answers of /v1/responses that Redis keeps, each for a day and of at most 256 KiB; 0: none.",
+        "Maximum number of answers of /v1/responses that Redis keeps, each of at most 256 KiB and for a day; 0: none.",
         "Clients",
         low=0,
     )
@@ -343,7 +343,7 @@ class ClientOptions:
     )
     allowed_origins: str = option(
         "",
-        "Origins of web pages whose scripts may use the API (CORS), * for all; by default none.",
+        "Origins of web pages whose scripts may use the API (CORS); * allows all, by default none may.",
         "Clients",
         several=True,
     )
@@ -365,14 +365,14 @@ class RoutingOptions:
     )
     policy: str = option(
         "kv_aware",
-        "Policy that selects nodes: kv_aware, least_load, round_robin, random, power_of_two or session.",
+        "Policy that chooses nodes: kv_aware, least_load, round_robin, random, power_of_two or session.",
         "Routing",
     )
     max_attempts: int = option(3, "Consecutive attempts without a token before a request fails.", "Routing", low=1)
     index_blocks: int = option(
         10_000_000,
         "Maximum number of blocks in the router's prefix index, about 60 bytes each; the least recently used are "
-        "dropped first.",
+        "evicted first.",
         "Routing",
         low=1,
     )
@@ -395,6 +395,6 @@ class AdminOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdminHostOptions(AdminOptions):
-    """The admin API of a service that may be on any host."""
+    """The admin API of a service that may run on any host."""
 
     admin_host: str = host_option("127.0.0.1", "Interface that the admin API listens on.", "Admin")

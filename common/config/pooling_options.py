@@ -1,4 +1,4 @@
-"""Which options of `kvrelay prefill` a node of a pooling model uses; others are refused. Pure but for a log line."""
+"""Which options of `kvrelay prefill` a node of a pooling model uses; others are refused. Pure except for a log line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_PROCESS = frozenset(
         *("admin_host", "admin_port", "admin_token", "threads", "nice", "start_timeout_s"),
     }
 )
-"""The options in use that do not depend on the model."""
+"""The used options that do not depend on the model."""
 USED = OF_PROCESS | {
     *("model", "served_model_name", "task", "max_model_len", "max_num_batched_tokens", "max_num_seqs"),
 }
@@ -37,7 +37,7 @@ _AS_NODES_ARE = {"device": "cpu", "model_impl": "native"}
 
 
 def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> None:
-    """Refuse what was given as a flag; what a file or a variable says, perhaps for several nodes, is logged.
+    """Refuse unused options that were given as flags; log those from a file or a variable, which may be meant for other nodes.
 
     Raises: ConfigError naming an option that would change nothing.
     """
@@ -56,4 +56,4 @@ def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> Non
             )
         unused.append(flag)
     if unused:
-        log.info("without effect on a node of a pooling model: %s", ", ".join(unused))
+        log.info("these options have no effect on a node of a pooling model: %s", ", ".join(unused))

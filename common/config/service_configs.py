@@ -1,7 +1,7 @@
-"""The configuration of each service. `common.config.sources` says where the values come from.
+"""The configuration of each service; `common.config.sources` says where the values come from.
 
-One frozen dataclass per service, made of the groups in `common.config.option_groups`; `--help` lists the options of the
-last-named base first. Pure data, in every process.
+There is one frozen dataclass per service, made of the groups in `common.config.option_groups`. `--help` lists the options of
+the base that is named last first. Pure data, in every process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """Options of every service."""
+    """The options that every service has."""
 
     section: ClassVar[str] = ""
     """Name of the service's TOML table and of its subcommand."""
@@ -63,19 +63,19 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
         ModelOptions,
         "model",
         default=None,
-        help="Folder or hub name of the tokenizer to use; by default that of the model that the nodes report.",
+        help="Folder or hub name of the tokenizer to use; by default the router uses that of the nodes' model.",
     )
     served_model_name: str | None = variant(ModelOptions, "served_model_name")
     preload: str | None = option(
         None,
-        "Models, as nodes name them, whose tokenizers to load at the start; others are loaded when a node registers them.",
+        "Models, as nodes name them, whose tokenizers are loaded at the start; others are loaded when a node registers them.",
         "Model",
         several=True,
         own=True,
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "Send a trace of each request there with OTLP over HTTP, as in http://localhost:4318/v1/traces.",
+        "Address to send a trace of each request to, with OTLP over HTTP, such as http://localhost:4318/v1/traces.",
         "Logging",
     )
     max_body_mb: float = option(4.0, "Maximum size of a request body in MB; larger ones get 413.", "Clients", low=0.001)
@@ -179,8 +179,8 @@ class DecodeConfig(PipelineOptions, NodeConfig):
     )
     shared_cores: bool = option(
         False,
-        "Prefill nodes compute on this node's processor cores: while some of its streams are still in prefill, it rests "
-        "between steps, longer the more there are, at most 0.1 s, which gives the cores to the prompts.",
+        "Prefill nodes compute on this node's processor cores: while some of its streams are still in prefill, this node rests "
+        "between steps, longer with more such streams, at most 0.1 s, so that the prompts get the cores.",
         "Capacity",
     )
 
@@ -209,7 +209,7 @@ class UpConfig(
     HttpOptions,
     ServiceConfig,
 ):
-    """A whole cluster on this machine. An option that a service has too is passed on to it."""
+    """A whole cluster on this machine. An option that services have too is passed on to them."""
 
     section: ClassVar[str] = "up"
 
@@ -217,19 +217,19 @@ class UpConfig(
         ModelOptions,
         "model",
         several=True,
-        help="Model folder, GGUF file or hub name; demo is a small model that is included. Each of several gets nodes of its "
-        "own; a model that embeds or scores needs prefill nodes only.",
+        help="Model folder, GGUF file or hub name; demo is a small model that is included. With several models, each gets "
+        "nodes of its own; a model that embeds or scores needs prefill nodes only.",
     )
     redis_url: str | None = variant(
-        MembershipOptions, "redis_url", default=None, help="A running Redis to use; by default one is started."
+        MembershipOptions, "redis_url", default=None, help="URL of a running Redis; by default one is started."
     )
     port: int = variant(
-        HttpOptions, "port", help="Port of the HTTP API, of the first router if there are several; 0 picks free ones."
+        HttpOptions, "port", help="Port of the HTTP API, with several routers that of the first; 0 picks free ones."
     )
     admin_port: int = variant(
         AdminOptions,
         "admin_port",
-        help="Port of the router's admin API, of the first router if there are several; 0 picks free ones.",
+        help="Port of the router's admin API, with several routers that of the first; 0 picks free ones.",
     )
     admin_token: str = variant(
         AdminOptions,

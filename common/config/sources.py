@@ -34,7 +34,7 @@ ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 """Spellings of true and false in flags and variables."""
 UNSET = "none"
-"""Spelling of an optional value that is not given."""
+"""Spelling of an optional value that is left out."""
 _RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE, CACHE, CPU_KERNELS}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
@@ -52,7 +52,7 @@ class Resolved(Generic[ConfigT]):
 
 
 def field_type(cls: type[ServiceConfig], name: str) -> Any:
-    """The declared type of a field, resolved."""
+    """The declared type of a field, as an object instead of text."""
     return _field_types(cls)[name]
 
 
@@ -72,12 +72,12 @@ def type_label(expected: Any) -> str:
 def resolve(
     cls: type[ConfigT], *, flags: Mapping[str, str], environ: Mapping[str, str], file: str | None
 ) -> Resolved[ConfigT]:
-    """The configuration of one service.
+    """Read the configuration of one service from all sources.
 
-    `flags` holds the given flags only, by field name. `file` is the TOML file; None: the one that `KVRELAY_CONFIG`
-    names, if any.
+    `flags` contains only the flags that were given, by field name. `file` is the TOML file; None means the one that
+    `KVRELAY_CONFIG` names, if any.
 
-    Raises: ConfigError naming the place, the key and what is wrong with it.
+    Raises: ConfigError naming the place, the key and the mistake.
     """
     values: dict[str, Any] = {}
     sources: dict[str, Source] = dict.fromkeys(field_infos(cls), "default")
@@ -97,7 +97,7 @@ def resolve(
 
 
 def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Source]]:
-    """The values for `cls`. The keys of all services are checked."""
+    """The values in the file for `cls`. The keys of the other services are checked too."""
     taken: list[tuple[str, Any, Source]] = []
     services = {service.section: service for service in SERVICES}
     shared = {name for service in SERVICES for name, info in field_infos(service).items() if not info.own}
@@ -149,8 +149,8 @@ def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> d
 
 
 def optional_variable(environ: Mapping[str, str], name: str) -> str | None:
-    """What the variable of the option `name` says, for commands that take no configuration; None where it is not set, empty, or
-    `UNSET`, as for services."""
+    """Value of the environment variable of option `name`, for commands without a configuration. Like for services, None means
+    that it is not set, empty, or `UNSET`."""
     text = environ.get(ENV_PREFIX + name.upper(), "")
     return None if text.lower() in ("", UNSET) else text
 

@@ -1,8 +1,8 @@
 """The admin port of a service: JSON over HTTP, protected by a token. Runs on the service's asyncio loop.
 
-Access is denied by default: without a configured token there is no admin port, with one every path requires it. It
-listens on its own interface (`--admin-host`, by default loopback), not on that of the clients' API. With `--tls-dir`, others
-than loopback are HTTPS, for callers with a certificate.
+Access is denied by default: without a configured token there is no admin port, and with one every path requires it. The port
+listens on its own interface (`--admin-host`, by default loopback), not on that of the clients' API. With `--tls-dir`, it uses
+HTTPS on interfaces other than loopback, and callers need a certificate.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _IDLE_S = 10
 """A connection without a whole request for this long is closed."""
 _GRACE_S = 1
 _END_ARRIVES_S = 0.01
-"""The event loop reads a connection's end one or two turns after the request before it."""
+"""Time after a request in which the event loop reads the end of its connection; that takes one or two turns."""
 DRAIN_S = 600.0
-"""How long a service that shall restart waits for its requests, unless the request says otherwise."""
+"""How long a service waits for its requests before it restarts, unless the admin request says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Call:
 
 
 Handler = Callable[[Call], "Any | Awaitable[Any]"]
-"""Returns the value to send as JSON, or bytes. Raises: KvRelayError, sent with its HTTP status."""
+"""Returns the value to send as JSON, or bytes. Raises: KvRelayError, which is sent with its HTTP status."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AdminRoute:
 
 
 def seconds(call: Call, field: str, default: float) -> float:
-    """A duration in the body. Raises: BadRequest."""
+    """Read a duration from the body. Raises: BadRequest."""
     value = call.body.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_SECONDS:
         raise BadRequest(f"{field} must be a number of seconds up to {_MAX_SECONDS}", param=field)
@@ -93,7 +93,7 @@ def seconds(call: Call, field: str, default: float) -> float:
 
 
 class _TokenGuard:
-    """ASGI middleware: without the token, every request gets 401, even for unknown paths, except below the paths `open_at`."""
+    """ASGI middleware that answers requests without the token with 401, even for unknown paths, except below `open_at`."""
 
     def __init__(self, app: ASGIApp, token: str, open_at: tuple[str, ...]) -> None:
         self._app = app
@@ -102,8 +102,8 @@ class _TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Back to the received bytes: in text decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
-        # Compare the token whatever the scheme is, so that timing reveals nothing.
+        # Encode it to the received bytes again: in text decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
+        # Compare the token even if the scheme is wrong, so that timing reveals nothing.
         right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
         if (right and scheme.lower() == "bearer") or f"{scope['path']}/".startswith(self._open_at):
             await self._app(scope, receive, send)
@@ -112,8 +112,8 @@ class _TokenGuard:
 
 
 class AdminServer:
-    """Listens from construction on, answers between `start` and `close`. With `credentials`, callers from other hosts must
-    show a certificate of the same authority; on loopback it is plain HTTP.
+    """Listens from construction on, and answers between `start` and `close`. With `credentials`, callers from other hosts must
+    show a certificate of the same authority; on loopback it uses plain HTTP.
 
     Raises: ConfigError if `host`:`port` cannot be bound, or `token` is empty or not valid in a header.
     """
@@ -131,7 +131,7 @@ class AdminServer:
         self.url = endpoint("http" if self._credentials is None else "https", bound, self.port)
 
     def start(self, routes: list[AdminRoute], mounted: Mapping[str, ASGIApp] | None = None) -> None:
-        """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
+        """Serve `routes` from now on, and the applications `mounted` by path, which check the token themselves."""
         app = ConnectionLimit(build(routes, self._token, mounted or {}), _MAX_CONNECTIONS, _refusal)
         config = uvicorn.Config(
             app,
@@ -182,7 +182,7 @@ def build(routes: list[AdminRoute], token: str, mounted: Mapping[str, ASGIApp]) 
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = {} if request.method == "GET" else await _order(request)
+        body = {} if request.method == "GET" else await _read_call_body(request)
         answer = handler(Call(request.path_params, dict(request.query_params), body))
         value = await answer if inspect.isawaitable(answer) else answer
         return Response(value, media_type="application/octet-stream") if isinstance(value, bytes) else _json(value)
@@ -190,11 +190,11 @@ def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-async def _order(request: Request) -> dict[str, Any]:
-    """The body of an order whose client still waits for the answer. While this process was stopped, the client may have
-    reported that the order failed.
+async def _read_call_body(request: Request) -> dict[str, Any]:
+    """Read the body of a POST, but only if its client still waits for the answer. While this process was suspended, the client
+    may have reported that the request failed.
 
-    Raises: as `read_object`; BadRequest if the client has gone.
+    Raises: PayloadTooLarge, RequestTimeout, BadRequest, which also means that the client has gone.
     """
     body = await read_object(request)
     await asyncio.sleep(_END_ARRIVES_S)
@@ -205,7 +205,7 @@ async def _order(request: Request) -> dict[str, Any]:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a POST; an empty body is an empty object.
+    """Read the JSON object in the body of a POST; an empty body is an empty object.
 
     Raises: PayloadTooLarge, RequestTimeout, BadRequest.
     """
@@ -263,7 +263,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvRelayError)
     response = _error(error)
     if isinstance(error, RequestTimeout) or (isinstance(error, PayloadTooLarge) and "expect" in request.headers):
-        response.headers["connection"] = "close"  # what comes now may not be the body that was announced
+        response.headers["connection"] = "close"  # the next bytes may not be the announced body
     return response
 
 

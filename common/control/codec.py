@@ -1,6 +1,6 @@
-"""Packs and checks messages. MessagePack only: nothing received can run code.
+"""Packs and checks messages. They are plain MessagePack, so nothing that is received can run code.
 
-A message is `[PROTOCOL_VERSION, type name, body]`; the body of a dataclass is a map by field name, that of a named tuple
+A message is `[PROTOCOL_VERSION, type name, body]`. The body of a dataclass is a map by field name, that of a named tuple is
 an array in the order of its fields. A frame of a control link is an array of messages. `decode` checks version, type,
 field names and field types before the rest of the code gets the object; the sockets bound a frame's size before it is
 allocated.
@@ -23,22 +23,22 @@ from common.control.item_count import check_item_count
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 
 PROTOCOL_VERSION = 13
-"""Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
+"""Version of control messages, records and data headers. It also changes when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 8 * 2**20
-"""A larger control message closes its connection before it is read. A prompt of 1M tokens has 4 MB."""
+"""A larger control message closes its connection before it is read. A prompt of 1M tokens takes 4 MB."""
 
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
-"""Items of a list, and keys of a map; the longest lists are those of a step, which a leader sends to its ranks."""
+"""Maximum items of a list, and keys of a map. The longest lists are in the steps that a leader sends to its ranks."""
 _SMALL_BYTES = 65_536
-"""Whatever a frame of this size holds costs little."""
+"""Lists in a frame of up to this size are not counted, because they can take only little memory."""
 _LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
-"""Limit of lists and maps in a larger frame: the first number, plus one per `_BYTES_PER_LIST` bytes. Frames of control links
+"""Maximum lists and maps in a larger frame: the first number, plus one per `_BYTES_PER_LIST` bytes. Frames of control links
 have a stricter limit (`common.control.item_count`)."""
 MAX_MESSAGES = 1024
-"""Messages in one frame."""
+"""Maximum number of messages in one frame."""
 
 Unpacked: TypeAlias = "list[Unpacked] | dict[Any, Unpacked] | str | bytes | int | float | None"
-"""What MessagePack's values are in Python."""
+"""A MessagePack value in Python."""
 
 # msgpack has no type annotations.
 _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
@@ -46,7 +46,7 @@ _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportU
 
 
 def _as_packable(value: object) -> object:
-    """Converts what MessagePack cannot pack by itself: `Ids` to bytes, a dataclass to a map by field name."""
+    """Convert a value that MessagePack cannot pack by itself: `Ids` to bytes, a dataclass to a map by field name."""
     return value.tobytes() if isinstance(value, array) else vars(value)
 
 
@@ -72,14 +72,14 @@ class Codec:
         return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=_as_packable)
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """The message in `data`.
+        """Unpack and check the message in `data`.
 
         Raises: ProtocolError for anything that is not a well-formed message of this version.
         """
         return self.check(unpack(data))
 
     def check(self, envelope: Unpacked) -> Any:
-        """The message in an unpacked envelope. Raises: as `decode`."""
+        """Check the message in an unpacked envelope. Raises: ProtocolError, in the cases of `decode`."""
         if not isinstance(envelope, list) or len(envelope) != 3:
             raise ProtocolError("not a [version, type, body] envelope")
         version, name, body = envelope
@@ -99,7 +99,7 @@ class Codec:
 
 
 def _counting(size_bytes: int) -> Callable[[Any], Any]:
-    """A hook that ends unpacking at the first list too many: an empty one takes 64 times the byte that it arrives in."""
+    """Make a hook that ends unpacking at the first list too many. An empty list arrives as one byte, but takes 64."""
     left = itertools.count(_LISTS_OF_A_FRAME + size_bytes // _BYTES_PER_LIST, -1)
 
     def count(unpacked: Any) -> Any:
@@ -131,7 +131,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Unpacked:
 
 
 _SHARED_FIELDS = 3
-"""Number of leading fields that the two requests of one attempt have in common; their peers come next."""
+"""Number of leading fields that the two requests of one attempt share; the next field is the peer."""
 _HEADS = {
     cls: b"\x93" + _pack([PROTOCOL_VERSION, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
     for cls in (PrefillRequest, DecodeRequest)
@@ -140,10 +140,10 @@ _HEADS = {
 
 
 class _ControlCodec(Codec):
-    """Packs the fields that the two requests of an attempt share only once: one is sent right after the other."""
+    """Packs the fields that the two requests of an attempt share only once, because the two are sent one after the other."""
 
     _latest: tuple[tuple[Any, ...], bytes] = (), b""
-    """Shared fields of the latest request, and their packed form."""
+    """The shared fields of the latest request, and their packed form."""
 
     def _pack(self, message: Any) -> bytes:
         head = _HEADS.get(cast("type[Any]", type(message)))
@@ -161,8 +161,8 @@ _CODEC = _ControlCodec(*get_args(Message))
 
 
 def encode(message: Message) -> bytes:
-    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent, and for a message that
-    the other end would not read."""
+    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent, and for a message that is
+    too large for the other end."""
     data = _CODEC.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}")
@@ -170,7 +170,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The control message in `data`.
+    """Unpack and check the control message in `data`.
 
     Raises: ProtocolError for anything that is not a well-formed message of this version.
     """
@@ -178,20 +178,20 @@ def decode(data: bytes | memoryview) -> Message:
 
 
 def join(messages: list[bytes]) -> bytes:
-    """A frame of a control link: an array of encoded messages."""
+    """Join encoded messages to one frame of a control link."""
     count = len(messages)
     head = bytes([0x90 + count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
     return head + b"".join(messages)
 
 
 def split(frame: bytes | bytearray) -> list[Unpacked]:
-    """The envelopes in a frame; `check` turns each into a message. Raises: ProtocolError if it is not a frame."""
+    """Split a frame into its envelopes; `check` turns each into a message. Raises: ProtocolError if it is not a frame."""
     check_item_count(frame)
     messages = unpack(frame)
     if not isinstance(messages, list):
         raise ProtocolError("not an array of messages")
     if len(messages) > MAX_MESSAGES:
-        raise ProtocolError(f"{len(messages)} messages in one frame, at most {MAX_MESSAGES} may be")
+        raise ProtocolError(f"{len(messages)} messages in one frame, at most {MAX_MESSAGES} are allowed")
     if messages and isinstance(
         messages[0], int
     ):  # before version 3 a frame was one message, which began with its version
@@ -200,5 +200,5 @@ def split(frame: bytes | bytearray) -> list[Unpacked]:
 
 
 def check(envelope: Unpacked) -> Message:
-    """The message in an envelope from `split`. Raises: as `decode`."""
+    """Check the message in an envelope from `split`. Raises: ProtocolError if it is not a well-formed message."""
     return _CODEC.check(envelope)

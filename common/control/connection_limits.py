@@ -1,4 +1,4 @@
-"""How many connections a control socket takes, how long one may keep it waiting, how much unfinished frames may hold.
+"""Limits of a control socket: number of connections, time until a frame is complete, and bytes of unfinished frames.
 
 Runs on the asyncio loop of a node.
 """
@@ -14,16 +14,16 @@ from common.control.frames import FrameConnection
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
-"""Routers and prefill nodes that use one node."""
+"""Maximum number of connections of routers and prefill nodes to one node."""
 MAX_UNFINISHED_BYTES = 256 * 2**20
-"""Bytes of unfinished frames of all connections; of one connection, a frame's limit."""
+"""Maximum bytes of unfinished frames of all connections; the limit of one connection is that of a frame."""
 _WAIT_S = 30.0
-"""A connection must send its first frame within this time, and each frame's rest within it once it began."""
+"""A connection must send its first frame within this time, and complete each frame within this time after its beginning."""
 _CHECK_S = 5.0
 
 
 class ConnectionLimits:
-    """The connections of one server. `drop(connection, why)` must close one."""
+    """Enforces the limits for the connections of one server. `drop(connection, why)` must close a connection."""
 
     def __init__(self, drop: Callable[[FrameConnection, str], None]) -> None:
         self._drop = drop
@@ -49,10 +49,12 @@ class ConnectionLimits:
         self._connections.discard(connection)
 
     def grew(self) -> None:
-        """An unfinished frame grew: if all of them hold too much, the largest one's connection is dropped."""
+        """Handle the growth of an unfinished frame: if all such frames exceed the limit, drop the connection of the largest."""
         sizes = {connection: connection.unfinished_bytes for connection in self._connections}
         if sum(sizes.values()) > MAX_UNFINISHED_BYTES:
-            self._drop(max(sizes, key=sizes.__getitem__), "unfinished frames hold too much memory, this one most")
+            self._drop(
+                max(sizes, key=sizes.__getitem__), "unfinished frames take too much memory, and this one the most"
+            )
 
     def close(self) -> None:
         """Stop watching."""

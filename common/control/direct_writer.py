@@ -1,7 +1,7 @@
 """Writes to a connection from any thread, at once and in order.
 
-An asyncio transport belongs to its loop's thread: another thread has to wake that one for each write, which costs several
-times the write itself.
+An asyncio transport belongs to its loop's thread. Another thread would have to wake that thread for each write, which costs
+several times the write itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import threading
 
 
 class DirectWriter:
-    """The only writer of a TCP connection, beside the transport that reads it. Its loop creates and closes it.
+    """The only writer of a TCP connection; the transport only reads it. The loop creates and closes the writer.
 
-    What the kernel does not take at once goes to the transport, and so does everything after it until the transport has sent
-    all of it; so bytes keep their order.
+    Bytes that the kernel does not accept at once go to the transport, and so do all later bytes until the transport has sent
+    everything. So bytes keep their order.
 
     Raises: OSError if no file descriptor is left.
     """
@@ -23,26 +23,26 @@ class DirectWriter:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        # A descriptor of its own: the transport may close its own one, whose number another file then gets.
+        # The writer has its own descriptor: the transport may close the other one, and another file may then get its number.
         self._socket: socket.socket | None = transport.get_extra_info("socket").dup()
-        transport.set_write_buffer_limits(high=0)  # `drained` follows however little it had to send
+        transport.set_write_buffer_limits(high=0)  # then `drained` is called even if it had only a few bytes to send
         self._lock = threading.Lock()
         self._rest = bytearray()
-        """For the transport."""
+        """Bytes to pass to the transport."""
         self._transport_sends = False
 
     @property
     def unsent_bytes(self) -> int:
-        """How much the kernel has not taken. Loop only."""
+        """Number of bytes that the kernel has not accepted. Loop only."""
         return len(self._rest) + self._transport.get_write_buffer_size()
 
     @property
     def is_behind(self) -> bool:
-        """Whether the transport has something to send, so that more would wait behind it."""
+        """Whether the transport still has bytes to send, so that further bytes would have to wait."""
         return self._transport_sends or len(self._rest) > 0
 
     def write(self, data: bytes) -> None:
-        """Write without waiting. Nothing happens after `close`, nor on a broken connection, which the transport notices. Any
+        """Write without waiting. Does nothing after `close`, nor on a broken connection, which the transport notices. Any
         thread."""
         with self._lock:
             if self._socket is None:
@@ -61,12 +61,12 @@ class DirectWriter:
                 self._rest += memoryview(data)[sent:]
 
     def drained(self) -> None:
-        """The transport has sent everything: its protocol's `resume_writing`."""
+        """Note that the transport has sent everything; called by its protocol's `resume_writing`."""
         with self._lock:
             self._transport_sends = False
 
     def close(self) -> None:
-        """Close its descriptor and drop what the transport has not got: `pass_on` before keeps it. Loop only."""
+        """Close the writer's descriptor and drop bytes that `pass_on` has not given to the transport. Loop only."""
         with self._lock:
             self._rest.clear()
             if self._socket is not None:
@@ -74,7 +74,7 @@ class DirectWriter:
                 self._socket = None
 
     def pass_on(self) -> None:
-        """Give the transport what the kernel has not taken. Loop only."""
+        """Give the transport the bytes that the kernel has not accepted. Loop only."""
         with self._lock:
             rest, self._rest = self._rest, bytearray()
             self._transport_sends |= len(rest) > 0

@@ -1,4 +1,4 @@
-"""Tells a request's handler that its client disconnected. Event loop of a service."""
+"""Tells a request's handler that its client has disconnected. Runs on the event loop of a service."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ DISCONNECTS = "kvrelay.disconnects"
 
 
 class DisconnectListener:
-    """One connection, which answers one request at a time. Calling back costs far less than a task per request that waits for
-    ASGI's `http.disconnect`.
+    """Calls back when the client of one connection disconnects. A connection answers one request at a time.
+
+    A callback costs far less than a task per request that waits for ASGI's `http.disconnect`.
     """
 
     __slots__ = ("_on_gone", "gone")
@@ -23,13 +24,13 @@ class DisconnectListener:
         self._on_gone: Callable[[], None] | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` once the client has disconnected, now if it has; None: call nothing any more."""
+        """Call `on_gone` when the client disconnects, at once if it has already; None ends the watch."""
         self._on_gone = on_gone
         if self.gone and on_gone is not None:
             on_gone()
 
     def leave(self) -> None:
-        """The client has disconnected."""
+        """Note that the client has disconnected."""
         self.gone = True
         if self._on_gone is not None:
             self._on_gone()

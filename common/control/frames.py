@@ -1,4 +1,4 @@
-"""Frames over one TCP connection: a length of four bytes, then the payload.
+"""Sends and receives frames over one TCP connection. A frame is a length of four bytes, then the payload.
 
 Used at both ends of a control link, on the asyncio loop of the process.
 """
@@ -19,25 +19,25 @@ from common.security.tls import shows_role
 
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 16
-"""One message and the header of an array of messages."""
+"""Room for one message and the header of an array of messages."""
 
 QUEUE_BYTES = 64 * 2**20
 """Maximum number of unsent bytes for a slow peer; beyond it, sending fails."""
 
 SILENCE_S = 5.0
-"""The kernel closes a connection whose other end is silent this long; it probes an idle one every second."""
+"""The kernel closes a connection whose other end is silent this long; it probes an idle connection every second."""
 
 _FRAMES_PER_TURN, _BYTES_PER_TURN = 32, 2**15
-"""Maximum number of frames, and of bytes in all but the last one, handled before other work on the loop gets its turn."""
+"""Maximum number of frames, and of bytes before the last one, that are handled before other work on the loop gets its turn."""
 
 
 def with_length(frame: bytes) -> bytes:
-    """The frame, preceded by its length."""
+    """Put the length before a frame."""
     return len(frame).to_bytes(_LENGTH_BYTES, "big") + frame
 
 
 class FrameConnection(asyncio.Protocol):
-    """One connection of frames. It needs no future or task per message: a router's whole traffic passes here.
+    """One connection of frames. It uses no future or task per message, because all traffic of a router passes here.
 
     `on_frame` may close the connection. `on_end(reason)` is called at most once, and not after `close`.
     """
@@ -49,7 +49,7 @@ class FrameConnection(asyncio.Protocol):
         on_open: Callable[[FrameConnection], None] = lambda _: None,
         on_growth: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_growth` is called when an unfinished frame of some size has grown."""
+        """`on_growth` is called when an unfinished frame has grown beyond `_BYTES_PER_TURN`."""
         self._on_frame, self._on_end, self._on_open = on_frame, on_end, on_open
         self._on_growth = on_growth
         self._transport: asyncio.Transport | None = None
@@ -58,9 +58,9 @@ class FrameConnection(asyncio.Protocol):
         """Bytes received and not yet handled."""
         self._paused = False
         self.waiting_since_s = math.inf
-        """Since when, by the loop's clock, the first frame or the rest of one is awaited; infinite if none is."""
+        """Time of the loop's clock since which the first frame, or the rest of a frame, is awaited; infinite if none is."""
         self.malformed_frames = 0
-        """Counted by the owner."""
+        """Number of malformed frames; the owner counts them."""
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -102,15 +102,15 @@ class FrameConnection(asyncio.Protocol):
         else:
             self._transport.write(with_length(frame))
 
-    def take_direct_sends(self) -> None:
-        """Let `send_directly` send from now on. A TLS connection never does: only the loop's thread may use its state."""
+    def enable_direct_sends(self) -> None:
+        """Enable `send_directly`. It stays disabled on a TLS connection, whose state only the loop's thread may use."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
             with contextlib.suppress(OSError):  # too many open files
                 self._writer = DirectWriter(self._transport)
 
     def send_directly(self, frame: bytes) -> bool:
-        """Send on this thread, which may be any. Returns False, and sends nothing, if only `send` can do it."""
+        """Send on the calling thread, which may be any. Returns False, and sends nothing, if only `send` can send now."""
         writer = self._writer
         if writer is None or self.closed or writer.is_behind:
             return False
@@ -119,14 +119,14 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether the other end has left so much unread that nothing more is sent."""
+        """Whether the unsent bytes have reached the limit, because the other end does not read."""
         if self._writer is not None:
             return self._writer.unsent_bytes >= QUEUE_BYTES
         return self._transport is not None and self._transport.get_write_buffer_size() >= QUEUE_BYTES
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes received of a frame that is not complete."""
+        """Bytes that were received of an incomplete frame."""
         return len(self._rest)
 
     @property
@@ -137,18 +137,18 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def peer(self) -> str:
-        """Host at the other end, for logs."""
+        """Host of the other end, for logs."""
         name = None if self._transport is None else self._transport.get_extra_info("peername")
         return str(name[0]) if name else ""
 
     def may_be(self, roles: Sequence[str]) -> bool:
-        """Whether the other end's certificate names one of these roles; without TLS, everyone may be everything."""
+        """Whether the other end's certificate names one of these roles; without TLS always true."""
         assert self._transport is not None
         secured = self._transport.get_extra_info("ssl_object")
         return secured is None or shows_role(secured, roles)
 
     def close(self) -> None:
-        """Close. What was sent before still goes out, if the other end reads it in time."""
+        """Close the connection. Frames sent before are still delivered, if the other end reads them in time."""
         self.closed = True
         if self._writer is not None:
             self._writer.pass_on()
@@ -157,7 +157,7 @@ class FrameConnection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close, and drop what was not sent."""
+        """Close the connection, and drop unsent frames."""
         self.closed = True
         if self._writer is not None:
             self._writer.close()
@@ -202,7 +202,7 @@ class FrameConnection(asyncio.Protocol):
         if at:
             self.waiting_since_s = math.inf
         if at < len(data):
-            # A large frame arrives in many pieces: do not copy the earlier ones with each new one.
+            # A large frame arrives in many pieces; do not copy the earlier pieces with each new one.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data
             if not more:
                 self._note_unfinished()
@@ -216,7 +216,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 def _detect_silence(sock: socket.socket) -> None:
-    """Make the kernel detect, within `SILENCE_S`, an other end that has vanished, as far as it supports this."""
+    """Make the kernel detect within `SILENCE_S` that the other end has vanished, as far as it supports this."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": int(SILENCE_S)}
     options["TCP_USER_TIMEOUT"] = int(1000 * SILENCE_S)

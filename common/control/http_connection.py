@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Event loop of a service."""
+"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Runs on the event loop of a service."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from common.control.disconnects import DISCONNECTS, DisconnectListener
 
-_MOST_HEAD_BYTES = 65_536
-"""Approximate limit for a request's line and headers, or for trailers: the parser buffers them until they are complete."""
+_MAX_HEAD_BYTES = 65_536
+"""Approximate limit for a request's line and headers, or for trailers. The parser buffers them until they are complete."""
 _LINGER_S = 2.0
-"""Time that a refused client has to read its refusal. Closed at once, with bytes of it unread, the connection would be reset
-and the refusal lost.
+"""Time that a refused client has to read its refusal. If the connection were closed at once, with bytes of the client unread,
+it would be reset and the refusal lost.
 """
 _PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
@@ -31,12 +31,12 @@ class HttpConnection(HttpToolsProtocol):
         self.parser = _Parser(self)
         self._listener = DisconnectListener()
         self._answered: RequestResponseCycle | None = None
-        """The request that is being answered, or was last; others that came with it may wait behind it."""
-        self._endless_bytes = 0
+        """The request that is being answered, or was answered last; requests that arrived with it may wait behind it."""
+        self._incomplete_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
-        self._got_somewhere = False
+        self._made_progress = False
         self._refused = False
-        """All that the client still sends is discarded."""
+        """Whether everything that the client still sends is discarded."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -45,16 +45,16 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        timer, self._got_somewhere = self.timeout_keep_alive_task, False
+        timer, self._made_progress = self.timeout_keep_alive_task, False
         super().data_received(data)
-        self._endless_bytes = 0 if self._got_somewhere else self._endless_bytes + len(data)
-        if self._endless_bytes > _MOST_HEAD_BYTES and not self._refused:
+        self._incomplete_bytes = 0 if self._made_progress else self._incomplete_bytes + len(data)
+        if self._incomplete_bytes > _MAX_HEAD_BYTES and not self._refused:
             self._refuse(431, "The request's headers are too large.")
         if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)  # tells the last request only
+        super().connection_lost(exc)  # this informs the last request only
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
@@ -65,17 +65,17 @@ class HttpConnection(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)[DISCONNECTS] = self._listener
 
     def on_headers_complete(self) -> None:
-        self._got_somewhere = True
+        self._made_progress = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._got_somewhere = True
+        self._made_progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if not self.pipeline:
-            # What paused it was the rest of the body, of which no more comes; a connection that is not read shows no end.
+            # The rest of the body had paused reading, and is complete now. The end of a connection shows only while it is read.
             self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -83,11 +83,11 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, lambda scope, receive, _: app(scope, receive, partial(self._send, cycle)))
 
     def _send(self, cycle: RequestResponseCycle, message: Any) -> Awaitable[None]:
-        """uvicorn's `send`, with a shorter way for the head of an ordinary answer: checked as a whole, it takes a fraction of
-        the time of two searches per header.
+        """Do what uvicorn's `send` does, but check the head of an ordinary answer as a whole. This takes a fraction of the time
+        of two searches per header.
         """
         if cycle.waiting_for_100_continue and message["type"] == "http.response.start":
-            # What the client sends instead of the body that it announced would be read as the body.
+            # The client may send something else than the body that it announced, and it would be read as the body.
             cycle.keep_alive = False
             message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         if not cycle.keep_alive:
@@ -96,7 +96,7 @@ class HttpConnection(HttpToolsProtocol):
         return cycle.send(message) if head is None else _begin(cycle, head)
 
     async def _send_and_close(self, cycle: RequestResponseCycle, message: Any) -> None:
-        """`send` where the answer's end closes the connection: a client that still sends its body has time to read it."""
+        """Send a message of an answer whose end closes the connection. A client that still sends its body gets time to read."""
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
         if cycle.scope["http_version"] == "1.0":
@@ -109,14 +109,14 @@ class HttpConnection(HttpToolsProtocol):
             self._linger()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP request."""
+        """Refuse data that is not an HTTP request."""
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, end our side, and close once the client had time to read it.
+        """Send an error, end our side, and close the connection after the client had time to read it.
 
-        Requests that are complete are answered first, then the connection is closed without this answer. Closed at once if
-        the answer to the refused request has begun, or if others wait to be sent before it.
+        If a complete request is still being answered, its answer is finished, and the connection closed without this error.
+        If the answer to the refused request has begun, or others must be sent before it, the connection is closed at once.
         """
         self._refused = True
         cycle = self.cycle
@@ -140,7 +140,7 @@ class HttpConnection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """End our side, discard what still comes, and close once the client had time to read the answer."""
+        """End our side, discard all further input, and close after the client had time to read the answer."""
         self._refused = True
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():
@@ -158,7 +158,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _ordinary_head(cycle: RequestResponseCycle, message: Any) -> bytes | None:
-    """The head of an answer 200 to a POST after which the connection stays open; None for others, and for malformed ones."""
+    """Head of an answer with status 200 to a POST after which the connection stays open; None for other or malformed answers."""
     if message.get("status") != 200 or cycle.scope["method"] != "POST" or not cycle.keep_alive:
         return None
     headers: list[tuple[bytes, bytes]] = [*cycle.default_headers, *message["headers"]]
@@ -176,7 +176,7 @@ def _ordinary_head(cycle: RequestResponseCycle, message: Any) -> bytes | None:
 
 
 def _without_chunks(cycle: RequestResponseCycle, message: Any) -> None:
-    """Let an answer without a length end with the connection: an HTTP/1.0 client does not know chunks."""
+    """Let an answer without a length end with the connection, because an HTTP/1.0 client does not know chunks."""
     if message["type"] == "http.response.start":
         if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
             cycle.chunked_encoding = False
@@ -188,13 +188,13 @@ async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:
     if cycle.flow.write_paused:
         await cycle.flow.drain()
     cycle.response_started, cycle.waiting_for_100_continue = True, False
-    _HeldHead(cycle, head)
+    _DelayedHead(cycle, head)
 
 
-class _HeldHead:
-    """Holds back the head of an answer in order to send it together with the first part of the body, in one system call.
+class _DelayedHead:
+    """Delays the head of an answer to send it together with the first part of the body, in one system call.
 
-    It takes the place of the cycle's transport until the first write. If none comes in this turn of the event loop, the head is
+    It replaces the cycle's transport until the first write. If there is no write in this turn of the event loop, the head is
     sent alone.
     """
 
@@ -218,8 +218,8 @@ class _HeldHead:
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Parses a request with an `Upgrade` header again without that header, because httptools reads no body with it. A server
-    may ignore an upgrade (RFC 9110, 7.8), and clients that prefer HTTP/2 (Java's) offer one with every request.
+    """Parses a request with an `Upgrade` header again without that header, because httptools reads no body after it. A server
+    may ignore an upgrade (RFC 9110, 7.8), and clients that prefer HTTP/2 (those of Java) offer one with every request.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -234,6 +234,6 @@ class _Parser(httptools.HttpRequestParser):
                 return super(_Parser, parser).feed_data(data)
             except httptools.HttpParserUpgrade as offer:
                 data = memoryview(data)[offer.args[0] :]
-                # After `Connection: close` the old one reads nothing more.
+                # After `Connection: close` the old parser reads nothing more.
                 parser = self._connection.parser = _Parser(self._connection)
                 super(_Parser, parser).feed_data(self._connection.head())

@@ -1,6 +1,6 @@
-"""Refuses HTTP requests while too many connections are open, in the shape of the API that is asked. The service's event loop.
+"""Refuses HTTP requests while too many connections are open, in the error format of the API. Runs on the service's event loop.
 
-uvicorn has such a limit, too, and answers with plain text, of which clients show nothing but the status.
+uvicorn has such a limit, too, but answers with plain text, and clients then show only the status.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class ConnectionLimit:
-    """`app` behind the limit. Set `connections` to the server's open ones."""
+    """Passes requests to `app` within the limit. Set `connections` to the server's open connections."""
 
     def __init__(self, app: ASGIApp, most: int, refusal: Callable[[Scope], ASGIApp]) -> None:
-        """`refusal`: makes the answer to a request beyond the limit."""
+        """`refusal` makes the answer to a request beyond the limit."""
         self.connections: Collection[object] = ()
         self._app = app
         self._most = most

@@ -1,4 +1,4 @@
-"""uvicorn as the services run it: on their own asyncio loop, stopped by a call, and asleep while nothing arrives."""
+"""The uvicorn server of a service: it runs on the service's asyncio loop, is stopped by a call, and rarely wakes up when idle."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from common.base.errors import ConfigError
 from common.control.tls_listener import TlsListener
 
 _TICK_S = 1.0
-"""Period of uvicorn's housekeeping: the time in its Date header has a resolution of one second."""
+"""Period of uvicorn's housekeeping; the time in its Date header has a resolution of one second."""
 
 
 def listen(
     host: str, port: int, *, backlog: int, options: Iterable[tuple[int, int]] = (), purpose: str = ""
 ) -> socket.socket:
-    """A listening socket. `options`: of TCP, with their values; accepted connections inherit them.
+    """Open a listening socket. `options`: pairs of a TCP option and its value; accepted connections inherit them.
 
-    Raises: ConfigError when the address cannot be used; its message names the `purpose`.
+    Raises: ConfigError if the address cannot be used; its message names the `purpose`.
     """
     with contextlib.ExitStack() as on_error:
         try:
@@ -56,12 +56,12 @@ class HttpServer(uvicorn.Server):
         return len(self.server_state.tasks)
 
     def stop(self) -> None:
-        """Make `serve` end: connections may finish within the configured time."""
+        """Make `serve` end; open connections may finish within the configured time."""
         self.should_exit = True
         self._stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`; over TLS with bounds on unfinished handshakes."""
+        """Listen on `sockets`; with TLS, unfinished handshakes are bounded."""
         context: Any = self.config.ssl_context_factory
         if context is None or sockets is None:
             await super().startup(sockets)

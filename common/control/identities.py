@@ -1,4 +1,4 @@
-"""What names an attempt, a node and an adapter in messages. Pure data."""
+"""The identities of an attempt, a node and an adapter in messages. Pure data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class AttemptKey(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: equal ones have equal weights."""
+    """A LoRA adapter; equal values mean equal weights."""
 
     name: str
     digest: str
-    """Hexadecimal SHA-256 of its weights and of the configuration that they are applied with."""
+    """Hexadecimal SHA-256 of the adapter's weights and of the configuration with which they are applied."""
 
     @property
     def lora_id(self) -> str:
-        """The adapter's part of `root_hash`: KV computed with other weights under the same name has another root."""
+        """The adapter's part of `root_hash`, so that KV computed with other weights under the same name has another root."""
         return f"{self.digest}:{self.name}"
 
 
@@ -43,5 +43,5 @@ class PeerRef:
     control_address: str
     """Address of the leader's control socket, `tcp://HOST:PORT`."""
     data_addresses: list[str]
-    """Where each rank takes KV, in rank order: an address of each transport, separated by spaces
+    """Where each rank receives KV, in rank order: one address per transport, separated by spaces
     (`kvtransfer.transports.choose`). Empty for nodes that only send."""

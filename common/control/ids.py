@@ -1,7 +1,7 @@
-"""Token ids and block ids in messages. Pure.
+"""The type of token ids and block ids in messages. Pure.
 
-`Ids` are arrays of uint32, made by `pack_ids`. As lists they would take ten times the memory, and would have to be checked
-item by item.
+`Ids` are arrays of uint32, made by `pack_ids`. Lists would take ten times the memory, and would have to be checked item by
+item.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ID_BYTES = 4
 
 
 class _OnWire:
-    """`Ids` travel as bytes, uint32 in the order of the machines: all that kvrelay runs on are little-endian."""
+    """Encodes `Ids` as the bytes of uint32 in the machine's order; all machines that kvrelay runs on are little-endian."""
 
     @staticmethod
     def __get_pydantic_core_schema__(_: Any, __: GetCoreSchemaHandler) -> CoreSchema:
@@ -31,13 +31,13 @@ else:  # Python 3.11 has no `array[int]`
 
 
 def pack_ids(values: Iterable[int] = ()) -> array[int]:
-    """Raises: OverflowError for a value that is no id."""
+    """Pack ids into an array. Raises: OverflowError for a value that is not an id."""
     return array("I", values)
 
 
 def _from_bytes(data: bytes) -> array[int]:
     if len(data) % _ID_BYTES:
-        raise ValueError(f"{len(data)} bytes are no whole number of ids")
+        raise ValueError(f"{len(data)} bytes are not a whole number of ids")
     values = pack_ids()
     values.frombytes(data)
     return values

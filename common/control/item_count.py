@@ -1,7 +1,7 @@
-"""Counts the items of a frame before it is unpacked, so that no frame takes many times its size. Pure.
+"""Counts the items of a frame before it is unpacked, so that no frame takes many times its size in memory. Pure.
 
-An item of one byte takes up to 90 bytes as a Python object, and some of those again while it is checked. What is long in
-messages is one item each: text, hashes, and ids (`common.control.ids`).
+An item of one byte takes up to 90 bytes as a Python object, and more while it is checked. The long parts of messages are one
+item each: text, hashes, and ids (`common.control.ids`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from common.base.errors import ProtocolError
 
 SMALL_BYTES = 16_384
-"""A frame of this size is not counted: its items take at most 2 MB."""
+"""Items of a frame of up to this size are not counted, because they take at most 2 MB."""
 _ITEMS, _BYTES_PER_ITEM = 8192, 256
-"""Limit of items in a larger frame: the first number, plus one per `_BYTES_PER_ITEM` bytes."""
+"""Maximum items of a larger frame: the first number, plus one per `_BYTES_PER_ITEM` bytes."""
 SENT_ITEMS = _ITEMS // 2
-"""Senders split their messages so that none has more."""
+"""Senders split their messages so that none has more items than this."""
 
 _SIZES = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 1),
@@ -28,17 +28,17 @@ _SIZES = {
     0xD2: 5,
     0xD3: 9,
 }
-"""Bytes of an item of fixed size, by its first byte."""
+"""Size of an item of fixed size, by its first byte."""
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes of the length of binary data or text, by its first byte."""
+"""Size of the length field of binary data or text, by its first byte."""
 _COUNTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""Bytes of the count of a list or map, and items of each entry, by its first byte."""
+"""Size of the count field of a list or map, and items per entry, by its first byte."""
 
 
 def check_item_count(frame: bytes | bytearray) -> None:
-    """Raises: ProtocolError for more items than a frame of its size may have, and for extension types.
+    """Count the items of a frame. Raises: ProtocolError for too many items for its size, and for extension types.
 
-    Whether the frame is MessagePack otherwise is left to unpacking.
+    Unpacking checks everything else about the MessagePack.
     Source: MessagePack's specification, "Formats".
     """
     size = len(frame)

@@ -1,13 +1,13 @@
-"""Control links: typed messages over TCP. A node's leader binds one `Server`; a router or a prefill leader that uses the
-node opens one `Link` to it. Both ends send and receive.
+"""Control links, which exchange typed messages over TCP. A node's leader binds one `Server`; a router or a prefill leader
+that uses the node opens one `Link` to it. Both ends send and receive.
 
-A frame is its length in four bytes and an array of messages: everything that one turn of the loop sends to a node goes
-out together. The server sends first, an empty array.
+A frame is its length in four bytes and an array of messages. All messages that one turn of the loop sends to a node are in
+one frame. The server sends the first frame, an empty array.
 
-Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when the connection
+Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it. When the connection
 breaks, the link is lost for good, `on_lost` is called once, and the owner opens a new link if membership still lists the
-node. A connection that carries nothing any more (a cut cable, a machine without power) counts as broken after
-`frames.SILENCE_S`; leases (`Ping` and `Pong`) also find processes that hang.
+node. A dead connection (a cut cable, a machine without power) counts as broken after `frames.SILENCE_S`; leases (`Ping` and
+`Pong`) also find processes that hang.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Identity = bytes
 """Identifies one connected `Link` at the `Server`, as long as the link exists."""
 
 _JOINED_BYTES = 8192
-"""Messages are joined to frames of this size at most: the other end bounds what a larger frame holds."""
+"""Maximum size of a frame of joined messages, because the other end limits the items of a larger frame."""
 
 _CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
 """Time limit of one attempt to connect, and pause before the next. TCP retries at growing intervals, so waiting for it
-would double the outage; this limit leaves time for two of its attempts."""
+would double the outage; this limit allows two of TCP's attempts."""
 _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 
@@ -57,7 +57,7 @@ class Server:
     """The control socket of a node's leader.
 
     `on_message(identity, message)` runs on the loop for every well-formed message; malformed ones are logged and
-    dropped. With `credentials`, only routers and nodes that show a certificate of the same authority are heard.
+    dropped. With `credentials`, only routers and nodes that show a certificate of the same authority are accepted.
 
     Raises: ConfigError if `host`:`port` cannot be bound. Port 0 picks a free one.
     """
@@ -87,9 +87,9 @@ class Server:
             self._secured = TlsListener(listener, self._accept, credentials.for_server)
 
     def send(self, identity: Identity, message: Message) -> None:
-        """Send without waiting. A link whose queue is full is closed, since its other end must learn that it missed something.
+        """Send without waiting. A link whose queue is full is closed, because its other end must learn that it missed messages.
 
-        Raises: Unavailable if that link is gone; ProtocolError as `encode`.
+        Raises: Unavailable if that link is gone; ProtocolError if the message cannot be encoded.
         """
         connection = self._connections.get(identity)
         if connection is not None and connection.is_full:
@@ -101,8 +101,8 @@ class Server:
         connection.send(join([encode(message)]))
 
     def send_directly(self, identity: Identity, message: Message) -> bool:
-        """Send on this thread, which may be any, without waking the loop. Returns False, and sends nothing, if only `send` can
-        do it, or tell why not: the link is gone or over TLS, its other end reads slowly, or the message cannot be encoded.
+        """Send on the calling thread, which may be any, without waking the loop. Returns False, and sends nothing, if the link
+        is gone or uses TLS, its other end reads slowly, or the message cannot be encoded; call `send` then.
         """
         connection = self._connections.get(identity)
         if connection is None:
@@ -113,7 +113,7 @@ class Server:
             return False
 
     def is_connected(self, identity: Identity) -> bool:
-        """Whether this link still exists; one that is gone does not come back."""
+        """Whether this link still exists; a link that is gone does not come back."""
         return identity in self._connections
 
     async def close(self) -> None:
@@ -135,12 +135,12 @@ class Server:
                 connection.close()
                 return
             if not connection.may_be(_CLIENTS):
-                _warn(connection, "closed a control connection: its certificate is of neither a router nor a node")
+                _warn(connection, "closed a control connection: its certificate names neither a router nor a node")
                 connection.close()
                 return
             self._connections[identity] = connection
             self._limits.opened(connection)
-            connection.take_direct_sends()
+            connection.enable_direct_sends()
             connection.send(join([]))
 
         def ended(reason: str) -> None:
@@ -159,7 +159,7 @@ class Server:
         self._connections = {name: each for name, each in self._connections.items() if each is not connection}
 
     def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
-        """Handle a frame's messages up to the first malformed one; after several such frames close the connection."""
+        """Handle a frame's messages up to the first malformed one. After several malformed frames close the connection."""
         try:
             for envelope in split(frame):
                 self._handle(identity, check(envelope))
@@ -188,7 +188,7 @@ class Link:
     With `credentials`, the other end must be a node with a certificate of the same authority.
 
     `on_message(message)` runs on the loop for every well-formed message, `on_lost(reason)` at most once, and neither
-    after `close`. The link is also lost if it is not connected after `connect_timeout_s`; None: it tries without limit.
+    after `close`. The link is also lost if it is not connected after `connect_timeout_s`; None means no limit.
 
     Raises: Unavailable for a malformed address.
     """
@@ -205,7 +205,7 @@ class Link:
         self.address = address
         self._credentials = credentials
         self._problem = ""
-        """Why the last attempt to connect failed, where TLS or the resolver knows."""
+        """Why the last attempt to connect failed, if TLS or the resolver gave a reason."""
         self._on_message = on_message
         self._on_lost = on_lost
         place = tcp_place(address)
@@ -226,10 +226,10 @@ class Link:
         self._refused: list[bytes] = []
 
     def send(self, message: Message) -> None:
-        """Send without waiting; messages are queued until the link is connected. Everything that one turn of the loop
-        sends goes out together at its end. A full queue loses the link.
+        """Send without waiting; messages are queued until the link is connected. All messages of one turn of the loop are sent
+        together at its end. If the queue is full, the link is lost.
 
-        Raises: Unavailable if the link is closed; ProtocolError as `encode`.
+        Raises: Unavailable if the link is closed; ProtocolError if the message cannot be encoded.
         """
         if self.closed:
             raise Unavailable(f"link to {self.address} is closed")
@@ -240,8 +240,8 @@ class Link:
 
     @property
     def refused(self) -> list[Message]:
-        """Messages that a full queue kept from being sent when the link was lost or closed; the owner may send them on the next
-        link."""
+        """Messages that were not sent when the link was lost or closed, because the queue was full. The owner may send them on
+        the next link."""
         return [decode(data) for data in self._refused]
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class Link:
                     self._note(why_refused(error))
                     raise
             if self._connection is not None:
-                # This process stood still, so the connect timeout fired just as the connection was made. uvloop then closes
+                # This process was suspended, so the connect timeout fired just as the connection was made. uvloop then closes
                 # the transport without calling `connection_lost`.
                 self._connection.abort()
                 self._lose(f"connection to {self.address} was made too late")
@@ -286,7 +286,7 @@ class Link:
             await asyncio.sleep(_RETRY_S)
 
     def _note(self, problem: str) -> None:
-        """Log why it cannot connect, once per reason: it may retry without end."""
+        """Log why the link cannot connect, once per reason, because it may retry without end."""
         if self._problem != f": {problem}":
             log.warning("cannot connect to %s, trying again: %s", self.address, problem)
         self._problem = f": {problem}"
@@ -332,7 +332,7 @@ class Link:
                 return
             try:
                 self._on_message(message)
-            except Exception:  # as in `Server`
+            except Exception:  # a bug in handling one message must not end the link
                 log.exception("cannot handle a control message")
 
     def _flush(self) -> None:
@@ -368,5 +368,5 @@ def _warn(connection: FrameConnection, text: str, *args: object) -> None:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    """Address family of a host; names resolve to IPv4."""
+    """Address family of a host; a name counts as IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

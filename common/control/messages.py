@@ -6,8 +6,8 @@
     decode -> prefill   Grant, TransferAbort, TransferReceived       (leader to leader)
     node -> Redis       NodeRecord
 
-Types with many instances per request are named tuples, smaller on the wire than dataclasses. Every message about a
-request carries its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
+Types with many instances per request are named tuples, because these are smaller on the wire than dataclasses. Every message
+about a request contains its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class Grammar(NamedTuple):
-    """What the answer must look like. The router makes and validates it (`router.structured`)."""
+    """The grammar that the answer must match. The router makes and validates it (`router.structured`)."""
 
     source: str
-    """What llguidance's `LLMatcher` takes."""
+    """Text of the grammar, as llguidance's `LLMatcher` takes it."""
     after: list[int] = []
-    """The grammar begins after the first occurrence of these tokens among the generated ones; empty: at the first token."""
+    """The grammar applies after the first occurrence of these tokens among the generated ones; empty: from the first token."""
 
 
 class SamplingParams(NamedTuple):
-    """How the next token is sampled, in terms of token ids. Text-level rules (stop strings) are the router's.
+    """How the next token is sampled, in terms of token ids. The router applies the rules about text, such as stop strings.
 
     `seed` is always set: the router draws one if the client gave none, so that the token at position i depends only on
-    the logits and (seed, i), whatever the node and attempt.
+    the logits and (seed, i), in every attempt and at every node.
     """
 
     seed: int
     max_tokens: int
     """Maximum number of generated tokens over all attempts."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
@@ -61,7 +61,7 @@ class SamplingParams(NamedTuple):
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or generated before."""
     logit_bias: list[tuple[int, float]] = []
-    """(token id, value added to its logit). Like every message, immutable once made."""
+    """(token id, value added to its logit). Nothing may change the list, like everything in messages."""
     min_tokens: int = 0
     """Before this many tokens are generated, no token of `stop_token_ids` can be sampled."""
     stop_token_ids: list[int] = []
@@ -69,20 +69,20 @@ class SamplingParams(NamedTuple):
     logprobs: int | None = None
     """n: return log-probabilities of the sampled token and of the n most likely ones; None: return none."""
     allowed_token_ids: Ids = pack_ids()
-    """If not empty, only these can be sampled."""
+    """If not empty, only these tokens can be sampled."""
     bad_words: list[Ids] = []
-    """Token sequences that must not be generated: where all but the last token of one were, the last cannot be sampled."""
+    """Token sequences that must not be generated: after all tokens but the last of one, its last token cannot be sampled."""
     prompt_logprobs: int | None = None
     """n: return log-probabilities of each prompt token after the first, and of the n most likely ones; None: none."""
     grammar: Grammar | None = None
-    """Allows, at each position, the tokens with which the answer can still come to match it. It goes before `min_tokens`
-    where only stop tokens are left."""
+    """At each position it allows the tokens with which the answer can still match it. It overrides `min_tokens` if it leaves
+    only stop tokens."""
 
 
 class EngineRequest(NamedTuple):
     """Everything that an engine must know about a client's request, from the router to the engine's sequence.
 
-    A new property of requests is a field here: the messages to both nodes and `Sequence` carry the record whole.
+    A new property of requests is a field here; the messages to both nodes and `Sequence` contain the whole record.
     """
 
     prompt_ids: Ids
@@ -90,15 +90,15 @@ class EngineRequest(NamedTuple):
     cache_salt: str = ""
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
-    """Lower values run earlier, equal ones in order of arrival."""
+    """Requests with lower values run earlier, equal ones in order of arrival."""
     adapter: Adapter | None = None
     """Both nodes apply it to every token of the request."""
     timeline: bool = False
-    """Both nodes report when they did what, as `AttemptStats.timeline`."""
+    """Whether both nodes report their events with times, in `AttemptStats.timeline`."""
 
     @property
     def lora_id(self) -> str:
-        """As in `root_hash`; empty without an adapter."""
+        """The adapter's id for `root_hash`; empty without an adapter."""
         return self.adapter.lora_id if self.adapter else ""
 
 
@@ -106,7 +106,7 @@ class EngineRequest(NamedTuple):
 
 
 class PrefillRequest(NamedTuple):
-    """Compute the KV of `token_ids`, relay it to `decode`, sample one token."""
+    """Asks a node to compute the KV of `token_ids`, relay it to `decode` and sample one token."""
 
     key: AttemptKey
     request: EngineRequest
@@ -123,7 +123,7 @@ class PrefillRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """Generate after `token_ids`. Their KV comes from `prefill`, or is computed by this node if that is None."""
+    """Asks a node to generate after `token_ids`, whose KV comes from `prefill`, or from this node itself if that is None."""
 
     key: AttemptKey
     request: EngineRequest
@@ -141,7 +141,7 @@ class DecodeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Abort:
-    """Stop this attempt and free its resources. No answer; unknown keys are ignored."""
+    """Asks a node to stop an attempt and free its resources. There is no answer; unknown keys are ignored."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -149,10 +149,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class Ping:
-    """Renews the lease of a router, or of a prefill node, on a node: without one for `lease_s`, the node ends what that
-    router or node began there.
+    """Renews the lease of a router, or of a prefill node, at a node. Without a ping for `lease_s`, the node ends all attempts
+    of that router or node.
 
-    `router_id`: the sender's name, also a prefill node's. `lease_s` 0 only asks for a `Pong` (health probe) and begins no lease.
+    `router_id`: the sender's name, also that of a prefill node. `lease_s` 0 only asks for a `Pong` (health probe), without a
+    lease.
     """
 
     __pydantic_config__ = _STRICT
@@ -172,7 +173,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def items_of(num_tokens: int, num_likely: int | None) -> int:
-    """Estimated MessagePack items of `num_tokens` tokens with `num_likely` most likely ones each; None: without
+    """Estimate the MessagePack items of `num_tokens` tokens with `num_likely` most likely ones each; None means no
     log-probabilities."""
     return num_tokens * (1 if num_likely is None else 7 + 2 * num_likely)
 
@@ -182,7 +183,7 @@ class PromptLogprobs(NamedTuple):
 
     logprob: float
     rank: int
-    """Number of tokens that are at least as likely as the prompt's own; 1: none is more likely."""
+    """Number of tokens that are at least as likely as the prompt's own; 1 means that none is more likely."""
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -201,8 +202,8 @@ class TokenChunk(NamedTuple):
     finish_reason: FinishReason | None = None
     stats: AttemptStats | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Item i is about prompt token i + 1. Such a chunk has nothing else; the node that computes the prompt sends all of
-    them, in order, before its first token."""
+    """Item i is about prompt token i + 1. Such a chunk contains nothing else; the node that computes the prompt sends all such
+    chunks, in order, before its first token."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """The last message of a node about an attempt that it did not finish. `code` is from `common.base.errors`."""
+    """A node's last message about an attempt that it did not finish. `code` is from `common.base.errors`."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -225,7 +226,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True)
 class Pong:
-    """Answer to `Ping`."""
+    """The answer to a `Ping`, with the node's load."""
 
     __pydantic_config__ = _STRICT
     node_id: str
@@ -246,26 +247,27 @@ class Offer:
     layout: KVLayout
     num_tokens: int
     last_hash: bytes
-    """Hash of the sequence's last block, partial or not: equal for equal sequences only (`common.base.hashing`)."""
+    """Hash of the sequence's last block, partial or full. Only equal sequences have equal hashes (`common.base.hashing`)."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """The decode node has room. Lists have one entry for each block table of a sequence (`KVSpec.num_tables`)."""
+    """The decode node has allocated blocks. Lists have one entry per block table of a sequence (`KVSpec.num_tables`)."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
     dst: PeerRef
     layout: KVLayout
     first_blocks: list[int]
-    """The first block to send: the decode node has the earlier ones, or never reads them (sliding windows)."""
+    """Index of the first block to send. The decode node has the earlier ones, or never reads them (sliding windows)."""
     block_ids: list[Ids]
-    """Destination of every block of the sequence, in order; one-sided transports write there from the first one on."""
+    """Destination of every block of the sequence, in order. One-sided transports write there, beginning at the first block to
+    send."""
 
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """The first token, for the decode node. With a `finish_reason`, the request has ended."""
+    """Tells the decode node the first token. With a `finish_reason`, the request has ended."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -275,7 +277,7 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class TransferReceived:
-    """All slices of the transfer have arrived and are verified."""
+    """Tells the prefill node that all slices of the transfer have arrived and are verified."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -284,7 +286,7 @@ class TransferReceived:
 
 @dataclass(frozen=True)
 class TransferAbort:
-    """Either end aborts the transfer. `code` is from `common.base.errors`."""
+    """Tells the other end that the sender aborts the transfer. `code` is from `common.base.errors`."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -298,7 +300,7 @@ Role = Literal["prefill", "decode"]
 Task = Literal["generate", "embed", "score"]
 """What a model does: generate text, embed texts, or score pairs of texts (a cross-encoder)."""
 Tier = Literal["device", "host", "disk"]
-"""Memory tier of a node that contains a block; `device` is the memory that it computes in."""
+"""Memory tier of a node that contains a block; `device` is the memory in which the node computes."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node's registration; stays in Redis as long as the node renews its lease."""
+    """A node's registration. It stays in Redis as long as the node renews its lease."""
 
     __pydantic_config__ = _STRICT
     role: Role
@@ -328,19 +330,19 @@ class NodeRecord:
     model: ModelInfo
     layout: KVLayout
     kv_blocks_total: int
-    """As in `NodeLoad`."""
+    """KV blocks of one block table, as in `NodeLoad`."""
     started_at: float
     """Unix time in seconds."""
     max_num_seqs: Annotated[int, Field(ge=1)] = CapacityOptions.max_num_seqs
     """Maximum number of concurrent sequences."""
     admin_address: str = ""
-    """URL of its admin port; empty without one."""
+    """URL of the node's admin port; empty if it has none."""
     kernels: str = ""
-    """What computes its steps, for operators."""
+    """Name of the kernels that compute the node's steps, for operators."""
     adapters: list[Adapter] = field(default_factory=list[Adapter])
-    """The LoRA adapters that it serves."""
+    """The LoRA adapters that the node serves."""
     lease_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """The node's `--lease-s`: it renews this record at least three times in that many seconds."""
+    """The node's `--lease-s`, in which it renews this record at least three times."""
 
 
 Message = (

@@ -1,4 +1,4 @@
-"""What a node reports of its load, with every `Pong`."""
+"""The load that a node reports with every `Pong`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class NodeLoad:
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
-    """Blocks of one block table, as these three are, so that a token takes the same part of one whatever the model."""
+    """All three count the blocks of one block table, so that a token takes the same part of a block for every model."""
     step_age_s: float = 0.0
-    """Time since the engine loop's last iteration or, while asynchronous steps are in flight, since one of them last
-    ended; a large value means that the engine is stuck."""
+    """Time since the engine loop's last iteration or, while asynchronous steps are in flight, since the last one that ended.
+    A large value means that the engine is stuck."""
     prompt_tokens: int = 0
     prompt_busy_s: float = 0.0
     """Seconds of steps that computed prompts; `prompt_tokens` divided by it is the prefill speed."""
     step_s: float = 0.0
     """Mean duration of recent decode steps."""
     steps_by_tokens: list[int] = field(default_factory=list[int])
-    """Steps by their tokens: up to the first of `STEP_TOKENS`, up to the second, ..., more than the last."""
+    """Number of steps by their tokens: up to the first of `STEP_TOKENS`, up to the second, ..., more than the last."""
     step_tokens: int = 0
     generated_tokens: int = 0
     prefix_queries: int = 0
@@ -48,5 +48,5 @@ class NodeLoad:
 
     @property
     def idle(self) -> bool:
-        """Whether the node has no attempt, and no KV that one waits for."""
+        """Whether the node has no attempt, and no blocks in use, such as those that wait for KV."""
         return not (self.running or self.waiting or self.kv_blocks_used)

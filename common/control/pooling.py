@@ -1,4 +1,4 @@
-"""The messages of pooling models: texts go to a node, vectors or scores come back. Pure data."""
+"""Messages for pooling models: a node gets texts and answers with vectors or scores. Pure data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class PoolInput(NamedTuple):
 
     token_ids: Ids
     second_at: int = 0
-    """Index where the second segment of a pair begins, whose token type is 1; 0: there is one segment."""
+    """Index at which the second segment of a pair begins, whose token type is 1; 0 means that there is one segment."""
 
 
 class PoolRequest(NamedTuple):
-    """Compute the vector of each input at a node of a pooling model. The answer is one `PoolResult`, or `AttemptFailed`."""
+    """Asks a node of a pooling model for the vector of each input. The answer is one `PoolResult`, or `AttemptFailed`."""
 
     key: AttemptKey
     inputs: list[PoolInput]
@@ -25,7 +25,7 @@ class PoolRequest(NamedTuple):
     dimensions: int = 0
     """Leading dimensions to keep; 0: all."""
     per_token: bool = False
-    """Return one vector per token, not one per input."""
+    """Whether to return one vector per token instead of one per input."""
     timeout_s: float = 60.0
 
 
@@ -34,6 +34,6 @@ class PoolResult(NamedTuple):
 
     key: AttemptKey
     vectors: list[bytes]
-    """float32, little endian, one entry per input: [dimensions] of an embedding, [tokens, dimensions] with `per_token`,
-    [1] for the score of a cross-encoder.
+    """One entry per input, float32 in little endian: an embedding has shape [dimensions], with `per_token` [tokens,
+    dimensions], and the score of a cross-encoder [1].
     """

@@ -1,4 +1,4 @@
-"""Admin routes that every service has: its options, its latest log lines, facts about its process, a profile of it.
+"""Admin routes of every service: its options, its latest log lines, facts about its process, and a profile of it.
 
 No answer contains a secret or a prompt. Runs on the service's asyncio loop.
 """
@@ -33,8 +33,8 @@ from common.control.admin_server import AdminRoute, Call, seconds
 from common.security.expiry import certificate_validity
 
 _DIAL_S = 0.5
-_MOST_ADDRESSES = 1000
-_MOST_PROFILE_S = 60.0
+_MAX_ADDRESSES = 1000
+_MAX_PROFILE_S = 60.0
 _SHM, _NETWORKS = "/dev/shm", Path("/sys/class/net")  # noqa: S108 - looked at only
 
 Facts = Callable[[], dict[str, Any]]
@@ -43,12 +43,12 @@ Profile = Callable[[float], bytes]
 
 
 def python_profile(duration_s: float) -> bytes:
-    """A profile of this process's Python threads."""
+    """Record a profile of this process's Python threads."""
     return json.dumps({"traceEvents": stack_sampler.record(duration_s)}).encode()
 
 
 class SelfReport:
-    """The routes of one service."""
+    """The admin routes that report on one service."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SelfReport:
         self._profile = profile
         self._devices = devices
         self._profiling = False
-        self._versions = _versions()  # of what runs: an upgrade changes what is installed under it
+        self._versions = _versions()  # read now, because an upgrade changes the installed packages of a running process
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -75,10 +75,10 @@ class SelfReport:
         ]
 
     async def _facts(self, call: Call) -> dict[str, Any]:
-        """Facts about this process and its host; with `dial`, which of those addresses it can connect to."""
+        """Return facts about this process and its host, and to which addresses in `dial` it cannot connect."""
         wanted = call.body.get("dial", [])
-        if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MOST_ADDRESSES:
-            raise BadRequest(f"dial must be a list of at most {_MOST_ADDRESSES} addresses", param="dial")
+        if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MAX_ADDRESSES:
+            raise BadRequest(f"dial must be a list of at most {_MAX_ADDRESSES} addresses", param="dial")
         found = await asyncio.gather(*(_dial(str(address)) for address in cast("list[Any]", wanted)))
         return {
             **process_facts(),
@@ -94,12 +94,12 @@ class SelfReport:
         return None if valid is None else valid.ends.timestamp()
 
     async def _record(self, call: Call) -> bytes:
-        """A profile of the next `seconds`, compressed by gzip."""
+        """Record a profile of the next `seconds`, compressed by gzip."""
         duration_s = seconds(call, "seconds", 5.0)
-        if duration_s > _MOST_PROFILE_S:
-            raise BadRequest(f"seconds may be at most {_MOST_PROFILE_S:g}", param="seconds")
+        if duration_s > _MAX_PROFILE_S:
+            raise BadRequest(f"seconds may be at most {_MAX_PROFILE_S:g}", param="seconds")
         if self._profiling:
-            raise Overloaded("a profile is being recorded already")
+            raise Overloaded("another profile is being recorded")
         self._profiling = True
         try:
             return await asyncio.to_thread(lambda: gzip.compress(self._profile(duration_s), 1))
@@ -108,7 +108,7 @@ class SelfReport:
 
 
 def public_options(config: ServiceConfig) -> dict[str, Any]:
-    """The options; of secrets only whether they are set, of URLs no user, password or query."""
+    """The options as plain data: secrets only as "set" or empty, URLs without user, password and query."""
     infos = field_infos(type(config))
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     return {name: ("set" if value else "") if infos[name].secret else _public(value) for name, value in values.items()}
@@ -155,7 +155,7 @@ def _networks() -> Iterable[str]:
 
 
 async def _dial(address: str) -> tuple[str, str]:
-    """The address, and why no connection can be made to it; empty if it can."""
+    """Try to connect. Returns the address, and why that failed; empty if it succeeded."""
     try:
         parts = urlsplit(address)
         async with asyncio.timeout(_DIAL_S):

@@ -1,6 +1,6 @@
-"""Accepts connections over TLS: unfinished handshakes are bounded in time and number. Runs on the asyncio loop of a service.
+"""Accepts TLS connections, and bounds unfinished handshakes in time and number. Runs on the asyncio loop of a service.
 
-A connection's protocol hears of it once its handshake has succeeded.
+A connection gets its protocol when its handshake has succeeded.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from common.security.tls import why_refused
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""Time limit of a handshake, with the wait for its first byte."""
+"""Time limit of a handshake, including the wait for its first byte."""
 MAX_HANDSHAKES = 512
-"""Unfinished handshakes; one more ends the oldest, which a peer that means well has finished long ago."""
-_LEAST_S = 0.01
+"""Maximum unfinished handshakes. One more ends the oldest, because an honest peer would have finished that long ago."""
+_MIN_S = 0.01
 """The shortest handshake timeout that is passed to asyncio, which refuses zero."""
 _PAUSE_S = 0.1
 """Pause before the next attempt to accept, when the process has no file descriptor left."""
 
 
 class TlsListener:
-    """Accepts from the listening `sock`, which it closes, until `close`."""
+    """Accepts connections on the listening socket `sock` until `close`, which also closes the socket."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class TlsListener:
         new_protocol: Callable[[], asyncio.BaseProtocol],
         new_context: Callable[[], ssl.SSLContext],
     ) -> None:
-        """`new_context` is called for each connection: certificates may have changed."""
+        """`new_context` is called for each connection, because certificates may have changed."""
         self._sock, self._new_protocol, self._new_context = sock, new_protocol, new_context
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
-        """In the order of their beginning."""
+        """Unfinished handshakes, oldest first."""
         self._accepting = self._loop.create_task(self._accept())
 
     def close(self) -> None:
@@ -50,12 +50,12 @@ class TlsListener:
         self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Return once nothing of it is under way."""
+        """Wait until no accept or handshake is in progress."""
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
 
     @property
     def unfinished(self) -> int:
-        """Number of handshakes that have begun and not ended."""
+        """Number of unfinished handshakes."""
         return len(self._handshakes)
 
     async def _accept(self) -> None:
@@ -70,28 +70,27 @@ class TlsListener:
                 oldest = next(iter(self._handshakes))
                 del self._handshakes[oldest]
                 oldest.cancel()
-                log.warning("ended an unfinished TLS handshake: %d others are under way", MAX_HANDSHAKES)
+                log.warning("ended an unfinished TLS handshake: %d others are in progress", MAX_HANDSHAKES)
             task = self._loop.create_task(self._open(connection))
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-            await asyncio.sleep(0)  # `sock_accept` does not wait while connections are there
+            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are waiting
 
     async def _open(self, connection: socket.socket) -> None:
         address, end_s = _address(connection), self._loop.time() + HANDSHAKE_S
         try:
             if not await self._says_something(connection):
                 return
-            left_s = max(_LEAST_S, end_s - self._loop.time())
+            left_s = max(_MIN_S, end_s - self._loop.time())
             await self._loop.connect_accepted_socket(
                 self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=left_s
             )
-        except OSError as error:  # ssl.SSLError is one, and what a timeout raises
+        except OSError as error:  # ssl.SSLError and the error of a timeout are OSErrors
             log.warning("refused a TLS connection: %s", why_refused(error), extra={"peer": address})
 
     async def _says_something(self, connection: socket.socket) -> bool:
-        """Whether anything arrives; a connection that is closed again only asked whether the port is open.
-
-        It is closed here where nothing does. Raises: TimeoutError.
+        """Wait for the first byte. Returns False, and closes the connection, if the other end closed it before sending one,
+        as a probe of the port does. Raises: TimeoutError.
         """
         readable: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))

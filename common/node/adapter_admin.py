@@ -1,4 +1,4 @@
-"""Adapters of a running node at its admin port: `POST /lora/load`, `POST /lora/unload`, `GET /lora`. On the asyncio loop."""
+"""Admin routes for the adapters of a running node: `POST /lora/load`, `POST /lora/unload`, `GET /lora`. On the asyncio loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def open_source(
     name: str, path: str, config: ModelConfig, max_rank: int, model_names: Collection[str]
 ) -> AdapterSource:
-    """Check an adapter and compute its digest. Reads all of its weights. `model_names`: those of the base model.
+    """Check an adapter and compute its digest, which reads all of its weights. `model_names`: the names of the base model.
 
     Raises: ConfigError.
     """
@@ -34,12 +34,12 @@ def open_source(
         raise ConfigError(f"{name!r} is the name of the model: give the LoRA adapter another one")
     if isinstance(config, GenericConfig):
         raise ConfigError(
-            f"LoRA adapters need a native family, and the layers of {config.architecture} are computed by transformers"
+            f"LoRA adapters need a native family, but transformers computes the layers of {config.architecture}"
         )
     try:
         folder = Path(path).expanduser().absolute()
     except RuntimeError as error:  # the home of an unknown user
-        raise ConfigError(f"{path[:200]!r} is no folder: {error}") from error
+        raise ConfigError(f"{path[:200]!r} is not a folder: {error}") from error
     checkpoint = open_adapter(folder, config, max_rank)
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
 
@@ -58,8 +58,8 @@ async def loaded_sources(
     config: ModelConfig,
     model_names: Collection[str],
 ) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
-    """The adapters that an operator had loaded into the last process of this node: those that can be used, without names that
-    are `configured` now, and those that cannot, which are logged. None for these: it is unknown what was `loaded`."""
+    """Open the adapters that an operator had loaded into the last process of this node. Returns the usable and the unusable
+    ones; a name that is `configured` now makes an adapter unusable. The unusable ones are logged; None if `loaded` is None."""
     if loaded is None:
         return [], None
     taken = {source.adapter.name for source in configured}
@@ -92,12 +92,12 @@ class AdministeredNode(Protocol):
         ...
 
     def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
-        """Register at once that the node serves these adapters. `loaded`: those of them that were loaded while it ran."""
+        """Register at once the adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
         ...
 
 
 class AdapterAdmin:
-    """The routes, and the adapters that are loaded at the start. `table` belongs to the engine's thread."""
+    """Serves the routes for adapters, and begins to load adapters at the start. `table` belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class AdapterAdmin:
         node: AdministeredNode,
         model_names: Collection[str],
     ) -> None:
-        """configured: those of `--lora`. missing: of `loaded_sources`."""
+        """configured: the adapters of `--lora`. missing: the unusable ones that `loaded_sources` returned."""
         self._table = table
         self._configured = configured
         self._missing = None if missing is None else {source.adapter.name: source for source in missing}
@@ -121,7 +121,7 @@ class AdapterAdmin:
 
     @property
     def loaded(self) -> LoadedAdapters | None:
-        """The adapters that were loaded while the node ran, or its last process, usable or not; None if unknown."""
+        """The adapters that were loaded while the node, or its last process, ran, usable or not; None if unknown."""
         if self._missing is None:
             return None
         sources = [source for source in self._table.sources if source not in self._configured]
@@ -134,7 +134,7 @@ class AdapterAdmin:
         self._node.adapters_changed(self._table.adapters, self.loaded)
 
     def load_first(self) -> None:
-        """Begin to load as many of the registered adapters as memory is allowed for."""
+        """Begin to load the first `max_loras` of the registered adapters."""
 
         def load() -> None:
             for adapter in self._table.adapters[: self._options.max_loras]:
@@ -154,8 +154,8 @@ class AdapterAdmin:
         return {"adapters": await asyncio.wrap_future(self._ask(self._table.describe))}
 
     async def _load(self, call: Call) -> dict[str, Any]:
-        """Answers when all ranks have the adapter. Raises: BadRequest if it cannot be used, AdapterMissing if there is no
-        room for it in time."""
+        """Load an adapter, and answer when all ranks have it. Raises: BadRequest if it cannot be used, AdapterMissing if there
+        is no room for it in time."""
         name, path = _text(call, "name"), _text(call, "path")
         try:
             source = await asyncio.to_thread(
@@ -175,14 +175,14 @@ class AdapterAdmin:
         return {"name": name, "digest": source.adapter.digest}
 
     def _begin_load(self, source: AdapterSource, done: Future[int]) -> None:
-        """An adapter that requests could not name before cannot be named after a failure, either."""
+        """Begin to load an adapter. If that fails, requests cannot name it, unless they could before."""
         was_served = source.adapter in self._table.adapters
         self._table.register(source)
 
         def on_loaded(result: int | KvRelayError) -> None:
             if isinstance(result, KvRelayError) and not was_served:
                 self._withdraw(source)
-            if not done.set_running_or_notify_cancel():  # the call was given up
+            if not done.set_running_or_notify_cancel():  # the caller has stopped waiting
                 return
             if isinstance(result, KvRelayError):
                 done.set_exception(result)
@@ -215,8 +215,8 @@ def _report_failure(result: int | KvRelayError) -> None:
 
 
 def _text(call: Call, field: str) -> str:
-    """Raises: BadRequest."""
+    """Read a text from the body. Raises: BadRequest."""
     value = call.body.get(field)
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"{field} must be a text that is not empty", param=field)
+        raise BadRequest(f"{field} must be a non-empty text", param=field)
     return value

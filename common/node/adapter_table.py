@@ -1,8 +1,8 @@
-"""The LoRA adapters that a node serves: which exist, which are in the ranks' memory, who waits for one. Engine thread.
+"""The LoRA adapters that a node serves: which exist, which are in the ranks' memory, which requests wait. Engine thread.
 
-At most `max_loras` are in memory. A request whose adapter is not waits, beside the batch, until it is loaded; if there
-is no room, the least recently used one takes no new requests and leaves memory when its last one has ended, unless nobody
-waits for the room any more.
+At most `max_loras` adapters are in memory. A request whose adapter is not in memory waits, beside the batch, until it is
+loaded. If there is no free slot, the least recently used adapter is marked for eviction: it takes no new requests, and is
+evicted when its last request has ended, unless no request waits for the slot any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOAD_TIMEOUT_S = 60.0
 """How long a request waits for its adapter."""
 
 OnLoaded = Callable[[int | KvRelayError], None]
-"""Called once, with the id by which steps name the adapter, or with why it cannot be used."""
+"""Called once, with the id by which steps name the adapter, or with the error why it cannot be used."""
 IsWanted = Callable[[], bool]
 
 
@@ -31,21 +31,21 @@ class AdapterSource(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterLoaded:
-    """All ranks have the adapter in memory, or could not load it. An event of the engine loop."""
+    """Event of the engine loop: all ranks have the adapter in memory, or could not load it."""
 
     adapter_id: int
     error: KvRelayError | None = None
 
 
 class AdapterLoader(Protocol):
-    """All ranks of the node."""
+    """Loads and frees adapters on all ranks of the node."""
 
     def load(self, adapter_id: int, source: AdapterSource) -> None:
-        """Have every rank load an adapter; `AdapterLoaded` follows."""
+        """Make every rank load an adapter; `AdapterLoaded` follows."""
         ...
 
     def drop(self, adapter_id: int) -> None:
-        """Have every rank free an adapter after the steps that were started before."""
+        """Make every rank free an adapter after the steps that have already started."""
         ...
 
 
@@ -61,23 +61,23 @@ class NoAdapters:
 
 @dataclass(eq=False)
 class _Copy:
-    """An adapter in the ranks' memory, or on its way there."""
+    """An adapter that is in the ranks' memory, or that they are loading."""
 
     adapter_id: int
     used: int
     """When a request last took it; larger is later."""
     is_loaded: bool = False
-    is_leaving: bool = False
-    """Gets no new requests; leaves memory when its last one has ended."""
+    is_evicting: bool = False
+    """Whether it is marked for eviction: it takes no new requests, and is evicted when its last request has ended."""
 
     @property
     def is_usable(self) -> bool:
         """Whether it takes requests."""
-        return self.is_loaded and not self.is_leaving
+        return self.is_loaded and not self.is_evicting
 
 
 class _Waiting(NamedTuple):
-    """A caller that waits for an adapter."""
+    """A request that waits for an adapter."""
 
     due_s: float
     on_loaded: OnLoaded
@@ -86,37 +86,37 @@ class _Waiting(NamedTuple):
 
 @dataclass(eq=False)
 class _Wanted:
-    """An adapter that takes no requests yet, and the callbacks of those that wait for it."""
+    """An adapter that takes no requests yet, and the requests that wait for it."""
 
     source: AdapterSource
     waiting: list[_Waiting] = field(default_factory=list[_Waiting])
 
 
 class AdapterTable:
-    """All adapters of one node. Invariant: `max_loras` bounds those in memory, the ones on their way included."""
+    """All adapters of one node. Invariant: at most `max_loras` are in memory, including those that are being loaded."""
 
     def __init__(
         self, loader: AdapterLoader | None = None, max_loras: int = 1, sources: Sequence[AdapterSource] = ()
     ) -> None:
-        """`sources`: served from the beginning."""
+        """`sources`: the adapters that are served from the beginning."""
         self._loader = loader or NoAdapters()
         self._max_loras = max_loras
         self._sources: dict[str, AdapterSource] = {}
-        """By name."""
+        """Adapters that requests can name, by name."""
         self._copies: dict[Adapter, _Copy] = {}
         self._wanted: dict[Adapter, _Wanted] = {}
-        """In the order of arrival."""
+        """Adapters that requests wait for, in the order of arrival."""
         self._last_id = 0
         self._clock = 0
         self.sources: tuple[AdapterSource, ...] = ()
-        """The adapters that requests can name. Replaced as a whole: any thread may read it."""
+        """The adapters that requests can name. The tuple is replaced as a whole, so that any thread may read it."""
         for source in sources:
             self.register(source)
 
     # ------------------------------------------------------------ operators
 
     def register(self, source: AdapterSource) -> None:
-        """Serve an adapter, which is loaded when it is needed. One that is served already is left as it is.
+        """Serve an adapter, which is loaded when it is needed. Nothing changes if it is already served.
 
         Raises: BadRequest if other weights are served under its name.
         """
@@ -128,18 +128,18 @@ class AdapterTable:
         self._changed()
 
     def unregister(self, name: str) -> Adapter:
-        """Serve an adapter no longer; requests that have begun finish with it. Raises: NotFound."""
+        """Stop serving an adapter; requests that have begun finish with it. Raises: NotFound."""
         source = self._sources.pop(name, None)
         if source is None:
             raise NotFound(f"no adapter is named {name!r}")
         self._changed()
         if (copy := self._copies.get(source.adapter)) is not None:
-            copy.is_leaving = True
+            copy.is_evicting = True
         self._tell(source.adapter, AdapterMissing(f"LoRA adapter {name!r} was unloaded"))
         return source.adapter
 
     def describe(self) -> list[dict[str, Any]]:
-        """For operators: every adapter that requests can name."""
+        """Describe for operators every adapter that requests can name."""
         loaded = {adapter for adapter, copy in self._copies.items() if copy.is_loaded}
         return [
             {"name": adapter.name, "digest": adapter.digest, "path": path, "in_memory": adapter in loaded}
@@ -157,18 +157,18 @@ class AdapterTable:
     # ------------------------------------------------------------ requests
 
     def check(self, adapter: Adapter) -> None:
-        """Raises: AdapterMissing unless requests can name the adapter."""
+        """Check that requests can name the adapter. Raises: AdapterMissing."""
         source = self._sources.get(adapter.name)
         if source is None:
             raise AdapterMissing(f"this node does not have LoRA adapter {adapter.name!r}")
         if source.adapter != adapter:
-            raise AdapterMissing(f"this node has other weights as LoRA adapter {adapter.name!r}")
+            raise AdapterMissing(f"LoRA adapter {adapter.name!r} has other weights at this node")
 
     def take(
         self, adapter: Adapter, now_s: float, on_loaded: OnLoaded, is_wanted: IsWanted = lambda: True
     ) -> int | None:
-        """The id of an adapter that `check` accepted; None if it is not in memory: then `on_loaded` gets it later, or an error
-        as soon as it is no longer `is_wanted`."""
+        """Return the id of an adapter that `check` accepted, or None if it is not in memory. In that case `on_loaded` gets the id
+        later, or an error if that fails, takes too long or is no longer `is_wanted`."""
         copy = self._copies.get(adapter)
         if copy is not None and copy.is_usable:
             self._clock += 1
@@ -180,19 +180,19 @@ class AdapterTable:
         return None
 
     def makes_room(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter leaves memory for another one, and can be loaded again."""
+        """Whether an adapter is marked for eviction in favour of another one, and can be loaded again."""
         copy = None if adapter is None else self._copies.get(adapter)
-        return copy is not None and copy.is_leaving and adapter in self.adapters
+        return copy is not None and copy.is_evicting and adapter in self.adapters
 
     def loaded(self, event: AdapterLoaded) -> None:
-        """All ranks have answered to `AdapterLoader.load`."""
+        """Handle the answer of all ranks to `AdapterLoader.load`."""
         adapter, copy = next(item for item in self._copies.items() if item[1].adapter_id == event.adapter_id)
         copy.is_loaded = event.error is None
         if event.error is not None:
             del self._copies[adapter]
             self._loader.drop(copy.adapter_id)  # some ranks may have it
-        elif copy.is_leaving:
-            return  # it was unloaded meanwhile
+        elif copy.is_evicting:
+            return  # it was unloaded while it was being loaded
         self._clock += 1
         copy.used = self._clock
         self._tell(adapter, event.error or copy.adapter_id)
@@ -200,19 +200,19 @@ class AdapterTable:
     @property
     def is_settled(self) -> bool:
         """Whether `settle` has nothing to do."""
-        return not self._wanted and not any(copy.is_leaving for copy in self._copies.values())
+        return not self._wanted and not any(copy.is_evicting for copy in self._copies.values())
 
     def settle(self, in_use: set[int], now_s: float) -> None:
-        """Free adapters that shall leave and are not `in_use` (ids), load what is wanted, end waits that are over."""
+        """Free adapters that are marked for eviction and not `in_use` (ids), load wanted ones, and end waits that are over."""
         for adapter, copy in list(self._copies.items()):
-            if copy.is_leaving and copy.is_loaded and copy.adapter_id not in in_use:
+            if copy.is_evicting and copy.is_loaded and copy.adapter_id not in in_use:
                 del self._copies[adapter]
                 self._loader.drop(copy.adapter_id)
         for adapter, wanted in list(self._wanted.items()):
-            staying = [each for each in wanted.waiting if now_s <= each.due_s and each.is_wanted()]
-            over = [each for each in wanted.waiting if each not in staying]
-            wanted.waiting = staying
-            if not staying:
+            remaining = [each for each in wanted.waiting if now_s <= each.due_s and each.is_wanted()]
+            over = [each for each in wanted.waiting if each not in remaining]
+            wanted.waiting = remaining
+            if not remaining:
                 del self._wanted[adapter]
             for each in over:
                 name = adapter.name
@@ -223,24 +223,24 @@ class AdapterTable:
                 self._tell(adapter, copy.adapter_id)
 
     def _tell(self, adapter: Adapter, result: int | KvRelayError) -> None:
-        """End the wait for an adapter."""
+        """End all waits for an adapter with `result`."""
         wanted = self._wanted.pop(adapter, None)
         for each in wanted.waiting if wanted else ():
             each.on_loaded(result)
 
     def _load_wanted(self) -> None:
-        """Load what is wanted, as far as there is room; for the rest, have others leave."""
+        """Load wanted adapters while there are free slots; for the rest, mark others for eviction."""
         missing = [wanted for adapter, wanted in self._wanted.items() if adapter not in self._copies]
         for wanted in missing[: max(0, self._max_loras - len(self._copies))]:
             self._last_id += 1
             self._clock += 1
             self._copies[wanted.source.adapter] = _Copy(self._last_id, self._clock)
             self._loader.load(self._last_id, wanted.source)
-        lacking = sum(adapter not in self._copies for adapter in self._wanted)
+        missing_slots = sum(adapter not in self._copies for adapter in self._wanted)
         for adapter, copy in self._copies.items():
             source = self._sources.get(adapter.name)
-            copy.is_leaving = source is None or source.adapter != adapter
-            lacking -= copy.is_leaving
-        staying = sorted((copy for copy in self._copies.values() if copy.is_usable), key=lambda copy: copy.used)
-        for copy in staying[: max(0, lacking)]:
-            copy.is_leaving = True
+            copy.is_evicting = source is None or source.adapter != adapter
+            missing_slots -= copy.is_evicting
+        remaining = sorted((copy for copy in self._copies.values() if copy.is_usable), key=lambda copy: copy.used)
+        for copy in remaining[: max(0, missing_slots)]:
+            copy.is_evicting = True

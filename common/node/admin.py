@@ -1,4 +1,4 @@
-"""The routes of a node's admin port. They run on the node's asyncio loop; the engine is asked on its own thread."""
+"""The routes of a node's admin port. They run on the node's asyncio loop; questions to the engine run on its own thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from common.node.options import ServerOptions
 from common.security.tls import Credentials
 
 _ENGINE_ANSWERS_S = 0.8
-"""An engine that is in a longer step, or stuck, is reported without its attempts; `step_age_s` of its load shows which."""
+"""Time limit for the engine's answer. An engine that is in a longer step, or stuck, is reported without its attempts;
+`step_age_s` in its load shows which."""
 
 _IDLE_POLL_S = 0.1
 
 Describe = Callable[[], dict[str, Any]]
-"""Parts of a node's status that its server does not know: its ranks, its relays."""
+"""Returns the parts of a node's status that its server does not know: its ranks and its relays."""
 
 
 class AdministeredNode(Protocol):
@@ -34,7 +35,7 @@ class AdministeredNode(Protocol):
     drain: Drain
 
     def restart(self) -> None:
-        """End the node in order, to be started again."""
+        """End the node in order, so that its supervisor starts it again."""
         ...
 
     @property
@@ -43,12 +44,12 @@ class AdministeredNode(Protocol):
         ...
 
     def describe_leases(self) -> list[dict[str, Any]]:
-        """The same with details, as plain data."""
+        """The lease holders with details, as plain data."""
         ...
 
     @property
     def unregistered(self) -> str | None:
-        """Why Redis did not take the latest renewal of the registration; None if it did."""
+        """Why the latest renewal of the registration in Redis failed; None if it succeeded."""
         ...
 
     @property
@@ -101,8 +102,8 @@ class NodeAdmin:
         return await self._status(call)
 
     async def _restart(self, call: Call) -> dict[str, Any]:
-        """Drain, then end the process; after `timeout_s` also with attempts, which the router continues elsewhere. Asked again,
-        the shorter time counts."""
+        """Drain, then end the process, after `timeout_s` even with attempts, which the router continues elsewhere. If called
+        several times, the earliest end counts."""
         until_s = monotonic() + seconds(call, "timeout_s", DRAIN_S)
         self._node.drain.begin()
         if self._restarting is None or self._restarting.done():

@@ -1,4 +1,4 @@
-"""The start of a node's process up to the import of torch, which takes seconds: all that can be is checked first."""
+"""Starts a node's process up to the import of torch. That takes seconds, so everything possible is checked before it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from common.node.role import NodeRole
 
 COMPILE_S = 120.0
-"""Time for compiling native kernels at a start, where the installation has not done it. After it, PyTorch computes."""
+"""Time limit for compiling native kernels at a start, if the installation has not done it. If it passes, PyTorch computes."""
 
 
 def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
     """Set threads and niceness, import the role and with it torch, and run the node.
 
-    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
+    Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     from common.cluster.redis_client import check_redis
     from common.kernels.native.build import build_library
@@ -32,9 +32,7 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     path = resolve_model(config.model)
     task = find_task(path, config.task)
     if task != "generate":
-        raise ConfigError(
-            f"the model {config.model} does not generate but {task}s, for which only prefill nodes are needed"
-        )
+        raise ConfigError(f"the model {config.model} does not generate; it {task}s, which needs prefill nodes only")
     check_model(path, config.model_impl)
     if config.device != "cuda":
         build_library(min(COMPILE_S, config.start_timeout_s / 2))
@@ -47,7 +45,7 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
 def import_node(
     load_role: Callable[[], NodeRole[Any, Any]],
 ) -> tuple[Callable[[NodeRole[Any, Any], Any], None], NodeRole[Any, Any]]:
-    """Import all that a node needs. Returns what runs it, and its role."""
+    """Import everything that a node needs. Returns the function that runs it, and its role."""
     from common.node.startup import run_node
 
     return run_node, load_role()

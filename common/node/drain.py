@@ -1,6 +1,6 @@
-"""Draining of a node: it finishes its attempts and tells every router, in its pongs, to send no new ones. Pure.
+"""Draining of a node: the node finishes its attempts, and its pongs tell every router to send no new ones. Pure.
 
-Lives on the node's asyncio loop.
+Used on the node's asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from common.control.links import Identity
 _PINGS_UNTIL_TOLD = 2
 """The pong to the first ping reports draining; a second ping proves that the sender has received it."""
 _GAP = 1 / 12
-"""Fraction of a lease: half the interval of pings. Pings that are closer together waited while this node was stopped, so
-the second one was sent before the pong to the first."""
+"""Half the interval of pings, as a fraction of a lease. Pings that are closer together arrived while this node was suspended,
+so that the second one was sent before the pong to the first."""
 
 
 class Drain:
-    """Whether this node drains, and which holders of a lease of `lease_s` know it."""
+    """Whether this node drains, and which lease holders know that. Leases last `lease_s`."""
 
     def __init__(self, lease_s: float, clock: Clock = monotonic) -> None:
         self.active = False
@@ -28,10 +28,10 @@ class Drain:
         self._counted_s: dict[Identity, float] = {}
         """Time of the latest ping that was counted."""
         self._silent_until_s: dict[Identity, float] = {}
-        """Holders whose leases ended. This node itself may have been stopped, so their messages may still be unread."""
+        """Holders whose leases ended. This node itself may have been suspended, so that their messages are still unread."""
 
     def begin(self) -> None:
-        """Start draining, or continue."""
+        """Start draining, or continue to drain."""
         if not self.active:
             self._pings.clear()
             self._counted_s.clear()
@@ -42,14 +42,14 @@ class Drain:
         self.active = False
 
     def pinged(self, identity: Identity) -> None:
-        """`identity` renewed its lease; the pong is about to be sent."""
+        """Note that `identity` renewed its lease; the pong is sent next."""
         now_s = self._clock()
         if self.active and now_s - self._counted_s.get(identity, -self._lease_s) >= _GAP * self._lease_s:
             self._counted_s[identity] = now_s
             self._pings[identity] = self._pings.get(identity, 0) + 1
 
     def lease_ended(self, identity: Identity) -> None:
-        """`identity` was silent past its lease; for one more lease it may still come back with new work."""
+        """Note that the lease of `identity` ended; for one more lease it may still come back with new work."""
         self._forget_silent()
         self._silent_until_s[identity] = self._clock() + self._lease_s
 
@@ -58,7 +58,7 @@ class Drain:
         return self.active and self._pings.get(identity, 0) >= _PINGS_UNTIL_TOLD
 
     def untold(self, leases: Iterable[Identity]) -> int:
-        """Number of holders, of `leases` and of recently ended ones, that may send new work because they do not know yet."""
+        """Number of holders of `leases` or recently ended leases that may send new work, because they do not know yet."""
         self._forget_silent()
         return sum(not self.told(identity) for identity in {*leases, *self._silent_until_s}) if self.active else 0
 

@@ -1,9 +1,9 @@
-"""Asks one service whether it is well: `python -m common.node.healthcheck ADDRESS`, for health checks of containers.
+"""Asks one service whether it is healthy: `python -m common.node.healthcheck ADDRESS`, for health checks of containers.
 
-ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is well if its
-model is loaded and its engine loop itself has recently made a round. With KVRELAY_SSL_CERTFILE, as of the router itself, a
-router is asked over HTTPS. Exit code 0 if well, 1 with one line on standard
-output if not. Loads neither torch nor a web framework.
+ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is healthy if its model
+is loaded and its engine loop has recently completed an iteration. If KVRELAY_SSL_CERTFILE is set, as for the router itself, a
+router is asked over HTTPS. The exit code is 0 if the service is healthy, else 1 with one line on standard output. Loads
+neither torch nor a web framework.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.security.tls import Credentials, open_credentials
 
 TIMEOUT_S = 4.0
 MAX_STEP_AGE_S = 60.0
-"""A step of a long prompt on a slow processor may take many seconds; a stuck loop never makes another round."""
+"""A step of a long prompt on a slow processor may take many seconds; a stuck loop never completes another iteration."""
 
 
 async def node_complaint(
@@ -35,7 +35,7 @@ async def node_complaint(
     max_step_age_s: float = MAX_STEP_AGE_S,
     credentials: Credentials | None = None,
 ) -> str | None:
-    """The problem of the node behind this control socket; None if it is well."""
+    """Return the problem of the node behind this control socket; None if it is healthy."""
     answer: asyncio.Future[Pong | str] = asyncio.get_running_loop().create_future()
 
     def settle(result: Pong | str) -> None:
@@ -57,20 +57,20 @@ async def node_complaint(
         link.close()
     if isinstance(pong, str):
         return pong
-    if pong.load == NodeLoad():  # all zero until it serves
+    if pong.load == NodeLoad():  # everything is zero until the node serves
         return f"node {pong.node_id} is still loading its model"
     if not pong.load.step_age_s <= max_step_age_s:
-        return f"the engine loop of node {pong.node_id} last made a round {math.ceil(pong.load.step_age_s)} s ago"
+        return f"the engine loop of node {pong.node_id} last completed an iteration {math.ceil(pong.load.step_age_s)} s ago"
     return None
 
 
 def http_complaint(url: str) -> str | None:
-    """The problem of the router whose health is at `url`; None if it is well."""
+    """Return the problem of the router whose health is at `url`; None if it is healthy."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # The certificate names the host that clients ask, not this one.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        # Never through a proxy that the environment may name.
+        # Ignore a proxy that the environment may name.
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
@@ -84,7 +84,8 @@ def http_complaint(url: str) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code; the reason of a failure goes to standard output, which container engines keep."""
+    """Check one service. Returns the exit code; the reason of a failure is printed to standard output, which container engines
+    keep."""
     if len(arguments) != 1 or arguments[0].partition("://")[0] not in ("tcp", "http", "https"):
         print("usage: python -m common.node.healthcheck tcp://HOST:PORT|http://HOST:PORT/health")
         return 2

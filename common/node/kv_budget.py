@@ -1,7 +1,7 @@
-"""Number of KV blocks that fit on a GPU: the memory that the operator allows, minus the other needs of this rank.
+"""Computes how many KV blocks fit on a GPU: the memory that the operator allows, minus the other needs of this rank.
 
 `kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. The utilization is a
-fraction of the GPU's whole memory, whatever other processes use: two nodes fit on one GPU if their fractions sum to less
+fraction of the GPU's whole memory, regardless of other processes: two nodes fit on one GPU if their fractions sum to less
 than one. Memory of other processes matters only for the check that the allocation is possible now.
 """
 
@@ -16,11 +16,11 @@ from common.config.option_groups import CPU_KV_GB
 from common.engine.kv_transfer import STAGING_BYTES
 
 CONTEXT_BYTES = 640 * 2**20
-"""Outside PyTorch's view: the CUDA context and loaded kernels. An estimate, because what the driver reports as used
-holds what other processes allocate at the same time."""
+"""Estimated memory that PyTorch does not see: the CUDA context and loaded kernels. It cannot be measured, because the memory
+that the driver reports as used includes what other processes allocate at the same time."""
 GRAPH_BYTES = 24 * 2**20
-"""Per captured graph, beside its tensors: the driver's own copy of every kernel launch. An estimate."""
-_FEWEST_BLOCKS = 2
+"""Estimated memory per captured graph in addition to its tensors: the driver's own copy of every kernel launch."""
+_MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class GpuMemoryUse:
 
     total: int
     free: int
-    """As the driver reports it while this process has allocated only its weights."""
+    """Free memory that the driver reports while this process has allocated only its weights."""
     weights: int
     activations: int
-    """Peak of a step, without weights and KV, with attention's workspace and sampling."""
+    """Peak of a step, without weights and KV, but with attention's workspace and sampling."""
     graphs: int
-    """Permanent memory of captured decode graphs; 0 without them."""
+    """Permanent memory of captured decode graphs; 0 without graphs."""
     staging: int = 0
-    """Maximum for relays; 0 if they copy from KV to KV or through host memory."""
+    """Maximum for buffers of relays; 0 if relays copy from KV to KV or through host memory."""
     adapters: int = 0
     """Maximum for the LoRA adapters that the node starts with."""
 
     @property
     def rest(self) -> int:
-        """All memory of this rank beside its KV cache."""
+        """All memory of this rank except its KV cache."""
         return self.weights + self.activations + self.graphs + self.staging + self.adapters + CONTEXT_BYTES
 
 
@@ -51,7 +51,7 @@ class KvMemoryRequest:
     """The operator's options; `blocks` takes precedence over `memory_bytes`, and on a GPU that over `utilization`."""
 
     utilization: float
-    """Fraction of the GPU's memory for all of this rank."""
+    """Fraction of the GPU's memory that this rank may use in all."""
     memory_bytes: int | None = None
     blocks: int | None = None
 
@@ -61,9 +61,9 @@ class KvMemoryRequest:
 
 
 def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int, spare_blocks: int) -> int:
-    """Number of KV blocks for the pool, in addition to `spare_blocks` that no sequence gets.
+    """Number of KV blocks for the pool, in addition to the `spare_blocks` that no sequence gets.
 
-    Raises: ConfigError in one sentence, with the sizes, if nothing is left for KV or if it is not free now.
+    Raises: ConfigError in one sentence, with the sizes, if no memory is left for KV or it is not free now.
     """
     allowed = int(use.total * wish.utilization)
     if wish.blocks is not None:
@@ -72,32 +72,32 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
         blocks = wish.memory_bytes // block_bytes
     else:
         blocks = (allowed - use.rest) // block_bytes - spare_blocks
-        if blocks < _FEWEST_BLOCKS:
+        if blocks < _MIN_BLOCKS:
             raise ConfigError(
                 f"--gpu-memory-utilization {wish.utilization:g} of {_gb(use.total)} is {_gb(allowed)}, which leaves no "
-                f"room for KV beside {_parts(use)}: allow more, or shorten --max-num-batched-tokens or --max-num-seqs"
+                f"room for KV beside {_parts(use)}: raise it, or lower --max-num-batched-tokens or --max-num-seqs"
             )
     kv_bytes = (blocks + spare_blocks) * block_bytes
     coming = kv_bytes + use.activations + use.graphs + use.staging + use.adapters
     if coming > use.free:
         raise ConfigError(
             f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs, "
-            f"staging and adapters, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
+            f"staging and adapters, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and other processes: "
             "lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
         )
     return blocks
 
 
 def staging_bytes(kv_transport: str) -> int:
-    """Limit of the GPU memory that a rank's relays may hold: only NCCL moves KV through buffers there."""
+    """Maximum GPU memory of a rank's relays; only NCCL moves KV through buffers in GPU memory."""
     return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
 
 
-def adapter_bytes(folders: Sequence[Path], most: int) -> int:
-    """Limit of the GPU memory that at most so many of these adapters take on a rank: their files' sizes, as if it held all of
+def adapter_bytes(folders: Sequence[Path], max_loras: int) -> int:
+    """GPU memory bound for `max_loras` of these adapters on a rank: the sizes of their files, as if the rank stored all of
     each."""
     sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in folders]
-    return sum(sorted(sizes, reverse=True)[:most])
+    return sum(sorted(sizes, reverse=True)[:max_loras])
 
 
 def _parts(use: GpuMemoryUse) -> str:

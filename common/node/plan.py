@@ -175,9 +175,9 @@ def step_limits(
 
 
 def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | None, path: Path) -> None:
-    """Raises: ConfigError where `--quantization` contradicts the checkpoint."""
+    """Compare `--quantization` with the checkpoint. Raises: ConfigError if they contradict each other."""
     if wanted == "fp8" and not isinstance(stored, Fp8Quantization):
-        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
+        raise ConfigError(f"--quantization fp8: {path / 'config.json'} does not mention FP8 weights")
     if wanted in ("int8", "int4") and stored is not None:
         raise ConfigError(
             f"--quantization {wanted} needs floating-point weights, and {path} is quantized already: leave it out"
@@ -185,7 +185,7 @@ def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | N
 
 
 def _kv_dtype(wanted: str, model_dtype: str) -> str:
-    """`--kv-cache-dtype` as `KVSpec` names it."""
+    """Convert `--kv-cache-dtype` to the name that `KVSpec` uses."""
     if wanted == "auto":
         return model_dtype
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
@@ -201,7 +201,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
     """`plan` with its context limited to what `num_blocks` can hold, so that no accepted request is too long for the node.
 
-    Raises: ConfigError if the operator asked for a longer one.
+    Raises: ConfigError if the operator asked for a longer context.
     """
     spec = plan.layout.spec
     longest = num_blocks // spec.num_tables * spec.block_size
@@ -213,7 +213,7 @@ def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
             "that this node has room for: give it more --kv-memory-gb, or ask for less"
         )
     log.warning(
-        "the model's context of %d tokens is reduced to %d, which KV memory can hold", plan.model.max_model_len, longest
+        "the model's context of %d tokens is reduced to %d, which fit in KV memory", plan.model.max_model_len, longest
     )
     return replace(
         plan,

@@ -1,4 +1,4 @@
-"""What an operator asks of a node's process through its admin port: a profile, and facts about its GPUs."""
+"""Profiles a node's process and collects facts about its GPUs, for the admin port."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _EVENTS, _LAST_FIELD = b'"traceEvents": [', b'"traceName": '
 
 
 def node_profile(duration_s: float) -> bytes:
-    """A Chrome trace of the next `duration_s` seconds. Blocks; steps go on, a little slower.
+    """Record a Chrome trace of the next `duration_s` seconds. It blocks; steps go on, a little slower.
 
-    The trace is not parsed: that would stop the engine's thread for seconds. Raises: Unavailable if there is no room for it.
+    The trace is not parsed, because that would stop the engine's thread for seconds. Raises: Unavailable if there is no disk
+    space for it.
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -40,13 +41,13 @@ def node_profile(duration_s: float) -> bytes:
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
         trace = path.read_bytes()
-        if _LAST_FIELD not in trace[-_HEAD_BYTES:]:  # PyTorch does not say that it could not write
-            raise Unavailable(f"the trace could not be written whole to {folder}: is its disk full?")
+        if _LAST_FIELD not in trace[-_HEAD_BYTES:]:  # PyTorch does not report that it could not write
+            raise Unavailable(f"the trace could not be written completely to {folder}: is its disk full?")
         return with_events(trace, stacks)
 
 
 def with_events(trace: bytes, events: list[dict[str, Any]]) -> bytes:
-    """A trace of PyTorch with further events, whose times are in microseconds since the epoch."""
+    """Add events to a trace of PyTorch; their times are in microseconds since the epoch."""
     base = re.search(rb'"baseTimeNanoseconds":\s*(\d+)', trace[:_HEAD_BYTES] + trace[-_HEAD_BYTES:])
     base_us = int(base[1]) / 1e3 if base else 0.0
     moved = [{**event, "ts": event["ts"] - base_us} if "ts" in event else event for event in events]
@@ -55,7 +56,7 @@ def with_events(trace: bytes, events: list[dict[str, Any]]) -> bytes:
 
 
 def device_facts() -> dict[str, Any]:
-    """The GPUs that this process sees: their memory, and which pairs cannot read each other's."""
+    """The GPUs that this process sees: their memory, and which pairs cannot read each other's memory."""
     if not torch.cuda.is_initialized():
         return {"gpus": [], "gpus_apart": []}
     numbers = range(torch.cuda.device_count())

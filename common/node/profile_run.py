@@ -1,4 +1,4 @@
-"""Memory of the largest steps on a GPU, measured by running them once before the KV cache is allocated.
+"""Measures the memory of the largest steps on a GPU by running them once before the KV cache is allocated.
 
 Runs on the thread that loads the model, on all ranks of a node at the same time.
 """
@@ -26,24 +26,24 @@ from common.node.kv_budget import GRAPH_BYTES, GpuMemoryUse
 
 log = logging.getLogger(__name__)
 
-_DEAREST = SamplingParams(
+_MOST_MEMORY = SamplingParams(
     seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=1.0, logprobs=20
 )
-"""Sampling parameters with the largest memory: changed logits and every kind of threshold."""
+"""Sampling parameters that need the most memory: changed logits and every kind of threshold."""
 _SEEN = SeenTokens(array("i", [0]).tobytes(), array("i", [1]).tobytes())
-_CHEAPEST = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+_LEAST_MEMORY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
 """One such row makes a sampler copy all other rows."""
 
 
 class MemoryMeter(Protocol):
-    """One device's memory, as this process uses it."""
+    """Measures how this process uses one device's memory."""
 
     def used(self) -> int:
         """Bytes of this process's tensors."""
         ...
 
     def start(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         ...
 
     def peak(self) -> int:
@@ -82,10 +82,10 @@ class CudaMeter:
 
 @dataclass(frozen=True)
 class Largest:
-    """Bounds of a node's steps."""
+    """The largest sizes of a node's steps."""
 
     rows: int
-    """Rows of one step, of prompts and answers together."""
+    """Rows of one step, including those of prompts and of answers."""
     context: int
     """Tokens of the longest sequence."""
     num_seqs: int
@@ -99,7 +99,7 @@ class Largest:
 
 
 def largest_steps(largest: Largest) -> list[StepInput]:
-    """The longest prompt chunk, and the most sequences that fit a step with all its rows; every sequence samples.
+    """Make two steps: the longest prompt chunk, and the most sequences in a step with all its rows. Every sequence samples.
 
     Sequences share their blocks, so the results are meaningless.
     """
@@ -110,16 +110,16 @@ def largest_steps(largest: Largest) -> list[StepInput]:
 
 
 def decode_step(largest: Largest, num_seqs: int) -> StepInput:
-    """A step with one row of each of `num_seqs` sequences."""
+    """Make a step with one row for each of `num_seqs` sequences."""
     return _step([1] * num_seqs, largest, num_decodes=num_seqs)
 
 
 def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
     rows = [at for length in lens for at in range(length)]
     last_rows = [end - 1 for end in accumulate(lens)]
-    samples = [SampleSpec(i, last_rows[i], _DEAREST, length, 0, _SEEN) for i, length in enumerate(lens)]
+    samples = [SampleSpec(i, last_rows[i], _MOST_MEMORY, length, 0, _SEEN) for i, length in enumerate(lens)]
     if len(samples) > 1:
-        samples[-1] = SampleSpec(len(lens) - 1, last_rows[-1], _CHEAPEST, lens[-1], 0)
+        samples[-1] = SampleSpec(len(lens) - 1, last_rows[-1], _LEAST_MEMORY, lens[-1], 0)
     return StepInput(
         step_id=0,
         token_ids=[0] * len(rows),
@@ -144,8 +144,8 @@ def profile_run(
 ) -> GpuMemoryUse:
     """Run the largest steps on a small KV memory that is freed afterwards.
 
-    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be captured later with such
-    attention, whose static memory is included; empty for none. `graphs_kept`: the graphs' own memory is included too.
+    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps that are captured later with this
+    attention, whose static memory is included; empty for none. `graphs_kept`: include the graphs' own memory too.
     """
     weights = meter.used()
     storage = make_storage(largest.blocks)
@@ -170,8 +170,8 @@ def _graph_bytes(
     sizes: list[int],
     kept: bool,
 ) -> int:
-    """Attention's static memory, part of which all sizes share. For kept graphs also the memory pool that they share, and
-    the driver's memory for each."""
+    """Attention's static memory; all sizes share a part of it. If graphs are kept, add their common memory pool and the
+    driver's memory for each graph."""
     if not sizes:
         return 0
     before = meter.used()

@@ -1,4 +1,4 @@
-"""What a request from another process must satisfy before it may take part in steps, which it would fail for all. Pure."""
+"""Checks a request from another process before it takes part in steps, because a bad one would fail the whole step. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from common.base.errors import BadRequest
 from common.control.messages import EngineRequest, SamplingParams
 
 _MAX_LISTED = 4096
-"""Entries of each list in the parameters of sampling, and most likely tokens of a position."""
+"""Maximum entries of each list in the sampling parameters, and maximum number of most likely tokens of a position."""
 
 
 def check_request(request: EngineRequest, token_ids: Sequence[int], vocab_size: int) -> None:
-    """`token_ids`: the prompt and the tokens of earlier attempts. Raises: BadRequest naming what is out of range."""
+    """Check a request. `token_ids`: the prompt and the tokens of earlier attempts. Raises: BadRequest naming the bad value."""
     if not request.prompt_ids:
         raise BadRequest("the prompt has no tokens")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise BadRequest(f"a token id lies outside the vocabulary of {vocab_size}")
+        raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}")
     sampling = request.sampling
     wrong = [name for name, is_right in _facts(sampling, vocab_size) if not is_right]
     if wrong:
@@ -25,7 +25,7 @@ def check_request(request: EngineRequest, token_ids: Sequence[int], vocab_size: 
 
 
 def _facts(sampling: SamplingParams, vocab_size: int) -> Iterable[tuple[str, bool]]:
-    """Names of parameters, and whether their values can be sampled with."""
+    """Names of sampling parameters, and whether their values are valid."""
     yield "max_tokens", sampling.max_tokens >= 1
     yield "min_tokens", sampling.min_tokens >= 0
     yield "seed", 0 <= sampling.seed < 2**64

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 64
 _FEW_CHUNKS = 8
-"""The engine's thread packs and sends at most this many itself: each takes some microseconds."""
+"""Maximum number of chunks that the engine's thread packs and sends itself; each takes some microseconds."""
 
 
 class ServedCore(EngineCore, Protocol):
@@ -65,7 +65,7 @@ class ServedCore(EngineCore, Protocol):
 
 
 class NodeServer:
-    """One node's sockets and leases. Use: `bind`, build the core with `send_buffer` and `me`, then `run` it."""
+    """One node's sockets and leases. First `bind`, then build the core with `send_buffer` and `me`, then `run` it."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
@@ -73,7 +73,7 @@ class NodeServer:
         self.me = PeerRef(options.node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._handed_over = self._delivered = 0
-        """Rounds of messages that the engine's thread has handed to the loop, and how many of them the loop has sent."""
+        """Number of message lists that the engine's thread has passed to the loop, and number of those that the loop has sent."""
         self._loop = asyncio.get_running_loop()
         self._engine: EngineLoop | None = None
         self._core: ServedCore | None = None
@@ -90,11 +90,11 @@ class NodeServer:
 
     @property
     def node_id(self) -> str:
-        """Stays the same over restarts if it is configured."""
+        """The node's id. It stays the same over restarts if it is configured."""
         return self.me.node_id
 
     async def bind(self) -> None:
-        """Bind the control port and check that Redis answers, before the long part of start-up.
+        """Bind the control port and check that Redis answers, before the slow part of start-up.
 
         Raises: ConfigError.
         """
@@ -111,11 +111,11 @@ class NodeServer:
 
     @property
     def leases(self) -> list[Identity]:
-        """Holders of a lease here: routers and, on a decode node, prefill nodes."""
+        """Holders of a lease at this node: routers and, at a decode node, prefill nodes."""
         return list(self._leases)
 
     def describe_leases(self) -> list[dict[str, Any]]:
-        """For operators: the lease holders, when their leases end, and whether they know that this node drains."""
+        """Describe for operators the lease holders, when their leases end, and whether they know that this node drains."""
         now_s = monotonic()
         return [
             {
@@ -128,7 +128,7 @@ class NodeServer:
 
     @property
     def unregistered(self) -> str | None:
-        """Why Redis did not take the latest renewal of the registration; None if it did."""
+        """Why the latest renewal of the registration in Redis failed; None if it succeeded."""
         return "not asked yet" if self._registrar is None else self._registrar.unavailable
 
     @property
@@ -145,12 +145,12 @@ class NodeServer:
         return self._engine.ask(question)
 
     def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
-        """Register at once that the node serves these LoRA adapters. `loaded`: those of them that were loaded while it ran."""
+        """Register at once the LoRA adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
         if self._registrar is not None:
             self._registrar.update(adapters, loaded)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
-        """`describe_attempts` of the core, called between two steps. Only while `run` runs."""
+        """Ask the core for `describe_attempts` between two steps. Only while `run` runs."""
         assert self._core is not None
         return self.ask(self._core.describe_attempts)
 
@@ -165,7 +165,7 @@ class NodeServer:
         use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
-        status at the admin port, `lora` the routes of adapters. `use_idle_time`: as `EngineLoop`.
+        status at the admin port, and `lora` adds the routes of adapters. `use_idle_time` is passed to `EngineLoop`.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
         `restart`.
@@ -215,8 +215,8 @@ class NodeServer:
             raise RestartRequested("an operator asked for a restart")
 
     async def _close(self, registrar: Registrar, engine: EngineLoop) -> None:
-        """End everything; the error of one part keeps no other from ending."""
-        async with contextlib.AsyncExitStack() as parts:  # the last one is first
+        """End all parts; an error of one part does not prevent the others from ending."""
+        async with contextlib.AsyncExitStack() as parts:  # the part that is pushed last ends first
             parts.push_async_callback(self._server.close)
             parts.callback(self._close_links)
             if self._crash is None:
@@ -252,7 +252,7 @@ class NodeServer:
             self._engine.post(FromClient(identity, message))
 
     async def _housekeeping(self) -> None:
-        """End the leases of silent routers and peers, renew our own."""
+        """End the leases of silent routers and peers, and renew our own."""
         while True:
             await asyncio.sleep(until_next(self._options.lease_s / (3 if self.load.idle else 6), monotonic()))
             now_s = monotonic()
@@ -260,7 +260,7 @@ class NodeServer:
                 holder = self._holders.get(identity, "a router or node")
                 if self._server.is_connected(identity):
                     log.warning("%s was silent past its lease; its attempts are aborted", holder)
-                else:  # it ended, or connects again under another identity
+                else:  # the holder ended, or connects again under another identity
                     log.info("%s closed its connection, and its lease has ended", holder)
                 self._client_lost(identity)
             for link in self._links.values():
@@ -286,8 +286,8 @@ class NodeServer:
     # ------------------------------------------------------------ out
 
     def _deliver_from_engine(self, messages: list[OutgoingMessage]) -> None:
-        """On the engine's thread. A step's tokens are sent at once if they are few, and if nothing before them still waits for
-        the loop: waking it would cost more, and take a core from the next step."""
+        """Send a step's messages, on the engine's thread. Few tokens are sent at once, if no earlier message still waits for the
+        loop: to wake the loop would cost more, and take a core from the next step."""
         if len(messages) == 1 and self._handed_over == self._delivered and self._send_few_tokens(messages[0]):
             return
         self._handed_over += 1
@@ -313,7 +313,7 @@ class NodeServer:
                     self._reply(outgoing.identity, outgoing.message)
                 else:
                     self._send_to_peer(outgoing.peer, outgoing.message)
-            except Exception:  # a bug in one message must not lose the others of the round
+            except Exception:  # a bug in one message must not lose the other messages
                 log.exception("could not send a %s", type(outgoing.message).__name__)
 
     def _reply(self, identity: Identity, message: Message) -> None:
@@ -321,7 +321,7 @@ class NodeServer:
             self._server.send(identity, message)
         except Unavailable:
             self._client_lost(identity)
-        except ProtocolError as error:  # a bug; whoever waits for the message must not wait until a deadline
+        except ProtocolError as error:  # a bug; the receiver must not wait for the message until a deadline
             key = getattr(message, "key", None)
             if key is None or isinstance(message, AttemptFailed):
                 raise
@@ -359,7 +359,7 @@ class NodeServer:
             self.post(FromPeer(incarnation, message))
 
     def _link_lost(self, peer: PeerRef, reason: str) -> None:
-        """Fail the peer's attempts. Aborts that the full link refused are sent again, because their attempts are over here."""
+        """Fail the peer's attempts. Aborts that the full link refused are sent again, because their attempts have ended here."""
         refused = self._links[peer.incarnation].refused
         self._peer_gone(peer.incarnation, reason)
         for message in refused:

@@ -1,4 +1,4 @@
-"""Start-up of a node of either role, from top to bottom.
+"""Starts a node of either role, from top to bottom.
 
 run_node: plan -> processes of this host's other ranks
 _serve:   control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server
@@ -37,13 +37,13 @@ ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
 
 _MAX_ACCEPTED = 1024
-"""Attempts that a node holds at once, waiting ones included; further ones are refused as overload."""
+"""Maximum number of attempts at a node at once, including waiting ones; further attempts are refused as overload."""
 
 
 def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
     """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
 
-    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
+    Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     plan = role.plan(config)
     # Before there is a second thread or an event loop: neither survives a fork.

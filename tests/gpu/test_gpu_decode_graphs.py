@@ -114,7 +114,7 @@ def test_a_fraction_that_others_left_no_room_for_is_refused_in_one_sentence(conf
     assert library is not None
     # Not by PyTorch: that would count as this process's weights.
     hog = library.allocate(torch.device("cuda", 0), int(free - 0.1 * total))
-    with pytest.raises(ConfigError, match=r"are free beside its weights and what other processes hold"):
+    with pytest.raises(ConfigError, match=r"are free beside its weights and other processes"):
         started(replace(config, kv_blocks=None, gpu_memory_utilization=0.5))
     del hog
     with pytest.raises(ConfigError, match="leaves no room for KV"):

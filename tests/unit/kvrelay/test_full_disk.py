@@ -101,7 +101,7 @@ def test_a_profile_is_reported_as_not_written(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("room", [0, 1000])
 def test_a_node_without_room_for_its_trace_says_so(room: int) -> None:
-    with full_disk(room), pytest.raises(Unavailable, match=r"could not be written whole to /.*is its disk full"):
+    with full_disk(room), pytest.raises(Unavailable, match=r"could not be written completely to /.*is its disk full"):
         node_profile(0.1)
 
 

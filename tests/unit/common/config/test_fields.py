@@ -24,7 +24,7 @@ def test_separators_without_an_api_key_are_refused(text: str) -> None:
     """Two variables that were not set, with a comma between them, let in every client."""
     assert api_keys("") == ()
     assert api_keys(" a, b,") == ("a", "b")
-    with pytest.raises(ConfigError, match="api_key holds no key"):
+    with pytest.raises(ConfigError, match="api_key contains no key"):
         api_keys(text)
 
 
@@ -62,7 +62,7 @@ def test_hosts_are_names_or_addresses(name: str, host: str) -> None:
 @pytest.mark.parametrize("name", ["advertise_host", "master_addr"])
 def test_nobody_is_reached_at_every_interface(name: str, host: str) -> None:
     """It was refused when the node had read its model's config, or other ranks looked for the leader on their own host."""
-    with pytest.raises(ConfigError, match=f"^{name} must be .* not that of every interface, not '"):
+    with pytest.raises(ConfigError, match=f"^{name} must be .* not the one for every interface, not '"):
         resolve(DecodeConfig, flags={name: host}, environ={}, file=None)
     for one in ("10.0.0.1", "fd00::", "::1", "0.example"):
         assert resolve(DecodeConfig, flags={name: one}, environ={}, file=None)

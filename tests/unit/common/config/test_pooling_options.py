@@ -53,7 +53,7 @@ def test_what_is_said_for_all_nodes_is_logged(tmp_path: Path, caplog: pytest.Log
     environ = {"KVRELAY_DTYPE": "bfloat16"}
     with caplog.at_level(logging.INFO):
         check_options(resolve(PrefillConfig, flags={}, environ=environ, file=str(file)), is_encoder=True)
-    assert "without effect on a node of a pooling model: --dtype, --kv-blocks" in caplog.text
+    assert "these options have no effect on a node of a pooling model: --dtype, --kv-blocks" in caplog.text
 
 
 def test_the_options_in_use_exist() -> None:

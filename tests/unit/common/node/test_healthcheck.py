@@ -49,7 +49,7 @@ def test_a_node_without_its_model_is_not_ready() -> None:
 
 
 def test_a_stuck_loop_is_reported() -> None:
-    assert "made a round 61 s ago" in str(asyncio.run(ask(NodeLoad(kv_blocks_total=10, step_age_s=61.0))))
+    assert "completed an iteration 61 s ago" in str(asyncio.run(ask(NodeLoad(kv_blocks_total=10, step_age_s=61.0))))
 
 
 def test_silence_has_a_deadline() -> None:

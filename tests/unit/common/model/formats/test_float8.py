@@ -226,5 +226,5 @@ def test_dequantizing_takes_every_number_times_the_scale_of_its_block() -> None:
 
 
 def test_asking_for_fp8_refuses_a_checkpoint_that_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"--quantization fp8: .*config\.json says nothing of FP8 weights"):
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .*config\.json does not mention FP8 weights"):
         plan_node(DecodeConfig(model="demo", quantization="fp8"))
