@@ -44,7 +44,7 @@ class HostAddresses:
         host becomes `advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface:
         then it becomes the address of the interface that routes to Redis.
 
-        Raises: ConfigError if Redis' host cannot be resolved.
+        Raises: ConfigError if the host of Redis cannot be resolved.
         """
         return " ".join(self._advertised_endpoint(endpoint) for endpoint in endpoints.split())
 
@@ -68,7 +68,7 @@ class HostAddresses:
     def one_interface(self) -> str:
         """One address of this host that other hosts can reach, for transports that cannot listen on every interface.
 
-        Raises: ConfigError as `source_address`.
+        Raises: ConfigError if no address can be chosen (see `source_address`).
         """
         return source_address(self.redis_url) if self.host in _EVERY_INTERFACE else self.host
 
@@ -76,17 +76,17 @@ class HostAddresses:
     def for_ranks(self) -> str:
         """The address of this host at which the ranks of one node reach each other; never every interface.
 
-        It is loopback if all ranks are on this host, whatever `host` is: no other host may connect.
+        If all ranks are on this host, it is loopback regardless of `host`, so that no other host may connect.
 
-        Raises: ConfigError as `source_address`.
+        Raises: ConfigError if no address can be chosen (see `source_address`).
         """
         return self.one_interface if self.several_hosts else _LOOPBACK
 
     def for_mesh(self, *, on_gpus: bool) -> str:
         """The interface that the collectives of one node's ranks are bound to.
 
-        On GPUs it is the one that relays use: NCCL chooses an interface once per process, at its first use, which is for
-        these collectives; with loopback no relay could reach another host. Raises: ConfigError as `source_address`.
+        On GPUs it is the one that relays use. NCCL chooses an interface once per process, when these collectives first use
+        it; if it chose loopback, no relay could reach another host. Raises: ConfigError if no address can be chosen.
         """
         return self.one_interface if on_gpus else self.for_ranks
 

@@ -68,7 +68,7 @@ async def loaded_sources(
     for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
         try:
             if adapter.name in taken:
-                raise ConfigError("another one has its name")
+                raise ConfigError("another adapter has its name")
             source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_rank, model_names)
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")

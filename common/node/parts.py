@@ -19,7 +19,7 @@ from common.security.sealed_endpoints import without_keys
 def make_record(
     role: Role, me: PeerRef, plan: NodePlan, num_blocks: int, kernels: str, adapters: Sequence[Adapter] = ()
 ) -> NodeRecord:
-    """The node's record in Redis, without the keys of its data sockets: every service can read it."""
+    """Make the node's record for Redis, without the keys of its data sockets, because every service can read it."""
     return NodeRecord(
         role,
         replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
@@ -34,19 +34,19 @@ def make_record(
 
 
 def make_scheduler(plan: NodePlan, num_blocks: int) -> Scheduler:
-    """The scheduler of a node whose ranks hold `num_blocks`."""
+    """Make the scheduler of a node whose ranks have `num_blocks` KV blocks."""
     spec = plan.layout.spec
     return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables), spec.windows)
 
 
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
-    """The grammars of a node. `post` hands over events, on any thread."""
+    """Make the compiler of a node's grammars, which passes its events to `post` on any thread."""
     folder = model_folder(plan.path)
     return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
 
 
 def warm_up(num_tables: int = 1) -> StepInput:
-    """One row through every layer, so that no client waits for the first access to weights and memory."""
+    """Make a step of one row through every layer, so that no client waits for the first access to weights and memory."""
     sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
     return StepInput(
         step_id=0,

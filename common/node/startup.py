@@ -46,7 +46,7 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     plan = role.plan(config)
-    # Before there is a second thread or an event loop: neither survives a fork.
+    # Fork before there is a second thread or an event loop, because neither survives a fork.
     forked = fork_ranks(plan, partial(run_rank, lambda: role))
     if 0 in plan.hosts.ranks_here:
         options = ServerOptions.of(role.name, config)
@@ -58,7 +58,7 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
 async def _serve(
     role: NodeRole[Any, TransfersT], options: ServerOptions, plan: NodePlan, forked: Sequence[ForkedRank]
 ) -> None:
-    """Run until cancelled. Raises: as `run_node`."""
+    """Run the leader of a node until cancelled. Raises: ConfigError, EngineError."""
     server = NodeServer(options)
     await server.bind()
     configured = configured_sources(plan.adapters, plan.model_config, plan.names)
