@@ -20,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
+from router.text.conversation_fit import ConversationFit
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call a message's reasoning."""
@@ -100,6 +101,7 @@ class ChatTemplate:
         variables = jinja2.meta.find_undeclared_variables(parsed)
         self.uses_tools = "tools" in variables
         self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
+        self.conversations = ConversationFit(self.render)
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
 
