@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.errors import Unavailable
 from common.base.process import allow_files
@@ -88,6 +88,19 @@ def _refusal(on_error: Callable[[int], None], scope: Scope) -> ASGIApp:
     return error_response(error, scope, [(b"connection", b"close")])
 
 
+def _with_one_slash(app: ASGIApp) -> ASGIApp:
+    """`app`, for which a path that begins with several slashes begins with one: clients join a base URL that ends with a slash
+    and a path that begins with one."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("//"):
+            path = "/" + scope["path"].lstrip("/")
+            scope = {**scope, "path": path, "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
+        await app(scope, receive, send)
+
+    return call
+
+
 def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     """`app`; with allowed origins, behind a middleware that answers preflights, which carry no key, and adds the headers to
     every answer.
@@ -154,7 +167,9 @@ def http_server(
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
-    limited = ConnectionLimit(direct, _most_connections(), partial(_refusal, services.metrics.http_error))
+    limited = ConnectionLimit(
+        _with_one_slash(direct), _most_connections(), partial(_refusal, services.metrics.http_error)
+    )
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(limited, config),
