@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from common.base.errors import Unavailable
 from common.base.process import allow_files
@@ -86,19 +86,6 @@ def _refusal(on_error: Callable[[int], None], scope: Scope) -> ASGIApp:
     error = Unavailable("this router has too many open connections; try again shortly")
     on_error(error.http_status)
     return error_response(error, scope, [(b"connection", b"close")])
-
-
-def _with_one_slash(app: ASGIApp) -> ASGIApp:
-    """`app`, for which a path that begins with several slashes begins with one: clients join a base URL that ends with a slash
-    and a path that begins with one."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("//"):
-            path = "/" + scope["path"].lstrip("/")
-            scope = {**scope, "path": path, "raw_path": b"/" + scope["raw_path"].lstrip(b"/")}
-        await app(scope, receive, send)
-
-    return call
 
 
 def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:

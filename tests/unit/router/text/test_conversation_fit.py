@@ -180,3 +180,12 @@ def test_a_long_conversation_costs_little(roles: str) -> None:
     started_s = time.process_time()
     template.conversations.fit(messages)
     assert time.process_time() - started_s < 0.5
+
+
+def test_a_template_that_iterates_arguments_takes_a_call_whose_arguments_are_no_object() -> None:
+    source = """{%- for m in messages %}{{ m.content }}{%- for call in m.tool_calls or [] %}
+    {%- for name, value in call.function.arguments.items() %}{{ name + '=' + value|string }}{% endfor %}
+    {%- endfor %}{% endfor %}"""
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, '{"cut')]
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert ChatTemplate(source, {}).render(messages) == 'ua=1arguments={"cut'
