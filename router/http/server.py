@@ -154,9 +154,7 @@ def http_server(
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
-    limited = ConnectionLimit(
-        _with_one_slash(direct), _most_connections(), partial(_refusal, services.metrics.http_error)
-    )
+    limited = ConnectionLimit(direct, _most_connections(), partial(_refusal, services.metrics.http_error))
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(limited, config),
