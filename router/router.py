@@ -33,6 +33,7 @@ class Router:
             generation_config=config.generation_config,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            fit_conversations=config.fit_conversations,
             preload=config.preload,
         )
         self.index = PrefixIndex(config.index_blocks)

@@ -29,6 +29,7 @@ from common.config.sources import (
     BOOLEANS,
     CONFIG_FILE_VARIABLE,
     ENV_PREFIX,
+    SUPERVISOR_VARIABLE,
     UNSET,
     Resolved,
     field_type,
@@ -158,6 +159,8 @@ def _start(
     if file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
     logs.configure(resolved.config.log_level, resolved.config.log_format)
+    if resolved.ignored and SUPERVISOR_VARIABLE not in os.environ:
+        log.info("ignored variables that a cluster sets for its services: %s", ", ".join(resolved.ignored))
     try:
         run(resolved)
     except KvRelayError as error:

@@ -284,6 +284,12 @@ class ClientOptions:
     chat_template: str | None = option(
         None, "File with a Jinja chat template, used instead of the model's own.", "Clients"
     )
+    fit_conversations: bool = option(
+        True,
+        "Change conversations whose sequence of roles the chat template does not take: join leading system messages, carry "
+        "later ones into the user's turns, merge neighbours of one role; the header x-kvrelay-fitted says so.",
+        "Clients",
+    )
     tool_call_parser: str | None = option(
         None,
         "Format of the model's tool calls: hermes, llama3_json, pythonic, llama4_pythonic, mistral, deepseek_v3, "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import tomllib
 import types
 import typing
@@ -37,6 +38,13 @@ UNSET = "none"
 """Spelling of an optional value that is left out."""
 _RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE, CACHE, CPU_KERNELS}
 
+_SERVICE_LINK = re.compile(
+    r"KVRELAY(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Variables that Kubernetes sets in every pod for a Service named `kvrelay` or `kvrelay-...`."""
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S*")
+"""Value of the Service's `..._PORT`, whose name may also be that of an option."""
+
 Source = Literal["default", "file", "table", "environment", "flag"]
 """Where a value comes from; `file` is the file's top level, `table` the service's own table in it."""
 
@@ -49,6 +57,8 @@ class Resolved(Generic[ConfigT]):
 
     config: ConfigT
     sources: dict[str, Source]
+    ignored: tuple[str, ...] = ()
+    """Environment variables with our prefix that a cluster set, not the user."""
 
 
 def field_type(cls: type[ServiceConfig], name: str) -> Any:
@@ -89,11 +99,15 @@ def resolve(
     if file is not None:
         for name, value, source in _from_file(cls, file):
             take(name, value, source)
-    for name, text in _from_environment(cls, environ).items():
+    ours = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+    ignored = {name for name, value in ours.items() if _is_service_link(name, value)}
+    for name, text in _from_environment(cls, {name: ours[name] for name in ours.keys() - ignored}).items():
+        if name in flags:
+            continue  # also where its variable is malformed
         take(name, _parse(text, field_type(cls, name), ENV_PREFIX + name.upper()), "environment")
     for name, text in flags.items():
         take(name, _parse(text, field_type(cls, name), "--" + name.replace("_", "-")), "flag")
-    return Resolved(cls(**values), sources)
+    return Resolved(cls(**values), sources, tuple(sorted(ignored)))
 
 
 def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Source]]:
@@ -138,10 +152,18 @@ def _unknown_top_level(key: str, shared: set[str]) -> str:
     return f"unknown key {key!r}{_suggestion(key, shared)}"
 
 
+def _is_service_link(variable: str, value: str) -> bool:
+    """The variable has the name and value that Kubernetes, or Docker with links, gives it for a service's address."""
+    return bool(_SERVICE_LINK.fullmatch(variable)) or (
+        variable.endswith("_PORT") and bool(_SERVICE_URL.fullmatch(value))
+    )
+
+
 def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> dict[str, str]:
+    """Texts of the options of `cls`. `environ`: variables with our prefix that the user set."""
     known = {ENV_PREFIX + name.upper() for service in SERVICES for name in field_infos(service)}
     for variable in environ:
-        if variable.startswith(ENV_PREFIX) and variable not in known | _RESERVED_VARIABLES:
+        if variable not in known | _RESERVED_VARIABLES:
             raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, known)}")
     # Compose files set variables without a value to the empty string.
     texts = {name: environ.get(ENV_PREFIX + name.upper(), "") for name in field_infos(cls)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.base.errors import ConfigError
-from common.model.config_file import ConfigFile, read_json_object
+from common.model.config_file import ConfigFile, read_generation_config, read_json_object
 from common.model.description import (
     USUAL_ENDS,
     USUAL_NAMES,
@@ -144,8 +144,7 @@ def _with_head(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None) -> ModelConfig:
-    generation_file = folder / "generation_config.json"
-    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    _, generation = read_generation_config(folder)
     architecture, family = _find_family(config)
     if family.nested_config is not None:
         config = config.with_nested(family.nested_config)

@@ -17,6 +17,15 @@ _OF_WHOLE = {
 """Keys of a whole model, of which its text part is one."""
 
 
+def read_generation_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """`generation_config.json` of a model folder and what it holds: nothing where it is missing or empty.
+
+    Raises: ConfigError as `read_json_object`.
+    """
+    file = folder / "generation_config.json"
+    return file, read_json_object(file) if file.exists() and file.stat().st_size else {}
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in file `path`.
 

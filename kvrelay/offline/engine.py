@@ -35,4 +35,10 @@ class Engine(Protocol):
 
 def load_options(config: ClientOptions) -> LoadOptions:
     """How the model's files are used."""
-    return LoadOptions(config.chat_template, config.generation_config, config.tool_call_parser, config.reasoning_parser)
+    return LoadOptions(
+        config.chat_template,
+        config.generation_config,
+        config.tool_call_parser,
+        config.reasoning_parser,
+        config.fit_conversations,
+    )

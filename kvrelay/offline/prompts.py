@@ -66,7 +66,7 @@ def chat_jobs(
     def job(index: int, each: SamplingParams) -> PromptJob:
         chat = {"messages": _conversation(listed[index]), **options}
         body = to_request({**chat, **each.chat_fields()}, ChatRequest)
-        return PromptJob(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each, chat)
+        return PromptJob(chat_prompt(body, model).text, chat_generation(body, model, _CALLER).request, each, chat)
 
     return _each("conversation", model, job, len(listed), params)
 

@@ -35,6 +35,10 @@ class DirectEndpoints:
         self._guarded = guard(self._call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("//"):
+            # Clients join a base URL that ends with a slash and a path that begins with one.
+            path, raw_path = scope["path"].lstrip("/"), scope["raw_path"].lstrip(b"/")
+            scope = {**scope, "path": f"/{path}", "raw_path": b"/" + raw_path}
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:
             await self._guarded(scope, receive, send)
         else:

@@ -22,7 +22,7 @@ _pool: list[str] = []
 
 _DETAILS = "attempt policy reason prefill-mode decode-node prefill-node prefill-hit-tokens decode-hit-tokens relayed-bytes decision"
 """What `headers` has beside ids."""
-OWN_HEADERS = tuple(f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "parts"))
+OWN_HEADERS = tuple(f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "fitted", "parts"))
 """All headers of this project that an answer may have."""
 
 RawHeaders = list[tuple[bytes, bytes]]

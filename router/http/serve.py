@@ -63,6 +63,10 @@ def warnings_of(request: Request) -> RawHeaders:
     return request.scope.get(_WARNINGS, [])
 
 
+def _warn(request: Request, header: bytes, text: str) -> None:
+    request.scope[_WARNINGS] = [*warnings_of(request), (header, text.encode())]
+
+
 def ids_of(request: Request) -> RequestIds | None:
     """The request's ids; None for a call without them."""
     return request.scope.get(_IDS)
@@ -101,7 +105,7 @@ async def parse_by(
 
     (body, unknown), size = await read_and(request, services, work)
     if unknown:
-        request.scope[_WARNINGS] = [(b"x-kvrelay-ignored", names_in_header(unknown).encode())]
+        _warn(request, b"x-kvrelay-ignored", names_in_header(unknown))
         services.metrics.ignored_fields(len(unknown))
     return body, size
 
@@ -139,7 +143,10 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     model = model_for(services.catalog, body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
-    return PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
+    chat = PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
+    if chat.generation.changes:
+        _warn(request, b"x-kvrelay-fitted", printable("; ".join(chat.generation.changes)))
+    return chat
 
 
 def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:

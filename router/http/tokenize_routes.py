@@ -96,4 +96,4 @@ def _token_ids(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) 
     special = bool(body.add_special_tokens)
     if isinstance(body, TokenizeRequest):
         return model.tokenizer.encode(body.prompt, add_special_tokens=special)
-    return model.tokenizer.encode_chat(chat_prompt(body, model), add_special_tokens=special)
+    return model.tokenizer.encode_chat(chat_prompt(body, model).text, add_special_tokens=special)

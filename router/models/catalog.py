@@ -41,14 +41,17 @@ class ModelCatalog:
         generation_config: GenerationConfig = "auto",
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        fit_conversations: bool = True,
         preload: str | None = None,
         remembered_s: float = REMEMBERED_S,
     ) -> None:
         self._configured = model
         self._served_names = listed("served_model_name", served_model_name)
         check_names(tool_call_parser, reasoning_parser)
-        self._main_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
-        self._other_options = LoadOptions(generation_config=generation_config)
+        self._main_options = LoadOptions(
+            chat_template, generation_config, tool_call_parser, reasoning_parser, fit_conversations
+        )
+        self._other_options = LoadOptions(generation_config=generation_config, fit_conversations=fit_conversations)
         self._preloads = Preloads(listed("preload", preload), self._main_options)
         self._remembered_s = remembered_s
         self._given: ServedModel | None = None

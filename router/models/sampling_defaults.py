@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from common.model.config_file import read_json_object
+from common.model.config_file import read_generation_config
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
     Raises: ConfigError naming file, key and value.
     """
-    file = folder / "generation_config.json"
-    raw = read_json_object(file) if file.exists() else {}
+    file, raw = read_generation_config(folder)
     found = {key: _checked(file, key, raw[key]) for key in _BOUNDS if raw.get(key) is not None}
     if "max_new_tokens" in found:
         found["max_tokens"] = found.pop("max_new_tokens")
@@ -61,6 +60,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
 def _checked(file: Path, key: str, value: Any) -> Any:
     low, high = _BOUNDS[key]
+    if key in _WHOLE and isinstance(value, float) and value.is_integer():
+        value = int(value)
     kinds = int if key in _WHOLE else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         raise ConfigError(

@@ -65,6 +65,7 @@ class LoadOptions(NamedTuple):
     generation_config: GenerationConfig = "auto"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    fit_conversations: bool = True
 
 
 def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedModel:
@@ -75,7 +76,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     path = resolve_model(name_or_path)
     folder = model_folder(path)
     facts = read_facts(path)
-    tokenizer = Tokenizer(folder, chat_template=options.chat_template)
+    tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
     tokenizer.check_template()
     formats = choose_formats(
         tokenizer.template_source,
@@ -118,7 +119,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     """
     path = resolve_model(info.path)
     folder = model_folder(path)
-    tokenizer = Tokenizer(folder, chat_template=options.chat_template)
+    tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
     if info.task == "score":
         tokenizer.check_pairs()
     return ServedModel(

@@ -20,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
+from router.text.conversation_fit import ConversationFit
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call a message's reasoning."""
@@ -100,6 +101,7 @@ class ChatTemplate:
         variables = jinja2.meta.find_undeclared_variables(parsed)
         self.uses_tools = "tools" in variables
         self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
+        self.conversations = ConversationFit(self.render)
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
 
@@ -160,12 +162,27 @@ class ChatTemplate:
 
 
 def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with an empty text where it has no content; and with text, reasoning and calls, the text behind the reasoning:
-    gpt-oss's template refuses it elsewhere, and shows both as its analysis."""
+    """The message with an empty text where it has no content; with arguments of calls that are objects, which templates
+    iterate; and with text, reasoning and calls, the text behind the reasoning: gpt-oss's template refuses it elsewhere, and
+    shows both as its analysis."""
+    if any(_has_text_arguments(call) for call in message.get("tool_calls") or ()):
+        message = {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
     content, reasoning = message.get("content") or "", message.get("thinking")
     if not (content and reasoning and message.get("tool_calls")):
         return {"content": "", **message}
     return {**message, "content": "", **dict.fromkeys(REASONING_NAMES, f"{reasoning}\n\n{content}")}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The call; text that is no JSON object, which a model wrote as its arguments, is one argument."""
+    if not _has_text_arguments(call):
+        return call
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": JsonText({"arguments": function["arguments"]})}}
+
+
+def _has_text_arguments(call: Mapping[str, Any]) -> bool:
+    return isinstance(call.get("function", {}).get("arguments"), str)
 
 
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:

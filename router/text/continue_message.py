@@ -6,7 +6,7 @@ template puts it, and the prompt ends there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.base.errors import BadRequest
@@ -15,7 +15,7 @@ _MARK = "\ue000the answer continues here\ue000 "
 """Ends with a space, so that it shows whether the template strips the text."""
 
 
-def with_mark(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages to render. Raises: BadRequest if the last one has no text."""
     *others, last = messages
     if not isinstance(last.get("content"), str):

@@ -18,6 +18,7 @@ from common.base.errors import BadRequest, ConfigError, as_config_error
 from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
 from common.model.added_tokens import complete, named_tokens, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
+from router.text.conversation_fit import FittedMessages
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import SAMPLE, PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
@@ -52,7 +53,9 @@ class Tokenizer:
     Raises: ConfigError with one sentence when files are missing or broken.
     """
 
-    def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
+    def __init__(self, folder: Path, *, chat_template: str | None = None, fits_conversations: bool = True) -> None:
+        """`chat_template`: a file to use instead of the model's own. `fits_conversations`: `fit_chat` may change messages."""
+        self._fits_conversations = fits_conversations
         file = self._file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
@@ -186,6 +189,13 @@ class Tokenizer:
     def grammar_id(self, token: str) -> int | None:
         """The id by which grammars must name `token`; None if they write it as text."""
         return self._grammar_ids.get(token)
+
+    def fit_chat(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool = False) -> FittedMessages:
+        """The messages for `render_chat`, changed where the chat template does not take their sequence of roles."""
+        template = self._tool_template if with_tools else self._template
+        if template is None or not self._fits_conversations:
+            return FittedMessages(messages)
+        return template.conversations.fit(messages)
 
     def render_chat(
         self,

@@ -84,6 +84,7 @@ def read_mlp(
 ) -> MlpDescription:
     """A gated MLP, or one of another `kind`."""
     activation = config.raw.get("hidden_act") or default_activation
+    activation = "silu" if activation == "swish" else activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise config.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return MlpDescription(config.integer("intermediate_size", default_inner), activation, bias, kind)

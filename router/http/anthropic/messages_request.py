@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, as_object, items, shorten
 from router.http.openai.shared_fields import MAX_STOP_CHARS, MAX_STOPS
 
 
@@ -39,6 +40,19 @@ class RedactedThinkingBlock(_Body):
     type: Literal["redacted_thinking"]
 
 
+class SearchResultBlock(_Body):
+    """A passage that the client found; its text is shown."""
+
+    type: Literal["search_result"]
+    title: str = ""
+    source: str = ""
+    content: Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([f"{self.title} ({self.source})", *(block.text for block in self.content)])
+
+
 class ToolUseBlock(_Body):
     """A tool call of an earlier answer."""
 
@@ -49,16 +63,50 @@ class ToolUseBlock(_Body):
 
 
 class ToolResultBlock(_Body):
-    """What a called tool returned."""
+    """What a called tool returned. What is no text, such as an image, is named in its place: it cannot be shown, and the client
+    cannot take it back."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _name_others(cls, value: Any) -> Any:
+        blocks = items(value)
+        if blocks is None or all(_kind(block) in ("text", None) for block in blocks):
+            return value
+        return [_named(block) for block in blocks]
+
 
 _Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Discriminator("type")
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | SearchResultBlock | ToolUseBlock | ToolResultBlock,
+    Discriminator("type"),
 ]
+_OF_SERVER_TOOLS = re.compile(r"server_tool_use|mcp_tool_(use|result)|container_upload|compaction|\w+_tool_result")
+"""Blocks that tools which Anthropic runs leave in a history; they are left out."""
+
+
+def _kind(block: Any) -> str | None:
+    kind = (as_object(block) or {}).get("type")
+    return kind if isinstance(kind, str) else None
+
+
+def _named(block: Any) -> Any:
+    """The block of a tool's result, as text."""
+    kind = _kind(block)
+    if kind in ("text", None):
+        return block
+    if kind == "search_result":
+        return {"type": "text", "text": SearchResultBlock.model_validate(block).text}
+    return {"type": "text", "text": f"[{shorten(kind)[1:-1]}, which this model cannot see]"}
+
+
+def _is_left_out(block: Any) -> bool:
+    kind = _kind(block)
+    return kind is not None and _OF_SERVER_TOOLS.fullmatch(kind) is not None
+
+
 _Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
@@ -68,6 +116,12 @@ class InputMessage(_Body):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS)]
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _leave_out(cls, value: Any) -> Any:
+        blocks = items(value)
+        return value if blocks is None else [block for block in blocks if not _is_left_out(block)]
+
     @property
     def blocks(self) -> Sequence[_Block]:
         """The content; a text is one block."""
@@ -75,7 +129,8 @@ class InputMessage(_Body):
 
 
 class ToolParam(_Body):
-    """A function that the model may call; Anthropic's own tools are not supported. `strict`: its input must follow the schema."""
+    """A function that the model may call; Anthropic's own tools are left out beside functions, and refused alone. `strict`:
+    its input must follow the schema."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -151,6 +206,28 @@ class CountTokensRequest(_Body):
     output_format: OutputFormat | None = None
     """What `output_config.format` was called earlier."""
 
+    @staticmethod
+    def left_out(body: Json) -> list[str]:
+        """What is left out of a body: tools that Anthropic runs, beside functions, as `tools.KIND`; their calls and results, as
+        `messages.KIND`."""
+        blocks = (
+            block
+            for message in items(body.get("messages")) or ()
+            for block in items((as_object(message) or {}).get("content")) or ()
+        )
+        found = [f"messages.{_kind(block)}" for block in blocks if _is_left_out(block)]
+        tools = items(body.get("tools")) or []
+        if any(_is_function(tool) for tool in tools):
+            found += [f"tools.{_kind(tool)}" for tool in tools if not _is_function(tool)]
+        return list(dict.fromkeys(found))
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _leave_out_tools(cls, value: Any) -> Any:
+        tools = items(value) or []
+        functions = [tool for tool in tools if _is_function(tool)]
+        return functions or value
+
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""
         body: Json = {"model": self.model, "messages": self._chat_messages()}
@@ -211,6 +288,10 @@ class MessagesRequest(CountTokensRequest):
         return body
 
 
+def _is_function(tool: Any) -> bool:
+    return _kind(tool) in ("custom", None)
+
+
 def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -243,7 +324,7 @@ def _messages(role: str, blocks: Sequence[_Block]) -> list[Json]:
         return [
             {"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content or "")} for each in results
         ]
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock | SearchResultBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls: list[Json] = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}

@@ -51,7 +51,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         ids = assign_ids(request, OF_MESSAGES)
         body, size = await parse_as(request, services, CountTokensRequest, _chat_request)
         model = services.catalog.get(body.model)
-        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model)))
+        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model).text))
         return JsonResponse({"input_tokens": len(tokens)}, headers=ids.headers() + warnings_of(request))
 
 

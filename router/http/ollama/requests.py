@@ -38,7 +38,7 @@ class Options(_Body):
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: list[str] | None = None
+    stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
@@ -84,7 +84,8 @@ class _Call(_Named):
     stream: bool | None = True
     options: Options | None = None
     format: Literal["json", ""] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    """Whether the model reasons, or how much, in a word that its chat template knows."""
 
     def shared(self) -> Json:
         """The fields that every call has."""
@@ -109,7 +110,7 @@ class OllamaFunction(_Body):
     """A called function."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str = {}
 
 
 class OllamaCall(_Body):

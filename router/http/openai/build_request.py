@@ -66,10 +66,19 @@ class ChatGeneration(NamedTuple):
 
     request: GenerationRequest
     new_parser: Callable[[], OutputParser] | None
+    changes: tuple[str, ...]
+    """What was changed in the messages so that the chat template takes them."""
 
 
-def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
-    """The prompt text of a conversation, for `Tokenizer.encode_chat`.
+class ChatPrompt(NamedTuple):
+    """`text`: for `Tokenizer.encode_chat`. `changes`: as in `ChatGeneration`."""
+
+    text: str
+    changes: tuple[str, ...]
+
+
+def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
+    """The prompt of a conversation.
 
     Raises: BadRequest, as `Tokenizer.render_chat`, and for tools whose calls could not be read.
     """
@@ -80,7 +89,9 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
             "--tool-call-parser NAME",
             param="tools",
         )
-    messages = [message.for_template() for message in body.messages]
+    messages, changes = model.tokenizer.fit_chat(
+        [message.for_template() for message in body.messages], with_tools=bool(tools)
+    )
     text = model.tokenizer.render_chat(
         with_mark(messages) if body.continue_final_message else messages,
         tools=[tool.for_template() for tool in tools],
@@ -88,12 +99,12 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
         kwargs=body.chat_template_kwargs,
         effort=body.reasoning_effort,
     )
-    return before_mark(text) if body.continue_final_message else text
+    return ChatPrompt(before_mark(text) if body.continue_final_message else text, changes)
 
 
 def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> ChatGeneration:
     """Raises: BadRequest."""
-    text = chat_prompt(body, model)
+    text, changes = chat_prompt(body, model)
     _check_length(body, model, text, "messages")
     request = _generation_request(
         body,
@@ -117,7 +128,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     )
     if new_parser is not None:
         request = replace(request, visible_tokens=model.marker_ids)
-    return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser)
+    return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser, changes)
 
 
 def _with_grammar(request: GenerationRequest, found: tuple[str, Grammar] | None) -> GenerationRequest:

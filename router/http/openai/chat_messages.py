@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -13,11 +14,18 @@ from router.text.chat_template import REASONING_NAMES, JsonText
 
 
 class TextPart(BodyModel):
-    """One part of a message's content."""
+    """One part of a message's content. Responses' names of texts are taken too: applications keep one history for both calls."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class ThinkingPart(BodyModel):
+    """Reasoning of an earlier answer, which other APIs have among the parts; it is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["thinking", "redacted_thinking", "reasoning"]
 
 
 class RefusalPart(BodyModel):
@@ -29,16 +37,16 @@ class RefusalPart(BodyModel):
 
 
 class CalledFunction(BodyModel):
-    """`arguments`: a JSON object as text."""
+    """`arguments`: a JSON object as text; what a model wrote instead is taken as it is."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     name: str
     arguments: str | dict[str, Any] = "{}"
 
-    @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any] | None)
+    @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any] | list[Any] | None)
     @classmethod
-    def _none_for_null(cls, value: Any) -> Any:
-        return "{}" if value is None else value
+    def _as_text(cls, value: Any) -> Any:
+        return value if as_object(value) is not None else arguments_text(value)
 
 
 class ToolCall(BodyModel):
@@ -76,7 +84,7 @@ class Message(BodyModel):
     """What `tool_calls` were called earlier."""
     audio: None = None
 
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
+    @field_validator("content", mode="before", json_schema_input_type=str | list[str | TextPart] | None)
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
         parts = items(value)
@@ -86,10 +94,14 @@ class Message(BodyModel):
         texts: list[str] = []
         for part in parts:
             kind = (as_object(part) or {}).get("type")
-            if kind == "refusal":
+            if isinstance(part, str):
+                texts.append(part)
+            elif kind == "refusal":
                 texts.append(RefusalPart.model_validate(part).refusal)
-            elif kind == "text":
+            elif kind in ("text", "input_text", "output_text"):
                 texts.append(TextPart.model_validate(part).text)
+            elif kind in ("thinking", "redacted_thinking", "reasoning"):
+                ThinkingPart.model_validate(part)
             else:
                 raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
         return "\n".join(texts)
@@ -137,11 +149,22 @@ class Message(BodyModel):
         return shown
 
 
+def arguments_text(value: Any) -> Any:
+    """A past call's arguments as text: null is no arguments; a list, a number or a boolean is written as JSON."""
+    if value is None:
+        return "{}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _parsed(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    if not isinstance(arguments, str):
-        return JsonText(arguments)
-    try:
-        found = as_object(from_json(arguments or "{}", allow_inf_nan=False, cache_strings=False))
-    except ValueError:
-        return arguments
-    return arguments if found is None else JsonText(found)
+    """Arguments as an object, also where they were encoded twice; what is no object stays text."""
+    found: Any = arguments
+    for _ in range(2):
+        if not isinstance(found, str):
+            break
+        try:
+            found = from_json(found or "{}", allow_inf_nan=False, cache_strings=False)
+        except ValueError:
+            return arguments
+    fields = {} if found is None else as_object(found)
+    return arguments if fields is None else JsonText(fields)

@@ -9,7 +9,8 @@ from pydantic import ConfigDict, Field, field_validator
 from router.http.body_model import BodyModel
 from router.http.openai.checks import bounded_json
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+"""Bounds the work of one request. OpenAI's own limit of 128 is one of its models; hubs of tool servers offer more."""
 _MAX_DESCRIPTION = 65_536
 
 

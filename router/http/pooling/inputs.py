@@ -70,8 +70,9 @@ def _inputs(
     if body.messages is not None:
         if not model.tokenizer.template_source:
             raise BadRequest("this model has no chat template: send texts as `input`", param="messages")
+        fitted = model.tokenizer.fit_chat([message.for_template() for message in body.messages])
         text = model.tokenizer.render_chat(
-            [message.for_template() for message in body.messages],
+            fitted.messages,
             add_generation_prompt=bool(body.add_generation_prompt),
             kwargs=body.chat_template_kwargs,
         )

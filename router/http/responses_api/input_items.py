@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
-from router.http.openai.checks import MAX_CONTENT_PARTS, as_object
+from router.http.openai.chat_messages import arguments_text
+from router.http.openai.checks import MAX_CONTENT_PARTS, as_object, items
 
 
 class _Part(BodyModel):
@@ -47,7 +49,12 @@ class FunctionCallItem(_Part):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str = "{}"
+
+    @field_validator("arguments", mode="before", json_schema_input_type=str | None)
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return arguments_text(value)
 
 
 class FunctionOutputItem(_Part):
@@ -73,6 +80,52 @@ class ItemReference(_Part):
     id: Annotated[str, Field(max_length=64)]
 
 
+OTHER_ITEMS = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "compaction"),
+        *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output", "shell_call"),
+        *("shell_call_output", "apply_patch_call", "apply_patch_call_output", "tool_search_call", "tool_search_output"),
+        *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call", "program", "program_output"),
+        *("additional_tools", "configuration_update", "compaction_trigger", "custom_tool_call"),
+        "custom_tool_call_output",
+    }
+)
+"""Items that another server's models and tools leave in a history. Those that hold a call and its output as text are shown to
+the model as calls of functions; the others are left out."""
+
+
+def readable_items(value: Any) -> Any:
+    """A list of items without `OTHER_ITEMS`, as far as they cannot be shown."""
+    listed = items(value)
+    if listed is None or not any(_kind(item) in OTHER_ITEMS for item in listed):
+        return value
+    return [shown for item in listed for shown in _readable(item)]
+
+
+def left_out_items(value: Any) -> list[str]:
+    """The kinds of `OTHER_ITEMS` in a list of items, each once."""
+    return list(dict.fromkeys(kind for item in items(value) or () if (kind := _kind(item)) in OTHER_ITEMS))
+
+
+def _readable(item: Any) -> list[Any]:
+    kind, fields = _kind(item), as_object(item) or {}
+    if kind not in OTHER_ITEMS:
+        return [item]
+    if kind == "custom_tool_call":
+        given = json.dumps({"input": fields.get("input")})
+        return [{**fields, "type": "function_call", "arguments": given}]
+    if kind == "custom_tool_call_output":
+        return [{**fields, "type": "function_call_output"}]
+    if kind == "mcp_call":
+        call: Json = {"call_id": fields.get("id"), "name": fields.get("name"), "arguments": fields.get("arguments")}
+        answer = fields.get("output") or str(fields.get("error") or "")
+        return [
+            {"type": "function_call", **call},
+            {"type": "function_call_output", "call_id": fields.get("id"), "output": answer},
+        ]
+    return []
+
+
 def _kind(item: Any) -> str:
     fields = as_object(item)
     if fields is None:
@@ -95,13 +148,13 @@ InputItem = Annotated[
 ]
 
 
-def chat_messages(items: Sequence[InputItem]) -> list[Json]:
+def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
     """The chat messages of these items, none of which is a reference: reasoning, text and calls of the model that follow each
     other are one message.
     """
     messages: list[Json] = []
     answer: Json | None = None
-    for item in items:
+    for item in listed:
         match item:
             case ReasoningItem():
                 answer = _append(messages, None, reasoning_content=_text(item.content or item.summary or []))

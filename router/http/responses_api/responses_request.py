@@ -11,7 +11,7 @@ from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_INT, as_object, items, shorten
 from router.http.openai.unsupported import UNSUPPORTED
-from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
+from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages, left_out_items, readable_items
 
 _MAX_METADATA = 16
 _MAX_METADATA_CHARS = 512
@@ -163,9 +163,18 @@ class ResponsesRequest(BodyModel):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """The kinds of tools in a body that are left out, as `tools.KIND`: those that are not functions, beside functions."""
+        """What is left out of a body: tools that are not functions, beside functions, as `tools.KIND`; items of other
+        servers, as `input.KIND`."""
+        found = [f"input.{kind}" for kind in left_out_items(body.get("input"))]
         kinds = dict.fromkeys(_kind(tool) for tool in items(body.get("tools")) or ())
-        return [f"tools.{kind}" for kind in kinds if kind not in ("function", None)] if "function" in kinds else []
+        if "function" in kinds:
+            found += [f"tools.{kind}" for kind in kinds if kind not in ("function", None)]
+        return found
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _leave_out_items(cls, value: Any) -> Any:
+        return readable_items(value)
 
     @field_validator("tools", mode="before")
     @classmethod

@@ -63,7 +63,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         ids = assign_ids(request, "resp_")
         _, _, chat_body, size = await _read(request, services)
         model = services.catalog.get(chat_body.model)
-        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model)))
+        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model).text))
         counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
         return JsonResponse(counted, headers=ids.headers() + warnings_of(request))
 

@@ -88,6 +88,39 @@ def test_unknown_variable_with_our_prefix_is_refused_with_the_near_one() -> None
         resolve(DecodeConfig, flags={}, environ={"KVRELAY_MAX_NUM_SEQ": "1"}, file=None)
 
 
+def test_variables_that_kubernetes_sets_for_a_service_are_no_options_of_ours() -> None:
+    """With a Service named `kvrelay` every pod gets them, and every start failed."""
+    links = {
+        "KVRELAY_SERVICE_HOST": "10.96.0.7",
+        "KVRELAY_SERVICE_PORT": "8000",
+        "KVRELAY_SERVICE_PORT_HTTP": "8000",
+        "KVRELAY_PORT": "tcp://10.96.0.7:8000",
+        "KVRELAY_PORT_8000_TCP": "tcp://10.96.0.7:8000",
+        "KVRELAY_PORT_8000_TCP_PROTO": "tcp",
+        "KVRELAY_PORT_8000_TCP_PORT": "8000",
+        "KVRELAY_PORT_8000_TCP_ADDR": "10.96.0.7",
+        "KVRELAY_REDIS_SERVICE_HOST": "10.96.0.8",
+        "KVRELAY_REDIS_PORT_6379_TCP_ADDR": "10.96.0.8",
+        "KVRELAY_ADMIN_PORT": "tcp://10.96.0.9:8001",
+        "KVRELAY_MAX_WAITING_PORT": "udp://[fd00::9]:53",
+    }
+    for service in (RouterConfig, DecodeConfig, PrefillConfig, UpConfig):
+        resolved = resolve(service, flags={}, environ={**links, "KVRELAY_SEED": "3"}, file=None)
+        assert resolved.ignored == tuple(sorted(links))
+        assert resolved.config.port == service().port
+    ports = {"KVRELAY_PORT": "9000", "KVRELAY_ADMIN_PORT": "9001"}
+    config = resolve(RouterConfig, flags={}, environ=ports, file=None).config
+    assert (config.port, config.admin_port) == (9000, 9001)
+    for name, value in [("KVRELAY_PORT", "http://h:1"), ("KVRELAY_SERVICE_HOSTS", "h"), ("KVRELAY_PRT", "9000")]:
+        with pytest.raises(ConfigError, match=name):
+            resolve(RouterConfig, flags={}, environ={name: value}, file=None)
+
+
+def test_a_flag_wins_over_a_malformed_variable() -> None:
+    environ = {"KVRELAY_PORT": "http://h:1", "KVRELAY_POLICY": "kv_aware"}
+    assert resolve(RouterConfig, flags={"port": "9000"}, environ=environ, file=None).config.port == 9000
+
+
 def test_variable_of_another_service_is_ignored() -> None:
     resolve(DecodeConfig, flags={}, environ={"KVRELAY_MAX_WAITING": "not even a number"}, file=None)
 

@@ -136,6 +136,13 @@ def test_files_without_sampling_set_nothing(tmp_path: Path) -> None:
     assert read_sampling_defaults(write(tmp_path, {"temperature": 0})) == SamplingDefaults(temperature=0.0)
 
 
+def test_whole_floats_are_integers_and_an_empty_file_has_no_defaults(tmp_path: Path) -> None:
+    found = read_sampling_defaults(write(tmp_path, {"top_k": 20.0, "max_new_tokens": 512.0}))
+    assert (found.top_k, found.max_tokens) == (20, 512)
+    (tmp_path / "generation_config.json").write_text("")
+    assert read_sampling_defaults(tmp_path) == NEUTRAL
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -144,7 +151,7 @@ def test_files_without_sampling_set_nothing(tmp_path: Path) -> None:
         ("temperature", float("nan")),
         ("top_p", 0),
         ("top_p", 1.01),
-        ("top_k", 20.0),
+        ("top_k", 20.5),
         ("top_k", True),
         ("min_p", -0.1),
         ("repetition_penalty", 0),

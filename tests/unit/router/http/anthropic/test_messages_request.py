@@ -127,3 +127,42 @@ def test_the_effort_is_a_variable_of_the_template(effort: str, shown: str) -> No
     assert _chat(output_config={"effort": effort}).chat_template_kwargs == {"reasoning_effort": shown}
     both = _chat(output_config={"effort": effort}, thinking={"type": "disabled"})
     assert both.chat_template_kwargs == {"reasoning_effort": shown, "enable_thinking": False}
+
+
+def test_tools_that_anthropic_runs_are_left_out_beside_functions_with_their_history() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    used = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]}
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [used, found, {"type": "text", "text": "a"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "b"}]}
+            ],
+        },
+    ]
+    body = {"max_tokens": 3, "messages": turns, "tools": [search, *TOOLS]}
+    chat = _chat(**body)
+    assert [tool.function.name for tool in chat.offered_tools] == ["f"]
+    assert [message.content for message in chat.messages] == ["x", "a", "T (S)\nb"]
+    assert MessagesRequest.left_out(body) == [
+        "messages.server_tool_use",
+        "messages.web_search_tool_result",
+        "tools.web_search_20250305",
+    ]
+    with pytest.raises(BadRequest, match=r"tools\.0\.type"):
+        _chat(tools=[search])
+
+
+def test_what_a_tool_returned_beside_text_is_named() -> None:
+    shown = [{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "base64", "data": "x"}}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": shown}
+    called = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [result]},
+    ]
+    assert _chat(messages=turns).messages[-1].content == "a\n[image, which this model cannot see]"

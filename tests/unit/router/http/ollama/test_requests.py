@@ -60,6 +60,7 @@ def test_ids_of_the_client_are_kept() -> None:
         (True, None, {"enable_thinking": True}),
         (False, None, {"enable_thinking": False}),
         ("low", "low", None),
+        ("max", "max", None),
     ],
 )
 def test_think_may_be_an_effort(think: Any, effort: str | None, kwargs: Any) -> None:

@@ -22,6 +22,11 @@ REASONS = {"reasoning_content": "r", "reasoning": "r", "thinking": "r"}
     [
         ({"role": "user", "content": "a", "extra": 1}, {"role": "user", "content": "a"}),
         ({"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"}, {"role": "user", "content": "a", "name": "n"}),
+        ({"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]}, {"role": "user", "content": "a\nb"}),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "r"}, {"type": "output_text", "text": "a"}]},
+            {"role": "assistant", "content": "a"},
+        ),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "assistant"}, {"role": "assistant", "content": ""}),
         (
@@ -68,7 +73,20 @@ def test_messages_keep_what_templates_need(sent: Any, seen: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "seen"), [("", {}), (None, {}), ("{", "{"), ("[1]", "[1]"), ({"a": 1}, {"a": 1})]
+    ("arguments", "seen"),
+    [
+        *[
+            ("", {}),
+            (None, {}),
+            ("null", {}),
+            ("{", "{"),
+            ("[1]", "[1]"),
+            ([1], "[1]"),
+            ("5", "5"),
+            ({"a": 1}, {"a": 1}),
+        ],
+        *[('"{\\"a\\": 1}"', {"a": 1}), ('"text"', '"text"'), ('{"a": 1', '{"a": 1')],
+    ],
 )
 def test_arguments_that_are_no_object_remain_text(arguments: Any, seen: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}

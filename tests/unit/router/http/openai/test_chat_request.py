@@ -55,7 +55,7 @@ def test_templates_see_a_tool_in_the_usual_order_and_without_strict() -> None:
     [
         ({"tools": [_tool("f")] * 2}, "two functions have the same name"),
         ({"tools": [{}]}, "type"),
-        ({"tools": [_tool("f")] * 129}, "at most 128 tools"),
+        ({"tools": [_tool("f")] * 1025}, "at most 1024 tools"),
         ({"tools": [_tool("f b")]}, "pattern"),
         ({"tools": [_tool("f", parameters=[])]}, "parameters"),
         ({"tools": [_tool("f", parameters=_nested(40))]}, "nested deeper than 32"),

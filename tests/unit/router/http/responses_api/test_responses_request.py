@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from common.base.errors import BadRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openai.unknown_fields import unknown_fields
+from router.http.responses_api.input_items import OTHER_ITEMS
 from router.http.responses_api.responses_request import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -141,9 +143,50 @@ def test_fields_of_the_chat_call_count_and_are_not_reported_as_unknown() -> None
 
 def test_items_of_another_type_are_refused_with_those_that_are_supported() -> None:
     with pytest.raises(BadRequest) as refusal:
-        validated({"input": [{"type": "computer_call", "id": "x"}]}, ResponsesRequest)
+        validated({"input": [{"type": "computer_cal", "id": "x"}]}, ResponsesRequest)
     assert refusal.value.message == (
         "input.0: items of this type are not supported; supported are message, function_call, function_call_output, "
         "reasoning and item_reference "
-        "(got {'id': 'x', 'type': 'computer_call'})"
+        "(got {'id': 'x', 'type': 'computer_cal'})"
     )
+
+
+def _literals(hint: Any) -> set[str]:
+    """The strings in a type."""
+    return {hint} if isinstance(hint, str) else {text for inner in get_args(hint) for text in _literals(inner)}
+
+
+_KINDS = {kind for item in get_args(ResponseInputItemParam) for kind in _literals(get_type_hints(item)["type"])}
+
+
+def test_every_kind_of_item_that_another_server_may_have_left_is_shown_or_left_out() -> None:
+    ours = {"message", "function_call", "function_call_output", "reasoning", "item_reference"}
+    assert _KINDS - ours == OTHER_ITEMS
+    for kind in OTHER_ITEMS:
+        item = {"type": kind, "id": "i", "call_id": "c", "name": "f", "input": "in", "arguments": "{}", "output": "out"}
+        body = {"input": [{"role": "user", "content": "u"}, item]}
+        chat = _chat(input=body["input"])
+        shown = [call.function.name for message in chat.messages for call in message.tool_calls or ()]
+        assert shown == (["f"] if kind in ("custom_tool_call", "mcp_call") else []), kind
+        assert unknown_fields(body, ResponsesRequest) == [f"input.{kind}"]
+    with pytest.raises(BadRequest, match="items of this type"):
+        _chat(input=[{"type": "web_serch_call"}])
+    with pytest.raises(BadRequest, match="input"):
+        _chat(input=[{"type": "web_search_call", "id": "w", "status": "completed"}])
+
+
+def test_calls_of_other_kinds_keep_their_text() -> None:
+    calls = [
+        {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "a = 1"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+        {"type": "mcp_call", "id": "m", "server_label": "s", "name": "g", "arguments": '{"x": 1}', "output": "7"},
+        {"type": "function_call", "call_id": "n", "name": "h", "arguments": None},
+    ]
+    messages = [message.for_template() for message in _chat(input=[{"role": "user", "content": "u"}, *calls]).messages]
+    made = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert made == [
+        {"name": "f", "arguments": {"input": "a = 1"}},
+        {"name": "g", "arguments": {"x": 1}},
+        {"name": "h", "arguments": {}},
+    ]
+    assert [message["content"] for message in messages if message["role"] == "tool"] == ["done", "7"]
