@@ -21,7 +21,6 @@ KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m
 Quantization = Literal["auto", "fp8", "int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
 TaskName = Literal["auto", "generate", "embed", "score"]
-GenerationConfig = Literal["auto", "none"]
 
 CPU_KV_GB = 1.0
 """Default KV cache memory of a rank on a CPU."""
@@ -271,91 +270,6 @@ class PipelineOptions:
     pp_layers: str = option(
         "", "Layers of each stage, as in 10,14; empty splits the work evenly, including the LM head.", "Ranks", own=True
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientOptions:
-    """Options of the HTTP API's clients."""
-
-    api_key: str = option("", "Clients' keys, separated by commas; empty accepts every client.", "Clients", secret=True)
-    api_key_file: str | None = option(
-        None, "TOML file of keys in classes with limits (docs/security.md), read again when it changes.", "Clients"
-    )
-    chat_template: str | None = option(
-        None, "File with a Jinja chat template, used instead of the model's own.", "Clients"
-    )
-    fit_conversations: bool = option(
-        True,
-        "Change conversations whose sequence of roles the chat template does not take: join leading system messages, carry "
-        "later ones into the user's turns, merge neighbours of one role; the header x-kvrelay-fitted says so.",
-        "Clients",
-    )
-    tool_call_parser: str | None = option(
-        None,
-        "Format of the model's tool calls: hermes, llama3_json, pythonic, llama4_pythonic, mistral, deepseek_v3, "
-        "deepseek_v31, openai or none; by default chosen from the chat template.",
-        "Clients",
-    )
-    reasoning_parser: str | None = option(
-        None,
-        "Format of the model's reasoning: qwen3, deepseek_r1, deepseek_v3, mistral, openai_gptoss or none; by default "
-        "chosen from the chat template.",
-        "Clients",
-    )
-    generation_config: GenerationConfig = option(
-        "auto",
-        "Defaults of temperature, top_p, top_k, min_p, repetition_penalty and the answer's length: auto reads the "
-        "model's generation_config.json, none uses OpenAI's defaults.",
-        "Clients",
-    )
-    request_timeout_s: float = option(
-        600.0, "Seconds after which an unfinished request is aborted.", "Clients", low=0.001
-    )
-    max_waiting: int = option(
-        256, "Maximum number of a model's requests without a first token; further ones get 429.", "Clients", low=1
-    )
-    max_queue_wait_s: float = option(
-        60.0, "Seconds that a request may wait in the router's admission queue before it gets 429.", "Clients", low=0
-    )
-    slo_ttft: float = option(
-        0.0,
-        "Reject a request early (429) if its first token is expected to take longer than this many seconds; 0: never.",
-        "Clients",
-        low=0,
-    )
-    slo_tpot: float = option(
-        0.0,
-        "Reject a request early (429) if each token is expected to take longer than this many seconds; 0: never.",
-        "Clients",
-        low=0,
-    )
-    max_stored_responses: int = option(
-        1000,
-        "Maximum number of answers of /v1/responses that Redis keeps, each of at most 256 KiB and for a day; 0: none.",
-        "Clients",
-        low=0,
-    )
-    allow_runtime_lora: bool = option(
-        False,
-        "Let clients load and unload LoRA adapters with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs an "
-        "admin token.",
-        "Clients",
-    )
-    strict_parameters: bool = option(
-        False,
-        "Refuse requests with fields that no known API has (400); by default these are ignored and named in the "
-        "x-kvrelay-ignored header.",
-        "Clients",
-    )
-    allowed_origins: str = option(
-        "",
-        "Origins of web pages whose scripts may use the API (CORS); * allows all, by default none may.",
-        "Clients",
-        several=True,
-    )
-    allowed_methods: str = option("*", "HTTP methods that such scripts may use.", "Clients", several=True)
-    allowed_headers: str = option("*", "Request headers that such scripts may set.", "Clients", several=True)
-    allow_credentials: bool = option(False, "Whether such scripts may send cookies.", "Clients")
 
 
 @dataclass(frozen=True, kw_only=True)

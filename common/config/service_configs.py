@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from common.base.errors import ConfigError
 from common.base.logs import LogFormat
+from common.config.client_options import ClientOptions
 from common.config.cluster_options import ClusterOptions
 from common.config.fields import NAME, check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
@@ -18,7 +19,6 @@ from common.config.option_groups import (
     AdminHostOptions,
     AdminOptions,
     CapacityOptions,
-    ClientOptions,
     DeviceOptions,
     GpuMemoryOptions,
     HttpOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from common.config.option_groups import ClientOptions
+from common.config.client_options import ClientOptions
 from kvrelay.offline.outputs import EngineAnswer
 from kvrelay.offline.prompts import PromptJob
 from router.models.served_model import LoadOptions, ServedModel
