@@ -19,7 +19,7 @@ from common.model.hub import is_gguf
 _KINDS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 """Weight files, most preferred first: the name of a single one, and what the names of several match."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Largest header that the format allows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def files_state(path: Path, load_format: str) -> str:
-    """Digest of the names, sizes and times of the weight files; another one means that they may hold other weights. The time
+    """Digest of the names, sizes and times of the weight files; if it changes, they may hold other weights. The time
     of the last change (`st_ctime_ns`) is one that no program can set. Of dummy weights: nothing.
 
     Raises: ConfigError.

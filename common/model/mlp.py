@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from common.kernels.base import Kernels
-from common.model.build import Build
+from common.model.build import AdaptLinears, Build
 from common.model.description import MlpDescription
 from common.model.implementation import implementation
 
@@ -38,8 +39,20 @@ def _activate_and_mul(activation: str, kernels: Kernels) -> Callable[[Tensor], T
     return activate_and_mul
 
 
+class Mlp(Protocol):
+    """The MLP of one layer: this rank's inner features, then an all-reduce."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], fresh."""
+        ...
+
+    def adapt(self, adapt: AdaptLinears) -> None:
+        """Have its linear layers apply LoRA adapters."""
+        ...
+
+
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), gate and up merged; this rank's inner features, then an all-reduce."""
+    """down(activation(gate(x)) * up(x)), gate and up merged."""
 
     def __init__(self, build: Build, prefix: str, mlp: MlpDescription) -> None:
         """`prefix`: the layer's name and a dot."""
@@ -49,14 +62,21 @@ class GatedMlp:
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate_and_mul = _activate_and_mul(mlp.activation, build.kernels)
         self._mesh = build.mesh
+        self._names, self._inner = names, inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
         return self._mesh.all_reduce(self.down.forward(self._activate_and_mul(self.gate_up.forward(x))))
 
+    def adapt(self, adapt: AdaptLinears) -> None:
+        """Have its linear layers apply LoRA adapters."""
+        names, inner = self._names, self._inner
+        self.gate_up = adapt.columns(self.gate_up, [(names.gate, inner), (names.up, inner)])
+        self.down = adapt.rows(self.down, names.down, inner)
+
 
 class PlainMlp:
-    """down(activation(up(x))); this rank's inner features, then an all-reduce."""
+    """down(activation(up(x)))."""
 
     def __init__(self, build: Build, prefix: str, mlp: MlpDescription) -> None:
         """`prefix`: the layer's name and a dot."""
@@ -65,11 +85,22 @@ class PlainMlp:
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate = implementation("activation", mlp.activation, _FUNCTIONS)
         self._mesh = build.mesh
+        self._names, self._inner = names, inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
         return self._mesh.all_reduce(self.down.forward(self._activate(self.up.forward(x))))
 
+    def adapt(self, adapt: AdaptLinears) -> None:
+        """Have its linear layers apply LoRA adapters."""
+        self.up = adapt.columns(self.up, [(self._names.up, self._inner)])
+        self.down = adapt.rows(self.down, self._names.down, self._inner)
 
-MLPS: dict[str, type[GatedMlp | PlainMlp]] = {"gated": GatedMlp, "plain": PlainMlp}
-"""By `MlpDescription.kind`."""
+
+MLPS: dict[str, Callable[[Build, str, MlpDescription], Mlp]] = {"gated": GatedMlp, "plain": PlainMlp}
+"""By `MlpDescription.kind`. Each takes the layer's name and a dot, and the description."""
+
+
+def make_mlp(build: Build, prefix: str, mlp: MlpDescription) -> Mlp:
+    """The MLP of the layer whose name and a dot are `prefix`."""
+    return implementation("MLP", mlp.kind, MLPS)(build, prefix, mlp)

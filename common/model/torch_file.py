@@ -1,4 +1,4 @@
-"""What lies where in a weight file that `torch.save` wrote: `pytorch_model.bin`. No torch."""
+"""The places of tensors in a weight file that `torch.save` wrote: `pytorch_model.bin`. No torch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,11 @@ from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeKernels
-from common.model.build import Build
+from common.model.build import Build, Share
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
 from common.model.lora.products import AdapterRuns, LayerProducts, NativeProducts, Products, Run, Term, TorchProducts
-from common.model.mlp import GatedMlp
 from common.model.native_layer import NativeLayer
 
 
@@ -39,7 +38,7 @@ class _CurrentStep:
     """The adapters of the step that runs."""
 
     runs: AdapterRuns | None = None
-    """Rows without an adapter are in none."""
+    """Runs of rows with an adapter; None: the step has none."""
 
 
 class AdaptedLinear:
@@ -54,7 +53,7 @@ class AdaptedLinear:
         self.products = products
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `Linear.forward`."""
+        """The layer's outputs with those of adapters: `Linear.forward`."""
         y = self._base.forward(x, dtype)
         if self._step.runs is not None:
             self.products.add_(y, x, self._step.runs)
@@ -77,10 +76,33 @@ class _AdaptedLayer:
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Run the layer with the step's adapters: `DecoderLayer.forward`."""
         runs = self._step.runs
         lora = None if runs is None else self._products.address(runs)
         return self._whole.forward(x, delta, rope, backend, on_layer, lora)
+
+
+class _LayerLinears:
+    """`AdaptLinears` of one layer."""
+
+    def __init__(self, number: int, hidden: int, adapt: Callable[[Linear, int, list[_Part]], AdaptedLinear]) -> None:
+        self._number = number
+        self._hidden = hidden
+        self._adapt = adapt
+
+    def columns(self, base: Linear, merged: Sequence[tuple[str, Share]]) -> AdaptedLinear:
+        parts: list[_Part] = []
+        before: dict[str, int] = {}
+        first = 0
+        for name, share in merged:  # parts of one name lie in its tensor one after the other
+            start = before.get(name, 0)
+            parts.append(_Part(name, (start + share.lo, start + share.hi), (0, self._hidden), first))
+            before[name] = start + share.size
+            first += share.count
+        return self._adapt(base, self._number, parts)
+
+    def rows(self, base: Linear, name: str, inputs: Share) -> AdaptedLinear:
+        return self._adapt(base, self._number, [_Part(name, (0, self._hidden), (inputs.lo, inputs.hi), 0)])
 
 
 class Adapters:
@@ -100,39 +122,15 @@ class Adapters:
         return self._step.runs is not None
 
     def attach(self, layer: DecoderLayer, whole: DecoderLayer | NativeLayer, number: int) -> Layer:
-        """Have `layer`, the model's layer `number`, apply adapters. Returns what does so in the place of `whole`, which is
-        `layer` or computes the same."""
-        build, names = self._build, self._build.names
-        description = build.config.layers[number]
-        hidden, dim, heads = (
-            build.config.hidden_size,
-            description.attention.head_dim,
-            build.heads(description.attention),
-        )
-        q, kv = (heads.q_lo * dim, heads.q_hi * dim), (heads.kv_lo * dim, heads.kv_hi * dim)
-        sizes = [description.attention.num_q_heads * dim, *[description.attention.num_kv_heads * dim] * 2]
-        inner = build.inner(description.mlp)
-        own = (inner.lo, inner.hi)
-        attention, mlp = layer.attention, layer.mlp
-
-        def column(base: Linear, merged: list[tuple[str, tuple[int, int], int]]) -> AdaptedLinear:
-            return self._adapt(base, number, _column_parts(merged, hidden))
-
-        def row(base: Linear, name: str, inputs: tuple[int, int]) -> AdaptedLinear:
-            return self._adapt(base, number, [_Part(name, (0, hidden), inputs, 0)])
-
-        attention.qkv = column(attention.qkv, list(zip((names.q, names.k, names.v), (q, kv, kv), sizes, strict=True)))
-        attention.out = row(attention.out, names.output, q)
-        if isinstance(mlp, GatedMlp):
-            mlp.gate_up = column(mlp.gate_up, [(names.gate, own, inner.size), (names.up, own, inner.size)])
-        else:
-            mlp.up = column(mlp.up, [(names.up, own, inner.size)])
-        mlp.down = row(mlp.down, names.down, own)
+        """Have `layer`, the model's layer `number`, apply adapters. Returns the layer that takes the place of `whole`, which is `layer` or
+        computes the same."""
+        first = len(self._linears)
+        linears = _LayerLinears(number, self._build.config.hidden_size, self._adapt)
+        layer.attention.adapt(linears)
+        layer.mlp.adapt(linears)
         if not isinstance(whole, NativeLayer):
             return whole
-        assert isinstance(mlp, GatedMlp)
-        linears = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-        products = [each.products for each in linears if isinstance(each, AdaptedLinear)]
+        products = [linear.products for linear in self._linears[first:]]
         return _AdaptedLayer(
             whole, LayerProducts([each for each in products if isinstance(each, NativeProducts)]), self._step
         )
@@ -190,16 +188,3 @@ class Adapters:
                 runs.append(Run(adapter_id, first, first + count))
             first += count
         self._step.runs = AdapterRuns(runs) if runs else None
-
-
-def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:
-    """merged: (name, this rank's outputs, all outputs) of each; parts of one name lie in it one after the other."""
-    parts: list[_Part] = []
-    before: dict[str, int] = {}
-    first = 0
-    for name, (lo, hi), size in merged:
-        start = before.get(name, 0)
-        parts.append(_Part(name, (start + lo, start + hi), (0, inputs), first))
-        before[name] = start + size
-        first += hi - lo
-    return parts
