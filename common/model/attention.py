@@ -15,7 +15,7 @@ from torch import Tensor
 from common.attention.base import AttentionBackend, AttentionShape
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
-from common.model.build import AdaptLinears, Build, Share
+from common.model.build import Build, Share
 from common.model.description import AttentionDescription, MultiHeadDescription
 from common.model.implementation import implementation
 from common.model.norms import make_qk_norm
@@ -37,10 +37,6 @@ class Attention(Protocol):
         """The facts that its backend needs."""
         ...
 
-    def adapt(self, adapt: AdaptLinears) -> None:
-        """Have its linear layers apply LoRA adapters."""
-        ...
-
 
 class MultiHeadAttention:
     """Merged q, k, v projection, optional norm of q and k, rope, paged attention, output projection; this rank's heads."""
@@ -57,8 +53,6 @@ class MultiHeadAttention:
         q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
         kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
         merged = [prefix + name for name in (names.q, names.k, names.v)]
-        self._merged = [(names.q, q), (names.k, kv), (names.v, kv)]
-        self._output = names.output, q
         self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
         self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
         self.qk_norm = make_qk_norm(build, prefix, attention)
@@ -84,11 +78,6 @@ class MultiHeadAttention:
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         """The facts that its backend needs."""
         return multi_head_shape(self._description, self.heads, self._dtype, block_size, max_context)
-
-    def adapt(self, adapt: AdaptLinears) -> None:
-        """Have its linear layers apply LoRA adapters."""
-        self.qkv = adapt.columns(self.qkv, self._merged)
-        self.out = adapt.rows(self.out, *self._output)
 
 
 def multi_head_shape(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,14 +47,15 @@ class Share:
         return self.hi - self.lo
 
 
-class AdaptLinears(Protocol):
-    """Wraps a layer's linear layers, so that they apply LoRA adapters."""
+class LinearPart(NamedTuple):
+    """A named linear layer of the checkpoint, or this rank's part of it, in a merged one."""
 
-    def columns(self, base: Linear, merged: Sequence[tuple[str, Share]]) -> Linear:
-        """merged: (name in the layer, this rank's outputs) of each part of `base`."""
-        ...
-
-    def rows(self, base: Linear, name: str, inputs: Share) -> Linear: ...
+    name: str
+    outputs: tuple[int, int]
+    """This rank's range of the named layer's outputs."""
+    inputs: tuple[int, int]
+    first: int
+    """Where its outputs begin in the merged layer."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Build:
     """Packed weights shared with other processes; None: they are not shared."""
     lm_head: bool = True
     """Whether the model gives logits."""
+    adapt: Callable[[Linear, list[LinearPart]], Linear] = lambda linear, parts: linear
+    """Wraps each linear layer, to apply LoRA adapters."""
 
     @property
     def names(self) -> WeightNames:
@@ -117,9 +121,13 @@ class Build:
             sizes[name] = before + share.size
         biases = [self.read(f"{name}.bias", sizes[name], part=part) for name, part in parts if bias]
         stacked = [StoredTensor(f"{name}.weight", (sizes[name], in_features), part) for name, part in parts]
-        return self._linear(
-            stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None, is_paired
-        )
+        starts = [0, *accumulate(share.count for share in shares)]
+        linear = self._linear(stacked, starts[-1], torch.cat(biases) if bias else None, is_paired)
+        own = [
+            LinearPart(name, (part.lo, part.hi), (0, in_features), first)
+            for (name, part), first in zip(parts, starts, strict=False)
+        ]
+        return self.adapt(linear, own)
 
     def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
         """A layer over this rank's input features; an all-reduce over the stage's ranks gives the whole layer's output."""
@@ -127,7 +135,9 @@ class Build:
         # Only one rank adds the bias, because the outputs are summed.
         has_bias = bias and self.mesh.place.tp_rank == 0
         own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
-        return self._linear([StoredTensor(f"{name}.weight", (out_features, share.size), part)], out_features, own_bias)
+        stored = StoredTensor(f"{name}.weight", (out_features, share.size), part)
+        linear = self._linear([stored], out_features, own_bias)
+        return self.adapt(linear, [LinearPart(name, (0, out_features), (share.lo, share.hi), 0)])
 
     def _linear(
         self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False

@@ -6,6 +6,7 @@ Every family is this model: they differ in the descriptions of their layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class DecoderModel:
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         self.adapters = Adapters(build)
         """LoRA adapters that steps can name."""
+        build = replace(build, adapt=self.adapters.adapt)
         layers: list[Layer] = []
         wholes: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, ...]] = []
@@ -59,7 +61,7 @@ class DecoderModel:
             layer = DecoderLayer(build, number, i)
             whole = layer if native is None else as_native(layer, native, build.mesh, build.precision.wide)
             wholes.append(whole)
-            layers.append(self.adapters.attach(layer, whole, number))
+            layers.append(self.adapters.attach(whole))
             kv_scales.append(layer.kv_scales)
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)

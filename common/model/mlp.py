@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.kernels.base import Kernels
-from common.model.build import AdaptLinears, Build
+from common.model.build import Build
 from common.model.description import MlpDescription
 from common.model.implementation import implementation
 
@@ -46,10 +46,6 @@ class Mlp(Protocol):
         """x: [T, hidden]. Returns [T, hidden], fresh."""
         ...
 
-    def adapt(self, adapt: AdaptLinears) -> None:
-        """Have its linear layers apply LoRA adapters."""
-        ...
-
 
 class GatedMlp:
     """down(activation(gate(x)) * up(x)), gate and up merged."""
@@ -62,17 +58,10 @@ class GatedMlp:
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate_and_mul = _activate_and_mul(mlp.activation, build.kernels)
         self._mesh = build.mesh
-        self._names, self._inner = names, inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
         return self._mesh.all_reduce(self.down.forward(self._activate_and_mul(self.gate_up.forward(x))))
-
-    def adapt(self, adapt: AdaptLinears) -> None:
-        """Have its linear layers apply LoRA adapters."""
-        names, inner = self._names, self._inner
-        self.gate_up = adapt.columns(self.gate_up, [(names.gate, inner), (names.up, inner)])
-        self.down = adapt.rows(self.down, names.down, inner)
 
 
 class PlainMlp:
@@ -85,16 +74,10 @@ class PlainMlp:
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate = implementation("activation", mlp.activation, _FUNCTIONS)
         self._mesh = build.mesh
-        self._names, self._inner = names, inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
         return self._mesh.all_reduce(self.down.forward(self._activate(self.up.forward(x))))
-
-    def adapt(self, adapt: AdaptLinears) -> None:
-        """Have its linear layers apply LoRA adapters."""
-        self.up = adapt.columns(self.up, [(self._names.up, self._inner)])
-        self.down = adapt.rows(self.down, self._names.down, self._inner)
 
 
 MLPS: dict[str, Callable[[Build, str, MlpDescription], Mlp]] = {"gated": GatedMlp, "plain": PlainMlp}

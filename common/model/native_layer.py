@@ -20,6 +20,7 @@ from common.kernels.native.linear import NativeLinear
 from common.model.attention import MultiHeadAttention
 from common.model.decoder_layer import DecoderLayer
 from common.model.description import LayerDescription, MultiHeadDescription
+from common.model.formats.base import Linear, WrappedLinear
 from common.model.mlp import GatedMlp
 from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
@@ -44,8 +45,9 @@ class NativeLayer:
         assert isinstance(input_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
+        self.linears = attention.qkv, attention.out, mlp.gate_up, mlp.down
         self._struct = LayerStruct(
-            *(_struct_of(linear) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)),
+            *(_struct_of(linear) for linear in self.linears),
             input_norm.weight.data_ptr(),
             mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
@@ -95,7 +97,7 @@ def as_native(layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: tor
     assert isinstance(attention, MultiHeadAttention)
     assert isinstance(mlp, GatedMlp)
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    if not all(isinstance(linear, NativeLinear) for linear in linears):
+    if not all(isinstance(_base(linear), NativeLinear) for linear in linears):
         return layer
     return NativeLayer(layer, native, mesh, dtype)
 
@@ -123,6 +125,11 @@ def _log_once(reason: str) -> None:
     log.info("layers with %s run part by part on native linear layers, not as whole native layers", reason)
 
 
-def _struct_of(linear: object):
-    assert isinstance(linear, NativeLinear)
-    return linear.struct
+def _base(linear: Linear) -> Linear:
+    return linear.base if isinstance(linear, WrappedLinear) else linear
+
+
+def _struct_of(linear: Linear):
+    base = _base(linear)
+    assert isinstance(base, NativeLinear)
+    return base.struct

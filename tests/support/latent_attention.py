@@ -26,7 +26,7 @@ from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane
 from common.kv.storage import GroupStorage, KVStorage
 from common.model.attention import ATTENTIONS
-from common.model.build import AdaptLinears, Build, Share
+from common.model.build import Build, Share
 from common.model.config import load_model_config
 from common.model.config_file import ConfigFile
 from common.model.description import AttentionDescription, LayerDescription, LinearShape, Split, WeightNames
@@ -90,14 +90,11 @@ class LatentAttention:
             each = self._own * width
             return Share(place.tp_size * each, place.tp_rank * each, (place.tp_rank + 1) * each)
 
-        self._merged = [
-            (names.q, of_own_heads(attention.width)),
-            (attention.kv, Share(attention.width, 0, attention.width)),
-        ]
-        self._output = names.output, of_own_heads(attention.latent_dim)
-        merged, shares = zip(*self._merged, strict=True)
-        self._q_kv = build.column_linear([prefix + name for name in merged], list(shares), hidden, bias=False)
-        self._out = build.row_linear(prefix + names.output, self._output[1], hidden, bias=False)
+        merged = [prefix + names.q, prefix + attention.kv]
+        shares = [of_own_heads(attention.width), Share(attention.width, 0, attention.width)]
+        self._q_kv = build.column_linear(merged, shares, hidden, bias=False)
+        own = of_own_heads(attention.latent_dim)
+        self._out = build.row_linear(prefix + names.output, own, hidden, bias=False)
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
         latent = self._description.latent_dim
@@ -112,10 +109,6 @@ class LatentAttention:
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         width = self._description.width
         return AttentionShape(self._own, 1, width, self._dtype, block_size, max_context, width**-0.5, kind="latent")
-
-    def adapt(self, adapt: AdaptLinears) -> None:
-        self._q_kv = adapt.columns(self._q_kv, self._merged)
-        self._out = adapt.rows(self._out, *self._output)
 
 
 class LatentBackend:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,23 +14,12 @@ from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeKernels
-from common.model.build import Build, Share
+from common.model.build import Build, LinearPart
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
 from common.model.lora.products import AdapterRuns, LayerProducts, NativeProducts, Products, Run, Term, TorchProducts
 from common.model.native_layer import NativeLayer
-
-
-class _Part(NamedTuple):
-    """A named linear layer, or outputs of it, in a merged one."""
-
-    name: str
-    outputs: tuple[int, int]
-    """This rank's range of the named layer's outputs."""
-    inputs: tuple[int, int]
-    first: int
-    """Where its outputs begin in the merged layer."""
 
 
 class _CurrentStep:
@@ -44,17 +32,15 @@ class _CurrentStep:
 class AdaptedLinear:
     """A linear layer to whose outputs the adapters of a step's rows are added."""
 
-    def __init__(self, base: Linear, products: Products, step: _CurrentStep, number: int, parts: list[_Part]) -> None:
-        """`number`: of its layer in the model."""
-        self._base = base
+    def __init__(self, base: Linear, products: Products, step: _CurrentStep, parts: list[LinearPart]) -> None:
+        self.base = base
         self._step = step
-        self.number = number
         self.parts = parts
         self.products = products
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The layer's outputs with those of adapters: `Linear.forward`."""
-        y = self._base.forward(x, dtype)
+        y = self.base.forward(x, dtype)
         if self._step.runs is not None:
             self.products.add_(y, x, self._step.runs)
         return y
@@ -82,29 +68,6 @@ class _AdaptedLayer:
         return self._whole.forward(x, delta, rope, backend, on_layer, lora)
 
 
-class _LayerLinears:
-    """`AdaptLinears` of one layer."""
-
-    def __init__(self, number: int, hidden: int, adapt: Callable[[Linear, int, list[_Part]], AdaptedLinear]) -> None:
-        self._number = number
-        self._hidden = hidden
-        self._adapt = adapt
-
-    def columns(self, base: Linear, merged: Sequence[tuple[str, Share]]) -> AdaptedLinear:
-        parts: list[_Part] = []
-        before: dict[str, int] = {}
-        first = 0
-        for name, share in merged:  # parts of one name lie in its tensor one after the other
-            start = before.get(name, 0)
-            parts.append(_Part(name, (start + share.lo, start + share.hi), (0, self._hidden), first))
-            before[name] = start + share.size
-            first += share.count
-        return self._adapt(base, self._number, parts)
-
-    def rows(self, base: Linear, name: str, inputs: Share) -> AdaptedLinear:
-        return self._adapt(base, self._number, [_Part(name, (0, self._hidden), (inputs.lo, inputs.hi), 0)])
-
-
 class Adapters:
     """One rank's adapters by id, and those of the present step's rows."""
 
@@ -121,24 +84,19 @@ class Adapters:
         """Whether the step that runs has rows with an adapter."""
         return self._step.runs is not None
 
-    def attach(self, layer: DecoderLayer, whole: DecoderLayer | NativeLayer, number: int) -> Layer:
-        """Have `layer`, the model's layer `number`, apply adapters. Returns the layer that takes the place of `whole`, which is `layer` or
-        computes the same."""
-        first = len(self._linears)
-        linears = _LayerLinears(number, self._build.config.hidden_size, self._adapt)
-        layer.attention.adapt(linears)
-        layer.mlp.adapt(linears)
-        if not isinstance(whole, NativeLayer):
-            return whole
-        products = [linear.products for linear in self._linears[first:]]
-        return _AdaptedLayer(
-            whole, LayerProducts([each for each in products if isinstance(each, NativeProducts)]), self._step
-        )
-
-    def _adapt(self, base: Linear, number: int, parts: list[_Part]) -> AdaptedLinear:
-        linear = AdaptedLinear(base, self._make_products(), self._step, number, parts)
+    def adapt(self, base: Linear, parts: list[LinearPart]) -> AdaptedLinear:
+        """Have `base` apply adapters: `Build.adapt`."""
+        linear = AdaptedLinear(base, self._make_products(), self._step, parts)
         self._linears.append(linear)
         return linear
+
+    def attach(self, layer: DecoderLayer | NativeLayer) -> Layer:
+        """The layer, whose linear layers are adapted, with adapters also where it is one whole native layer."""
+        if not isinstance(layer, NativeLayer):
+            return layer
+        products = [each.products for each in layer.linears if isinstance(each, AdaptedLinear)]
+        native = [each for each in products if isinstance(each, NativeProducts)]
+        return _AdaptedLayer(layer, LayerProducts(native), self._step)
 
     def load(self, adapter_id: int, checkpoint: LoraCheckpoint, digest: str) -> None:
         """Read this rank's part of an adapter, which steps may name from then on. `adapter_id`: never used before.
@@ -148,17 +106,19 @@ class Adapters:
         tensors = checkpoint.read()
         if checkpoint.digest(tensors) != digest:
             raise ConfigError(f"{checkpoint.path} has changed since it was registered: unload it and load it again")
+        layer = self._build.names.layer
+        places = {f"{layer.format(number=number)}.{name}": (number, name) for number, name in tensors}
         for linear in self._linears:
             terms = [
                 self._term(part, checkpoint.modules[place].scale, *tensors[place])
                 for part in linear.parts
-                if (place := (linear.number, part.name)) in tensors
+                if (place := places.get(part.name)) is not None
             ]
             if terms:
                 linear.products.put(adapter_id, terms)
         self._ids.add(adapter_id)
 
-    def _term(self, part: _Part, scale: float, a: Tensor, b: Tensor) -> Term:
+    def _term(self, part: LinearPart, scale: float, a: Tensor, b: Tensor) -> Term:
         dtype, device = self._build.precision.wide, self._build.device
         own_a, own_b = a[:, slice(*part.inputs)], b[slice(*part.outputs)]
         return Term(own_a.to(device, dtype).contiguous(), own_b.to(device, dtype).contiguous(), scale, part.first)
