@@ -18,16 +18,14 @@ from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
-from common.model.lora.adapters import Adapters
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
 from common.model.norms import Norm, RMSNorm, make_norm
-from common.model.rank_model import HIDDEN, OnProgress, hidden_schema
+from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.rotary import Rotaries, make_rotary
-from common.parallel.stage_tensors import StageSchema
 
 
-class DecoderModel:
+class DecoderModel(RankModel):
     """One rank's part of a model: a pipeline stage's layers, with its share of their heads and inner features.
 
     Only the first stage holds the embedding, only the last the final norm and the LM head; where the LM head is tied to
@@ -37,10 +35,7 @@ class DecoderModel:
     def __init__(self, build: Build, on_progress: OnProgress = lambda done, total: None) -> None:
         config, place, names = build.config, build.mesh.place, build.names
         parts = len(build.layer_numbers) + 2
-        self.config = config
-        self.precision = build.precision
-        self.mesh = build.mesh
-        self.device = build.device
+        super().__init__(build)
         embedding, lm_head = f"{names.embedding}.weight", f"{names.lm_head}.weight"
         tied = build.weights.tied(embedding, lm_head) if config.tie_word_embeddings and build.lm_head else None
         needed = place.is_first_stage or (place.is_last_stage and tied is not None)
@@ -50,8 +45,6 @@ class DecoderModel:
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
-        self.adapters = Adapters(build)
-        """LoRA adapters that steps can name."""
         build = replace(build, adapt=self.adapters.adapt)
         layers: list[Layer] = []
         wholes: list[DecoderLayer | NativeLayer] = []
@@ -66,7 +59,6 @@ class DecoderModel:
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)
-        """For each layer of this rank, the scale of each plane, for an FP8 cache."""
         self._norm: Norm | None = None
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
@@ -76,10 +68,6 @@ class DecoderModel:
         self._rope, layers = _with_rotary(build, layers)
         self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
         on_progress(parts, parts)
-
-    def stage_schema(self, rows: int) -> StageSchema:
-        """What a stage hands to the next in a step of `rows` rows."""
-        return hidden_schema(self.config, self.precision, rows)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
         """For each layer of this rank, the facts that its attention backend needs."""

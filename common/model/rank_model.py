@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.model.config import ModelConfig
+from common.model.build import Build
 from common.model.lora.adapters import Adapters
-from common.model.precision import Precision
-from common.parallel.mesh import Mesh
 from common.parallel.stage_tensors import StageSchema, StageTensor
 
 HIDDEN = "hidden"
@@ -21,40 +18,30 @@ OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
 
 
-class RankModel(Protocol):
+class RankModel(ABC):
     """A pipeline stage's layers, with this rank's share of their heads and inner features. `forward` and `logits` run under
     inference mode."""
 
-    @property
-    def config(self) -> ModelConfig: ...
+    kv_scales: Sequence[tuple[float, ...]]
+    """For each layer of this rank, the scale of each plane, for an FP8 cache."""
 
-    @property
-    def precision(self) -> Precision: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def kv_scales(self) -> Sequence[tuple[float, ...]]:
-        """For each layer of this rank, the scale of each plane, for an FP8 cache."""
-        ...
-
-    @property
-    def adapters(self) -> Adapters:
+    def __init__(self, build: Build) -> None:
+        self.config = build.config
+        self.precision = build.precision
+        self.mesh = build.mesh
+        self.device = build.device
+        self.adapters = Adapters(build)
         """LoRA adapters that steps can name."""
-        ...
 
     def stage_schema(self, rows: int) -> StageSchema:
         """What a stage hands to the next in a step of `rows` rows."""
-        ...
+        return (StageTensor(HIDDEN, (self.config.hidden_size,), self.precision.for_rows(rows)),)
 
+    @abstractmethod
     def attention_shapes(self, block_size: int, max_context: int = 0) -> Sequence[AttentionShape]:
         """For each layer of this rank, the facts that its attention backend needs."""
-        ...
 
+    @abstractmethod
     def forward(
         self,
         token_ids: Tensor,
@@ -70,16 +57,10 @@ class RankModel(Protocol):
         before that layer's output projection and MLP. Returns the tensors of `stage_schema`; on the last stage, `HIDDEN`
         after the final norm.
         """
-        ...
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden], of `forward` on the last stage, all of whose ranks call this together.
 
         Returns [rows, vocab] float32 on that stage's `tp_rank` 0, None on the others.
         """
-        ...
-
-
-def hidden_schema(config: ModelConfig, precision: Precision, rows: int) -> StageSchema:
-    """The schema of a model whose stages hand over nothing but hidden states."""
-    return (StageTensor(HIDDEN, (config.hidden_size,), precision.for_rows(rows)),)

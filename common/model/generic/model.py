@@ -31,27 +31,22 @@ from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
 from common.model.generic.styles import SPLIT, TensorParallelPlan
-from common.model.lora.adapters import Adapters
-from common.model.rank_model import HIDDEN, OnProgress, hidden_schema
+from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.sharding import HeadRange
-from common.parallel.stage_tensors import StageSchema
 
 
-class GenericModel:
+class GenericModel(RankModel):
     """One rank's part of a model: `RankModel`."""
 
     def __init__(self, build: Build, causal: Any, on_progress: OnProgress = lambda done, total: None) -> None:
         """`causal`: the class's model, with attention implementation `attention.NAME`, on the meta device."""
         config, place = build.config, build.mesh.place
         assert isinstance(config, GenericConfig)
-        self.config = config
-        self.precision = build.precision
-        self.mesh = build.mesh
-        self.device = build.device
+        super().__init__(build)
+        self.config: GenericConfig = config
         self.kv_scales = ((1.0, 1.0),) * len(build.layer_numbers)
         self._heads = build.heads(config.attention)
         self._layer_numbers = build.layer_numbers
-        self.adapters = Adapters(build)
         self._step = CurrentStep()
         self._causal = causal
         names = find_parts(causal, config.attention_modules)
@@ -86,10 +81,6 @@ class GenericModel:
                 self._step, index, self._heads, factor, described.head_dim, None if is_split else build.mesh
             )
             attention.attach(module, own)
-
-    def stage_schema(self, rows: int) -> StageSchema:
-        """What a stage hands to the next in a step of `rows` rows."""
-        return hidden_schema(self.config, self.precision, rows)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
         """For each layer of this rank, the facts that its attention backend needs."""
