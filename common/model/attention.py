@@ -16,8 +16,7 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
-from common.model.description import AttentionDescription, MultiHeadDescription
-from common.model.implementation import implementation
+from common.model.description import AttentionDescription, MultiHeadDescription, implementation
 from common.model.norms import make_qk_norm
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
+from common.base.errors import ConfigError
 from common.kv.rank_layout import heads_fit
 from common.kv.spec import KVPlane
 from common.model.rope import RopeConfig
 
+_T = TypeVar("_T")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 """Activations of an MLP, by their names in config.json; `common.model.mlp` implements them."""
 
@@ -221,3 +223,12 @@ class WeightNames:
 
 USUAL_NAMES = WeightNames()
 USUAL_ENDS = EndsDescription()
+
+
+def implementation(what: str, kind: str, known: dict[str, _T]) -> _T:
+    """The entry of `known` that a description asks for by name. Raises: ConfigError if there is none."""
+    if kind not in known:
+        raise ConfigError(
+            f"the model needs the {what} {kind!r}, which is not implemented; implemented: {', '.join(known)}"
+        )
+    return known[kind]

@@ -15,11 +15,10 @@ from common.base.errors import ConfigError
 from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
 from common.model.description import MultiHeadDescription
-from common.model.files import Header, is_torch_file, read_header, weight_files
+from common.model.files import Header, is_torch_file, read_header, read_torch_header, weight_files
 from common.model.hub import is_gguf, model_folder
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
-from common.model.torch_file import read_torch_header
 
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = (

@@ -105,9 +105,8 @@ def _load_generic(
     on_progress: OnProgress,
 ) -> RankModel:
     # Imported here because it brings the library transformers, which other models do not need.
-    from common.model.generic.build_model import build_class
     from common.model.generic.checkpoint import GenericCheckpoint
-    from common.model.generic.model import GenericModel
+    from common.model.generic.model import GenericModel, build_class
 
     causal = build_class(path, dtype)
     dummy = load_format == "dummy"

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from common.kernels.base import Kernels
 from common.model.build import Build
-from common.model.description import MlpDescription
-from common.model.implementation import implementation
+from common.model.description import MlpDescription, implementation
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from common.kernels.base import Kernels
 from common.model.build import Build
-from common.model.description import MultiHeadDescription, NormDescription
-from common.model.implementation import implementation
+from common.model.description import MultiHeadDescription, NormDescription, implementation
 from common.model.sharding import HeadRange
 from common.model.tensor_files import Part
 from common.parallel.mesh import Mesh

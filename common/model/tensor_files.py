@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.base.errors import ConfigError
-from common.model.files import is_torch_file, read_header, weight_files
-from common.model.torch_file import read_torch_header
+from common.model.files import is_torch_file, read_header, read_torch_header, weight_files
 
 log = logging.getLogger(__name__)
 

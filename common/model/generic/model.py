@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from common.model.description import multi_head
 from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
 from common.model.generic.config import GenericConfig
+from common.model.generic.describe import read_class
 from common.model.generic.load import ModuleLoader
 from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
 from common.model.generic.norms import replace_norms
-from common.model.generic.probe import cannot_be_built
+from common.model.generic.probe import build_on_meta, cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
@@ -241,3 +243,9 @@ def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer 
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(root.get_submodule(parent), own, module)
+
+
+def build_class(path: Path, dtype: torch.dtype) -> Any:
+    """The class's model in directory `path` without weights, whose attention is ours. Raises: ConfigError."""
+    attention.register()
+    return build_on_meta(*read_class(path), attention.NAME, dtype)
