@@ -6,8 +6,8 @@ new K and V to the paged cache and then attends. All layers share what `plan` de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ class AttentionBackend(Protocol):
         """Prepare for the next step's `forward` calls, one per layer."""
         ...
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
+    def forward(self, layer: int, *rows: Any, **options: Any) -> Tensor:
+        """Append a step's rows to layer `layer` (counted from this rank's first), then attend causally.
 
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
+        A kind of attention and its backends agree on the rows. "multi_head" gives q: [T, q_heads/tp, head_dim], and k, v:
+        [T, kv_heads/tp, head_dim], rope applied; it gets [T, q_heads/tp, head_dim], q's dtype.
         """
         ...
 
@@ -58,7 +58,8 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The facts about one rank's part of the model that a backend needs."""
+    """The facts about a layer's attention on one rank that a backend needs. Layers of equal shape, in one layer group, share
+    a backend. A kind of attention may add facts in a subclass."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -67,7 +68,7 @@ class AttentionShape:
     """The dtype of queries and results; the cache may have another dtype."""
     block_size: int
     max_context: int = 0
-    """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0 means as many as the cache holds."""
+    """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0 means all that the cache holds."""
     scale: float | None = None
     """Factor for the products of queries and keys; None means 1/sqrt(head_dim)."""
     window: int | None = None
@@ -75,6 +76,8 @@ class AttentionShape:
     wholly before the windows of all rows of an entry are not read, so its table may have any block in their place."""
     soft_cap: float | None = None
     """c in c * tanh(score / c), of scores after the scale; None means no cap."""
-    sinks: tuple[Tensor, ...] = ()
-    """For each layer, [num_q_heads] float32: a score that joins the softmax of each row of a head, without a value. Empty
-    means none."""
+    sinks: tuple[Tensor, ...] = field(default=(), compare=False)
+    """For each layer that the shape is for, [num_q_heads] float32: a score that joins the softmax of each row of a head,
+    without a value. Empty means none."""
+    kind: str = "multi_head"
+    """A key of `common.attention.choose.BACKENDS`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
@@ -21,17 +23,14 @@ log = logging.getLogger(__name__)
 _SHORT_CONTEXT = 4096
 
 
-def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
-    """The attention backend for the device of `storage`, with a backend for each of its layer groups.
-
-    `shape`: without sliding windows, which the groups have. On a CPU a group's backend is the native one
-    if it reads the KV dtype (not float16), else PyTorch's operations. On a GPU it is flashinfer if it has kernels for
-    this model, else PyTorch's SDPA, with a warning in the log.
-    """
-    return attention_of_groups(storage, shape, _choose)
+def choose_attention(storage: KVStorage, shapes: Sequence[AttentionShape]) -> AttentionBackend:
+    """The attention backends for the device of `storage`. `shapes`: of each layer of the rank."""
+    return attention_of_groups(storage, shapes, lambda kv, shape: BACKENDS[shape.kind](kv, shape))
 
 
-def _choose(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
+def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
+    """On a CPU the native backend if it reads the KV dtype (not float16), else PyTorch's operations. On a GPU flashinfer if
+    it has kernels for this model, else PyTorch's SDPA, with a warning in the log."""
     device = kv.device
     if device.type == "cpu":
         native = find_native()
@@ -46,6 +45,10 @@ def _choose(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
         _warn_once(reason)
         return SdpaAttention(kv, shape)
     return FlashInferAttention(kv, shape, flashinfer)
+
+
+BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {"multi_head": _choose_multi_head}
+"""For each kind of attention, what chooses a backend for layers of one group that have one shape."""
 
 
 @functools.cache

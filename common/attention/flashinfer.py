@@ -234,7 +234,7 @@ class FlashInferDecode:
         self._wrapper.reset_workspace_buffer(split, plan)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Copy a batch of exactly as many decode rows as this backend was made for."""
+        """Copy a batch, whose decode rows are as many as this backend was made for."""
         lens = metadata.query_lens, metadata.context_lens
         lists = block_lists(self._shape, *lens, metadata.block_tables, pinned=self._pinned)
         count = lists.indices.numel()
@@ -305,6 +305,6 @@ def plan_decode(
 
 
 def _scores(shape: AttentionShape) -> dict[str, Any]:
-    """How scores are made, as arguments of flashinfer's plans. Its windows do not count a row's own position."""
+    """Scale, window and soft cap as arguments of flashinfer's plans. Its windows do not count a row's own position."""
     left = -1 if shape.window is None else shape.window - 1
     return {"sm_scale": shape.scale, "window_left": left, "logits_soft_cap": shape.soft_cap}

@@ -1,8 +1,8 @@
-"""Attention of a model whose layers are in several layer groups, for example with and without a sliding window."""
+"""Attention of a model whose layers differ in it, for example in their sliding window or in the kind of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -12,12 +12,15 @@ from common.kv.storage import GroupStorage, KVStorage
 
 
 class GroupedAttention:
-    """`AttentionBackend` that has one backend for each layer group and calls that of a layer's group."""
+    """`AttentionBackend` that has a backend for each group of equal layers and calls that of a layer."""
 
     def __init__(
-        self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]], tables: Sequence[int] | None = None
+        self,
+        backends: Sequence[AttentionBackend],
+        layers: Sequence[Mapping[int, int]],
+        tables: Sequence[int] | None = None,
     ) -> None:
-        """`layers`: for each backend, its layers, counted from the rank's first, in the order of its KV memory.
+        """`layers`: for each backend, its layers, counted from the rank's first, and their numbers in its KV memory.
         `tables`: for each backend, the block table that names its blocks; all 0 if not given."""
         assert len(backends) == len(layers)
         self.backends = tuple(backends)
@@ -26,7 +29,7 @@ class GroupedAttention:
         self._of_layer = {
             layer: (backend, index)
             for backend, members in zip(backends, layers, strict=True)
-            for index, layer in enumerate(members)
+            for layer, index in members.items()
         }
 
     def of_layer(self, layer: int) -> tuple[AttentionBackend, int]:
@@ -42,36 +45,38 @@ class GroupedAttention:
         for backend, table in self.by_table():
             backend.plan(metadata.of_table(table))
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `AttentionBackend.forward`."""
+    def forward(self, layer: int, *rows: Tensor) -> Tensor:
+        """Append rows to a layer and attend, by its backend."""
         backend, index = self._of_layer[layer]
-        return backend.forward(index, q, k, v)
+        return backend.forward(index, *rows)
 
     def for_graph(self, rows: int) -> GroupedAttention:
-        """As `AttentionBackend.for_graph`."""
+        """Backends for batches of exactly `rows` decode rows: `AttentionBackend.for_graph`."""
         return GroupedAttention([backend.for_graph(rows) for backend in self.backends], self._layers, self._tables)
 
 
-def attention_of_groups(
-    storage: KVStorage, shape: AttentionShape, make: Callable[[GroupStorage, AttentionShape], AttentionBackend]
-) -> AttentionBackend:
-    """A backend of `make` for each layer group that has layers on this rank; a model's only group needs no other.
+def backend_of(backend: AttentionBackend, layer: int) -> tuple[AttentionBackend, int]:
+    """The backend that attends in a layer, counted from this rank's first, and the layer's number in that backend."""
+    return backend.of_layer(layer) if isinstance(backend, GroupedAttention) else (backend, layer)
 
-    `shape`: as all groups have it, with the sinks of all layers; each group adds its own sliding window.
+
+def attention_of_groups(
+    storage: KVStorage,
+    shapes: Sequence[AttentionShape],
+    make: Callable[[GroupStorage, AttentionShape], AttentionBackend],
+) -> AttentionBackend:
+    """A backend of `make` for all layers of one group that have the same shape; if one serves all layers, only that.
+
+    `shapes`: of each layer of the rank.
     """
+    present: list[tuple[AttentionBackend, dict[int, int], int]] = []
     members = storage.layout.group_layers(storage.shard)
-    groups = zip(storage.layout.spec.groups, storage.groups, members, strict=True)
-    present = [
-        (make(kv, _shape_of(shape, group.window, layers)), layers, group.table)
-        for group, kv, layers in groups
-        if layers
-    ]
+    for group, kv, layers in zip(storage.layout.spec.groups, storage.groups, members, strict=True):
+        for shape in dict.fromkeys(shapes[layer] for layer in layers):
+            own = {layer: index for index, layer in enumerate(layers) if shapes[layer] == shape}
+            sinks = tuple(sinks for layer in layers for sinks in shapes[layer].sinks)
+            present.append((make(kv, replace(shape, sinks=sinks)), own, group.table))
     backends, layers, tables = zip(*present, strict=True)
     if len(backends) == 1 and storage.layout.spec.num_tables == 1:
         return backends[0]
     return GroupedAttention(backends, layers, tables)
-
-
-def _shape_of(shape: AttentionShape, window: int | None, layers: Sequence[int]) -> AttentionShape:
-    """`shape` for the layers of one group."""
-    return replace(shape, window=window, sinks=tuple(shape.sinks[layer] for layer in layers) if shape.sinks else ())

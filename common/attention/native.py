@@ -57,7 +57,7 @@ class NativeAttention:
         """Address of the planned step's struct kv_batch."""
         self._numbers: array[int] = array("i")
         self._slots: array[int] | Tensor = array("q")
-        """What that struct points to."""
+        """The memory that this struct points to."""
 
     def cache(self, layer: int) -> int:
         """Address of a layer's struct kv_cache. Layers are counted from this rank's first."""
@@ -74,7 +74,7 @@ class NativeAttention:
         self._slots = slots
 
     def plan_rows(self, context_lens: list[int], block_tables: list[list[int]], slots: array[int]) -> None:
-        """As `plan`, for one row of each sequence. slots: [T] int64."""
+        """`plan` for one row of each sequence. slots: [T] int64."""
         self._plan([1] * len(context_lens), context_lens, block_tables, *slots.buffer_info())
         self._slots = slots
 

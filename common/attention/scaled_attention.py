@@ -18,7 +18,7 @@ def scaled_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention` over [..., heads, tokens, head_dim]; `mask` is bool (true: attend) or added to
+    """`F.scaled_dot_product_attention` over [..., heads, tokens, head_dim]; `mask` is bool (true: attend) or added to
     capped scores. With a cap or sinks it computes in float32. sinks: [heads, tokens], as for `softmax`."""
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

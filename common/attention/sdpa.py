@@ -188,7 +188,7 @@ class SdpaDecode:
         )
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Copy a batch of exactly as many decode rows as this backend was made for."""
+        """Copy a batch, whose decode rows are as many as this backend was made for."""
         rows, max_blocks = self._decodes.blocks.shape
         planned = _decodes(metadata, rows, self._cache.shape, self._slots.device, max_blocks)
         self._slots.copy_(metadata.slot_mapping)

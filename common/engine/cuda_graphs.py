@@ -15,7 +15,7 @@ import logging
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,9 +127,10 @@ def _run_without_waiting(run: Callable[[], None]) -> None:
 class _CapturedStep:
     """One size: its views of the static memory, and its replay."""
 
+    size: int
     rows: StepRows
-    hidden: Tensor
-    """[rows, hidden]: on a later stage the previous stage's output; on all stages the result."""
+    tensors: dict[str, Tensor]
+    """[size, ...] each: on a later stage what the previous one handed over; on all stages the result."""
     attention: AttentionBackend
     replay: Callable[[], None]
 
@@ -147,7 +148,7 @@ class DecodeGraphs:
         block_size: int,
         num_tables: int = 1,
     ) -> None:
-        """`pad_block`: a block of the KV memory that belongs to no pool. `num_tables`: as `KVSpec.num_tables`."""
+        """`pad_block`: a block of the KV memory that belongs to no pool. `num_tables`: of the KV spec."""
         self._model = model
         self._attention = attention
         self._pad_block = pad_block
@@ -156,7 +157,10 @@ class DecodeGraphs:
         largest, device = self.sizes[-1], model.device
         self._num_tables = num_tables
         self._inputs = torch.zeros((2 + num_tables) * largest, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(largest, model.config.hidden_size, dtype=model.precision.wide, device=device)
+        self._tensors = {
+            each.name: torch.zeros(largest, *each.shape, dtype=each.dtype, device=device)
+            for each in model.stage_schema(largest)
+        }
         self._captured: dict[int, _CapturedStep] = {}
 
     @torch.inference_mode()
@@ -169,19 +173,20 @@ class DecodeGraphs:
 
     def _capture_size(self, size: int, capture: GraphCapture) -> _CapturedStep:
         rows = StepRows.split(self._inputs[: (2 + self._num_tables) * size], size)
-        hidden = self._hidden[:size]
+        tensors = {name: tensor[:size] for name, tensor in self._tensors.items()}
         attention = self._attention.for_graph(size)
         model = self._model
 
         def run() -> None:
-            received = None if model.mesh.place.is_first_stage else hidden
-            hidden.copy_(model.forward(rows.token_ids, rows.positions, attention, None, received))
+            received = None if model.mesh.place.is_first_stage else tensors
+            for name, tensor in model.forward(rows.token_ids, rows.positions, attention, None, received).items():
+                tensors[name].copy_(tensor)
 
         self._plan(
-            _CapturedStep(rows, hidden, attention, run),
+            _CapturedStep(size, rows, tensors, attention, run),
             StepInput(0, [], [], [[]] * self._num_tables, [], [], [[]] * self._num_tables),
         )
-        return _CapturedStep(rows, hidden, attention, capture.capture(run))
+        return _CapturedStep(size, rows, tensors, attention, capture.capture(run))
 
     def takes(self, step: StepInput) -> bool:
         """Whether all sequences of `step` decode, in not too many rows, and none has an adapter or is to be relayed."""
@@ -207,7 +212,7 @@ class DecodeGraphs:
     def _plan(self, captured: _CapturedStep, step: StepInput) -> None:
         """Raises: ValueError for lists of different lengths: past the end of the shorter ones an old step's values
         would be used."""
-        size, num_rows = captured.hidden.size(0), len(step.token_ids)
+        size, num_rows = captured.size, len(step.token_ids)
         slots = step.slot_mapping
         if not num_rows == len(step.positions) == sum(step.query_lens) or any(len(own) != num_rows for own in slots):
             raise ValueError(f"{num_rows} token ids do not fit the positions, slots and query lengths")
@@ -220,14 +225,14 @@ class DecodeGraphs:
         captured.attention.plan(attention_metadata(step, captured.rows.slots, pad, self._pad_block))
 
     @torch.inference_mode()
-    def run(self, num_rows: int, received: Tensor | None) -> Tensor:
-        """Compute the step that was loaded. received: [num_rows, hidden] of the previous stage, None on the first.
+    def run(self, num_rows: int, received: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Compute the step that was loaded. `received`: what the previous stage handed over, None on the first.
 
-        Returns [num_rows, hidden], a view of static memory that holds until the next `run`.
+        Returns [num_rows, ...] each, views of static memory that hold until the next `run`.
         """
         captured = self._captured[self.size_for(num_rows)]
-        if received is not None:
-            captured.hidden[:num_rows].copy_(received)
-            captured.hidden[num_rows:].zero_()
+        for name, tensor in (received or {}).items():
+            captured.tensors[name][:num_rows].copy_(tensor)
+            captured.tensors[name][num_rows:].zero_()
         captured.replay()
-        return captured.hidden[:num_rows]
+        return {name: tensor[:num_rows] for name, tensor in captured.tensors.items()}

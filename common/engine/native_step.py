@@ -36,7 +36,7 @@ class NativeStep:
         backends: Sequence[tuple[NativeAttention, int]],
         sampler: HostSampler,
     ) -> None:
-        """`backends`: all that attend, each with the number of its block table. `memory`: what they have for each layer."""
+        """`backends`: all backends, each with the number of its block table. `memory`: theirs, for each layer."""
         self._parts = parts  # keeps the memory that the struct points to
         self._memory = memory
         self._native = parts.stack.native
@@ -72,7 +72,7 @@ class NativeStep:
         return self._sampler.sample_rows(self._logits_of(step), step.samples)
 
     def _logits_of(self, step: StepInput) -> NDArray[np.float32]:
-        """[T, vocab], which hold until the next step."""
+        """[T, vocab], valid until the next step."""
         rows = len(step.token_ids)
         if not rows == len(step.positions) == len(step.context_lens):
             raise ValueError(f"{rows} token ids do not fit the positions and contexts")
@@ -80,7 +80,7 @@ class NativeStep:
             slots = array("q", step.slot_mapping[table])
             backend.plan_rows(step.context_lens, step.block_tables[table], slots)
         if rows > len(self._logits):
-            self._logits = torch.empty(rows, self._vocab_size).numpy()  # at a cache line, as NumPy's memory is not
+            self._logits = torch.empty(rows, self._vocab_size).numpy()  # cache-line aligned; NumPy's memory is not
             self._logits_address = self._logits.ctypes.data
         token_ids, positions = array("q", step.token_ids), array("q", step.positions)
         rotation = self._struct.rotation

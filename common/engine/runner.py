@@ -23,7 +23,7 @@ from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
 from common.engine.step import StepInput, StepOutput
 from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
-from common.model.rank_model import RankModel
+from common.model.rank_model import HIDDEN, RankModel
 
 
 class LaunchedStep:
@@ -133,11 +133,12 @@ class ModelRunner:
         started = time.perf_counter()
         try:
             if graphs is not None:
-                hidden = graphs.run(num_rows, received)
+                computed = graphs.run(num_rows, received)
             else:
-                hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
+                computed = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
             drawn = scored = None
             if self._mesh.place.is_last_stage:
+                hidden = computed[HIDDEN]
                 if step.scored:
                     scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
                 drawn = self._sample(step, hidden, rows.token_ids)
@@ -149,8 +150,10 @@ class ModelRunner:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         forward_s = planned_s + time.perf_counter() - started
         if not self._mesh.place.is_last_stage:
-            # A tensor on its way to the next stage must not change, and captured steps write to the same memory.
-            self._mesh.send_hidden(hidden if graphs is None else hidden.clone())
+            if graphs is not None:
+                # Tensors on their way to the next stage must not change, and captured steps write to the same memory.
+                computed = {name: tensor.clone() for name, tensor in computed.items()}
+            self._mesh.send_stage(computed, self._model.stage_schema(num_rows))
         return LaunchedStep(step.step_id, drawn, forward_s, scored)
 
     def _check(self, step: StepInput) -> None:
@@ -179,11 +182,10 @@ class ModelRunner:
         self._attention.plan(attention_metadata(step, rows.slots))
         return rows
 
-    def _receive(self, rows: int) -> Tensor | None:
+    def _receive(self, rows: int) -> dict[str, Tensor] | None:
         if self._mesh.place.is_first_stage:
             return None
-        model = self._model
-        return self._mesh.recv_hidden(rows, model.config.hidden_size, model.precision.for_rows(rows))
+        return self._mesh.recv_stage(rows, self._model.stage_schema(rows))
 
     def _fill_placeholders(self, step: StepInput, token_ids: Tensor) -> None:
         """Put the tokens that the last step drew into their rows."""

@@ -27,7 +27,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def describe_kernels(device: torch.device) -> str:
-    """For operators: where the kernels come from that run on `device`, and if they are PyTorch's, why."""
+    """The library whose kernels run on `device`, for operators; if it is PyTorch, also why."""
     if device.type == "cpu":
         return describe_native()
     library = find_flashinfer(device)

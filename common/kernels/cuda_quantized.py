@@ -31,7 +31,7 @@ _TILE = 128
 _GROUPS_OF_TILES = (32, 64)
 _OFFSET = 8
 _IN_WORD = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Inputs of a word of eight codes, from its lowest bits on."""
+"""Numbers of the inputs in a word of eight codes, from its lowest bits on."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,17 @@ class QuantizedKernels:
         return wide
 
     def quantize_int8(self, x: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Each row in 255 steps. x: [T, in]. Returns [num_rows, width] int8, zeros where x has nothing, and [T] float32 scales."""
+        """Round each row to 255 steps. x: [T, in]. Returns [num_rows, width] int8, zeros where x has nothing, and [T] float32 scales."""
         scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         return self._quantize(x, torch.int8, num_rows, width, scale), scale
 
     def quantize_e4m3(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row. x: [T, in]. Returns [T, in] e4m3 and [T] float32 scales."""
+        """Round each row. x: [T, in]. Returns [T, in] e4m3 and [T] float32 scales."""
         scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         return self._quantize(x, E4M3, x.size(0), x.size(1), scale), scale
 
     def quantize_e4m3_blocks(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Each row in blocks of 128. x: [T, in]. Returns [num_rows, in] e4m3, zeros where x has no row, and
+        """Round each row in blocks of 128. x: [T, in]. Returns [num_rows, in] e4m3, zeros where x has no row, and
         [num_rows, in / 128] float32 scales, column after column."""
         scale = torch.empty(x.size(1) // BLOCK, num_rows, dtype=torch.float32, device=x.device)
         return self._quantize(x, E4M3, num_rows, x.size(1), scale), scale.t()
@@ -157,7 +157,7 @@ class QuantizedKernels:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and where a kernel's vectors may begin."""
+    """`x` contiguous, and aligned for a kernel's vectors."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _ALIGNED_BYTES else x
 

@@ -77,7 +77,7 @@ def compile_source(source: CudaSource, target: Path) -> None:
     if nvcc is None:
         raise FileNotFoundError(f"{source.path.name} is not compiled yet, and there is no nvcc; set CUDA_HOME")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Others may be compiling too, also processes with this one's id: the last one replaces an identical file.
+    # Other processes, even ones with the same id, may be compiling too: the last one replaces an identical file.
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     unfinished = Path(name)

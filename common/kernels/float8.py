@@ -16,7 +16,7 @@ E4M3_MAX = 448.0
 
 
 def narrow(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`x` as a cache of `dtype` stores it: as it is, or in e4m3 divided by `scale`, clamped to e4m3's range."""
+    """`x` in the form that a cache of `dtype` stores: unchanged, or in e4m3 divided by `scale`, clamped to e4m3's range."""
     if dtype != E4M3:
         return x.to(dtype)
     wide = x.float() if scale == 1.0 else x.float() / scale

@@ -1,4 +1,4 @@
-"""Whether flashinfer can be used in this process. Imported only when needed: that takes seconds and needs CUDA."""
+"""Finds out whether flashinfer can be used in this process. It is imported when needed, which takes seconds."""
 
 from __future__ import annotations
 

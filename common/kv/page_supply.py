@@ -20,9 +20,9 @@ _SLICE_BYTES = 2 * 2**20
 _AHEAD_BYTES = 2 * _SLICE_BYTES
 """How far in each plane the pages are provided ahead of the blocks in use."""
 _REST_S = 0.003
-"""Between two times that the thread provides 2 MB: at once, they would hold up a step."""
+"""Pause of the thread after each 2 MB: without it, it would hold up a step."""
 _BUSY_S = 1.0
-"""Between two looks for idle cores while other processes use them: each wakes the engine's thread, on one of those cores."""
+"""Pause between looks for idle cores while other processes use them: each look wakes the engine's thread on a busy core."""
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -98,4 +98,4 @@ class PageSupply:
         while self._next < len(self._slices) and self._slices[self._next][0] < self._goal_bytes:
             self.advance()
             time.sleep(_REST_S)
-        self._is_catching_up = False  # a goal that comes at this moment is seen with the next one
+        self._is_catching_up = False  # a goal set at this moment is reached with the next one

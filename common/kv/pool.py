@@ -17,7 +17,7 @@ from common.kv.journal import BlockJournal
 
 
 class NoFreeBlocks(KvRelayError):
-    """Asked for more blocks than are free; the scheduler waits or preempts, no client sees this."""
+    """Fewer blocks are free than were asked for; the scheduler waits or preempts, no client sees this."""
 
 
 class BlockPool:
@@ -113,7 +113,7 @@ class BlockPool:
     def publish(self, block: int, block_hash: BlockHash, table: int = 0) -> None:
         """From now on `match` finds the content of the used `block` by `block_hash`.
 
-        If another block holds the same content already, that one keeps the name.
+        If another block holds the same content already, the existing block stays canonical.
         """
         assert self._refs[block] > 0, f"block {block} published while unused"
         if block_hash not in self._by_hash[table]:
@@ -130,8 +130,8 @@ class BlockPool:
             assert (refs == 0) == (block in self._idle), f"block {block}: {refs} references, idle {block in self._idle}"
         for table, known in enumerate(self._by_hash):
             for block_hash, block in known.items():
-                carried = self._hash_of[block], self._table_of[block]
-                assert carried == (block_hash, table), f"block {block} is named by a hash it does not carry"
+                recorded = self._hash_of[block], self._table_of[block]
+                assert recorded == (block_hash, table), f"block {block} is found by a hash that it does not have"
         assert sum(map(len, self._by_hash)) == sum(block_hash is not None for block_hash in self._hash_of)
         idle_cached = [self._hash_of[block] is not None for block in self._idle]
         assert sum(idle_cached) == self.num_cached, "cached blocks are miscounted"

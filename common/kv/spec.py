@@ -12,7 +12,7 @@ from common.base.errors import ConfigError
 from common.base.hashing import BLOCK_SIZE
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_BLOCK_SIZE = 4096, 4096, 2**32, 4096
-"""Beyond every model: a spec may come from another process, and must not cost more than it is worth."""
+"""Limits that reject hostile specs of other processes; every model is far below them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 
 

@@ -66,7 +66,7 @@ class GroupStorage:
         return self._layers.view(self._layers.size(0), *shape)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """As `KVStorage.copy_blocks`, for the layers of this group."""
+        """Copy blocks in the layers of this group: `KVStorage.copy_blocks`."""
         for plane in self.planes.values():
             stored = plane.view(torch.uint8)
             if stored.is_cpu:  # by NumPy, which does not start OpenMP threads

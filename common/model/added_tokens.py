@@ -32,7 +32,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """As `special_tokens`, with those that have names of the model's own, such as `image_token`: what chat templates see."""
+    """Special tokens that chat templates see: `special_tokens`, and those under names of the model's own (`image_token`)."""
     merged = _merged(folder, config)
     listed = merged.get("extra_special_tokens")
     found = {**cast("dict[str, Any]", listed)} if isinstance(listed, dict) else {}
@@ -77,7 +77,7 @@ def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], spec
     `special`: of `special_tokens`; those that are in the vocabulary become special tokens, as do those of other lists that are in
     no list of added tokens.
 
-    Raises: ConfigError for a list that is broken, or that gives a token an id which it cannot have.
+    Raises: ConfigError for a broken list, or one that gives a token an impossible id.
     """
     is_listed = _LISTED in config
     file = folder / ("tokenizer_config.json" if is_listed else "added_tokens.json")
@@ -118,7 +118,7 @@ def _listed(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, AddedToken]:
 
 
 def _legacy(ids: Mapping[str, int], special: set[str], known: Mapping[str, AddedToken]) -> dict[int, AddedToken]:
-    """What added_tokens.json adds to the `known` tokens."""
+    """The tokens that added_tokens.json adds to the `known` ones."""
     return {
         int(token_id): AddedToken(text, normalized=text not in special, special=text in special)
         for text, token_id in ids.items()

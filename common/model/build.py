@@ -5,8 +5,10 @@ Used by a rank's main thread while it loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from common.base.device import CPU
 from common.kernels.base import Kernels
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.torch_kernels import TORCH
+from common.kv.spec import KVPlane
 from common.model.config import ModelConfig
-from common.model.description import AttentionDescription, MlpDescription, WeightNames
+from common.model.description import MlpDescription, MultiHeadDescription, WeightNames
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import float_linear
 from common.model.formats.int8 import make_int8_linear, quantize_int8
@@ -44,6 +47,17 @@ class Share:
         return self.hi - self.lo
 
 
+class LinearPart(NamedTuple):
+    """A named linear layer of the checkpoint, or this rank's part of it, in a merged one."""
+
+    name: str
+    outputs: tuple[int, int]
+    """This rank's range of the named layer's outputs."""
+    inputs: tuple[int, int]
+    first: int
+    """Where its outputs begin in the merged layer."""
+
+
 @dataclass(frozen=True)
 class Build:
     """The model, the source, dtypes and device of its weights, and this rank's place in it.
@@ -60,11 +74,13 @@ class Build:
     device: torch.device = CPU
     kernels: Kernels = TORCH
     quantize: WeightBits | None = None
-    """What weights of linear layers that are stored as floating-point numbers become."""
+    """How to quantize linear layers that are stored as floating-point numbers; None: not at all."""
     packed: PackedWeights | None = None
-    """Packed weights shared with other processes; None: not shared."""
+    """Packed weights shared with other processes; None: they are not shared."""
     lm_head: bool = True
     """Whether the model gives logits."""
+    adapt: Callable[[Linear, list[LinearPart]], Linear] = lambda linear, parts: linear
+    """Wraps each linear layer, to apply LoRA adapters."""
 
     @property
     def names(self) -> WeightNames:
@@ -77,7 +93,7 @@ class Build:
         first = sum(pp_layers[: self.mesh.place.pp_rank])
         return range(first, first + pp_layers[self.mesh.place.pp_rank])
 
-    def heads(self, attention: AttentionDescription) -> HeadRange:
+    def heads(self, attention: MultiHeadDescription) -> HeadRange:
         """This rank's heads."""
         return head_range(attention, self.mesh.place.tp_rank, self.mesh.place.tp_size)
 
@@ -105,17 +121,23 @@ class Build:
             sizes[name] = before + share.size
         biases = [self.read(f"{name}.bias", sizes[name], part=part) for name, part in parts if bias]
         stacked = [StoredTensor(f"{name}.weight", (sizes[name], in_features), part) for name, part in parts]
-        return self._linear(
-            stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None, is_paired
-        )
+        starts = [0, *accumulate(share.count for share in shares)]
+        linear = self._linear(stacked, starts[-1], torch.cat(biases) if bias else None, is_paired)
+        own = [
+            LinearPart(name, (part.lo, part.hi), (0, in_features), first)
+            for (name, part), first in zip(parts, starts, strict=False)
+        ]
+        return self.adapt(linear, own)
 
     def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
         """A layer over this rank's input features; an all-reduce over the stage's ranks gives the whole layer's output."""
         part = Part(1, share.lo, share.hi)
-        # One rank only adds the bias, because the outputs are summed.
+        # Only one rank adds the bias, because the outputs are summed.
         has_bias = bias and self.mesh.place.tp_rank == 0
         own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
-        return self._linear([StoredTensor(f"{name}.weight", (out_features, share.size), part)], out_features, own_bias)
+        stored = StoredTensor(f"{name}.weight", (out_features, share.size), part)
+        linear = self._linear([stored], out_features, own_bias)
+        return self.adapt(linear, [LinearPart(name, (0, out_features), (share.lo, share.hi), 0)])
 
     def _linear(
         self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False
@@ -131,7 +153,7 @@ class Build:
         return shared_linear(self.packed, self.kernels.native, key, bias, make)
 
     def _make_linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool) -> Linear:
-        """The layer in the checkpoint's format if that can multiply."""
+        """The layer, in the checkpoint's format if that format can multiply."""
         target = LinearTarget(self.precision, self.kernels, is_paired)
         linear = self.weights.linear(stacked, bias, target)
         if linear is not None:
@@ -163,7 +185,7 @@ class Build:
         for its share of a step, and int4 would show."""
 
         def make() -> Linear:
-            # Where packed weights are shared, `tied` is a view of a file: reading all of it would make it memory.
+            # Where packed weights are shared, `tied` is a view of a file: reading all of it would take memory.
             weight = self._read_vocabulary(name) if tied is None or self.packed is not None else tied
             if self.quantize is None:
                 return float_linear(weight, None, self.precision, self.kernels)
@@ -171,21 +193,18 @@ class Build:
 
         return self._shared(f"LM head {name} {self._vocabulary_rows}", None, make)
 
-    def kv_scales(self, attention: str) -> tuple[float, float]:
-        """The scales of K and V that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""
+    def kv_scales(self, attention: str, planes: Sequence[KVPlane]) -> tuple[float, ...]:
+        """The scale of each plane that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""
         if self.config.quantization is None:
-            return 1.0, 1.0
-        k, v = (
-            self.weights.read_scalar(
-                [f"{attention}.{side}_scale", f"{attention}.{side}_proj.{side}_scale", f"{attention}.kv_scale"], 1.0
-            )
-            for side in "kv"
+            return (1.0,) * len(planes)
+        forms = "{0}.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.kv_scale"
+        return tuple(
+            self.weights.read_scalar([form.format(attention, plane.name) for form in forms], 1.0) for plane in planes
         )
-        return k, v
 
     def vocabulary(self, name: str) -> Tensor:
-        """This rank's rows of a [vocab, hidden] matrix, padded with zeros to as many as every rank has. Not to be written:
-        where possible it is a view of the checkpoint's file, of which only what is used takes memory."""
+        """This rank's rows of a [vocab, hidden] matrix, padded with zeros to the number that every rank has. It must not be
+        written: where possible it is a view of the checkpoint's file, and only the pages in use take memory."""
         own, rows = self._vocabulary_rows
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.device.type == "cpu" and own.hi - own.lo == rows:
@@ -199,7 +218,7 @@ class Build:
 
     @property
     def _vocabulary_rows(self) -> tuple[Part, int]:
-        """This rank's rows of the vocabulary, and how many every rank has."""
+        """This rank's rows of the vocabulary, and the number of rows of every rank."""
         size, place = self.config.vocab_size, self.mesh.place
         return Part(0, *vocab_range(size, place.tp_size, place.tp_rank)), vocab_rows(size, place.tp_size)
 

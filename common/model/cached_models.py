@@ -16,7 +16,7 @@ from common.base.cache_folder import cache_folder
 from common.base.file_lock import locked, try_lock
 
 IN_USE = "in-use"
-"""A file of each model, locked, shared, by every process that maps files of the model."""
+"""A file of each model; every process that maps files of the model holds a shared lock on it."""
 
 
 def weights_folder() -> Path:
@@ -31,7 +31,7 @@ class CachedModel:
     folder: Path
     size_bytes: int
     used_at: float
-    """When a process last opened it; Unix time in seconds."""
+    """Unix time, in seconds, at which a process last opened it."""
 
     def remove(self) -> bool:
         """Remove it unless a process uses it. Returns whether it is gone. Raises: OSError."""
@@ -42,7 +42,7 @@ class CachedModel:
         try:
             if not try_lock(descriptor) or not is_still(descriptor, self.folder / IN_USE):
                 return False
-            # Whoever opens or removes it meanwhile meets all of it or nothing.
+            # A process that opens or removes it meanwhile finds all of it or nothing.
             removed = self.folder.with_name(f"removed-{secrets.token_hex(8)}")
             self.folder.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)

@@ -42,7 +42,7 @@ def choose_model(path: Path, implementation: ModelImpl) -> ModelConfig:
 
 
 def check_model(path: Path, implementation: ModelImpl) -> None:
-    """What can be said of a model before torch is imported. Raises: ConfigError."""
+    """Check what can be checked of a model before torch is imported. Raises: ConfigError."""
     why = "--model-impl transformers needs a library"
     if implementation != "transformers":
         try:

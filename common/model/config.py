@@ -14,7 +14,6 @@ from common.model.config_file import ConfigFile, read_generation_config, read_js
 from common.model.description import (
     USUAL_ENDS,
     USUAL_NAMES,
-    AttentionDescription,
     EndsDescription,
     LayerDescription,
     NormDescription,
@@ -43,7 +42,7 @@ class ModelConfig:
     architecture: str
     hidden_size: int
     layers: tuple[LayerDescription, ...]
-    """First to last. Their attention differs at most in its sliding window."""
+    """First to last."""
     final_norm: NormDescription
     vocab_size: int
     tie_word_embeddings: bool
@@ -62,29 +61,12 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> AttentionDescription:
-        """The attention of every layer, apart from its sliding window."""
-        return replace(self.layers[0].attention, window=None)
-
-    @property
-    def num_q_heads(self) -> int:
-        return self.attention.num_q_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
-    @property
     def max_context(self) -> int:
         """The longest context, in tokens, that the model was made for."""
         return self.max_position_embeddings
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """The same model for contexts of at most this many tokens, of which some rotary embeddings depend."""
+        """The same model for contexts of at most this many tokens, on which some rotary embeddings depend."""
         layers = tuple(
             replace(layer, rope=None if layer.rope is None else layer.rope.for_context(max_model_len))
             for layer in self.layers
@@ -92,7 +74,7 @@ class ModelConfig:
         return replace(self, layers=layers)
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
-        """Raises: ConfigError if what computes the layers cannot be spread over so many ranks."""
+        """Refuse a number of ranks that cannot share the layers. Raises: ConfigError."""
 
     def fit_context(self, max_model_len: int | None) -> int:
         """`max_model_len` if the model can serve it; None asks for the longest possible.
@@ -154,10 +136,6 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
     if quantization is not None and names.is_transposed:
         raise config.error(f"quantized weights of {architecture} are not supported")
     layers = family.describe(config)
-    if len({replace(layer.attention, window=None) for layer in layers}) > 1:
-        raise config.error(
-            f"the layers of {architecture} differ in their attention, beyond sliding windows, which is not supported"
-        )
     return ModelConfig(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
@@ -176,7 +154,7 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
 
 
 def _also_headless(names: WeightNames) -> WeightNames:
-    """`names`, of which checkpoints of a class without an LM head lack the first part, as in transformers."""
+    """`names`, whose first part checkpoints of a class without an LM head lack, as in transformers."""
     first_part = names.embedding.partition(".")[0] + "."
     return replace(names, other_beginnings=(*names.other_beginnings, (first_part, "")))
 

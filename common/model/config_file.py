@@ -14,7 +14,7 @@ _OF_WHOLE = {
     *("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
     *("quantization_config", "compression_config"),
 }
-"""Keys of a whole model, of which its text part is one."""
+"""Keys of a whole model whose text part is nested."""
 
 
 def read_generation_config(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -53,7 +53,7 @@ class ConfigFile:
         self.raw = read_json_object(path) if raw is None else raw
 
     def num_layers(self) -> int:
-        """Positive, and small enough that one object for each layer costs nothing."""
+        """A positive number, small enough that one object for each layer costs nothing."""
         return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
     def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
@@ -103,8 +103,7 @@ class ConfigFile:
         return ConfigFile(self._path, {**values, **own})
 
     def with_nested(self, key: str) -> ConfigFile:
-        """The object that `key` holds, if it holds one, with what this file says of the whole model. As in transformers, all else
-        in this file says nothing of the object's part."""
+        """The object that `key` holds, if it holds one, with what this file says of the whole model. As in transformers, no other key of this file applies to that object."""
         nested = self.raw.get(key)
         if not isinstance(nested, dict):
             return self

@@ -5,7 +5,8 @@ Every family is this model: they differ in the descriptions of their layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,19 +14,19 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.kernels.base import Rotary
 from common.kernels.native.kernels import NativeKernels, NativeRotary
 from common.kernels.native.linear import NativeLinear
+from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
-from common.model.lora.adapters import Adapters
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
 from common.model.norms import Norm, RMSNorm, make_norm
-from common.model.rank_model import OnProgress, attention_shape
+from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.rotary import Rotaries, make_rotary
 
 
-class DecoderModel:
-    """One rank's part of a model: a pipeline stage's layers, and of these a share of the heads and inner features.
+class DecoderModel(RankModel):
+    """One rank's part of a model: a pipeline stage's layers, with its share of their heads and inner features.
 
     Only the first stage holds the embedding, only the last the final norm and the LM head; where the LM head is tied to
     the embedding, both stages read it. Weights never change after construction.
@@ -34,11 +35,7 @@ class DecoderModel:
     def __init__(self, build: Build, on_progress: OnProgress = lambda done, total: None) -> None:
         config, place, names = build.config, build.mesh.place, build.names
         parts = len(build.layer_numbers) + 2
-        self.config = config
-        self.precision = build.precision
-        self.mesh = build.mesh
-        self.device = build.device
-        self._heads = build.heads(config.attention)
+        super().__init__(build)
         embedding, lm_head = f"{names.embedding}.weight", f"{names.lm_head}.weight"
         tied = build.weights.tied(embedding, lm_head) if config.tie_word_embeddings and build.lm_head else None
         needed = place.is_first_stage or (place.is_last_stage and tied is not None)
@@ -48,20 +45,20 @@ class DecoderModel:
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
-        self.adapters = Adapters(build)
-        """LoRA adapters that steps can name."""
+        build = replace(build, adapt=self.adapters.adapt)
         layers: list[Layer] = []
         wholes: list[DecoderLayer | NativeLayer] = []
-        kv_scales: list[tuple[float, float]] = []
+        kv_scales: list[tuple[float, ...]] = []
+        self._attentions: list[Attention] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i)
             whole = layer if native is None else as_native(layer, native, build.mesh, build.precision.wide)
             wholes.append(whole)
-            layers.append(self.adapters.attach(layer, whole, number))
+            layers.append(self.adapters.attach(whole))
             kv_scales.append(layer.kv_scales)
+            self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)
-        """(K, V) of each layer of this rank, for an FP8 cache."""
         self._norm: Norm | None = None
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
@@ -72,9 +69,9 @@ class DecoderModel:
         self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
         on_progress(parts, parts)
 
-    def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """As `RankModel.attention_shape`."""
-        return attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
+    def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
+        """For each layer of this rank, the facts that its attention backend needs."""
+        return [attention.shape(block_size, max_context) for attention in self._attentions]
 
     def forward(
         self,
@@ -82,13 +79,15 @@ class DecoderModel:
         positions: Tensor,
         attention: AttentionBackend,
         on_layer: Callable[[int], None] | None = None,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """As `RankModel.forward`; `hidden` is changed in place."""
+        received: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         dtype = self.precision.for_rows(token_ids.size(0))
         if self._embedding is not None:
             hidden = self._embedding.forward(token_ids, dtype)
-        assert hidden is not None
+        else:
+            assert received is not None
+            hidden = received[HIDDEN]
         if self._positions is not None:
             self._positions.add_(hidden, positions)
         delta: Tensor | None = None
@@ -96,10 +95,10 @@ class DecoderModel:
         for layer in self._layers:
             delta = layer.forward(hidden, delta, rope, attention, on_layer)
         assert delta is not None
-        return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
+        return {HIDDEN: hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)}
 
     def native_parts(self) -> ModelParts | None:
-        """The model for a step in one call, if all of it is on this rank and the native kernels have every part."""
+        """The parts for a step in one call, if all of them are on this rank and the native kernels have them."""
         dtype = self.precision.wide
         embedding = None if self._embedding is None else self._embedding.plain_weight(dtype)
         lm_head = None if self._lm_head is None else self._lm_head.plain_linear()
@@ -118,19 +117,18 @@ class DecoderModel:
         return ModelParts(embedding, rotary, stack, norm, lm_head)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """As `RankModel.logits`."""
+        """[rows, vocab] float32 of `hidden`: `RankModel.logits`."""
         assert self._lm_head is not None
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
 
 
 def _with_rotary(build: Build, layers: list[Layer]) -> tuple[Rotary, list[Layer]]:
-    """What rotates q and k of this rank's layers, and the layers that take it."""
+    """The rotary embedding of this rank's layers, and the layers that take it."""
     config = build.config
-    ropes = [config.layers[number].rope for number in build.layer_numbers]
+    layer_descriptions = [config.layers[number] for number in build.layer_numbers]
+    ropes = [(layer.rope, layer.attention.rotary_dim) for layer in layer_descriptions]
     distinct = list(dict.fromkeys(ropes))
-    rotaries = [
-        make_rotary(rope, config.head_dim, config.max_context, build.kernels, build.device) for rope in distinct
-    ]
+    rotaries = [make_rotary(*rope, config.max_context, build.kernels, build.device) for rope in distinct]
     if len(rotaries) == 1:
         return rotaries[0], layers
     return Rotaries(rotaries), [

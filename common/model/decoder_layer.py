@@ -9,19 +9,18 @@ from torch import Tensor
 
 from common.attention.base import AttentionBackend
 from common.kernels.base import Rotation
+from common.model.attention import make_attention
 from common.model.build import Build
-from common.model.implementation import implementation
-from common.model.layers import Attention
-from common.model.mlp import MLPS
+from common.model.mlp import make_mlp
 from common.model.norms import NoNorm, Norm, make_norm
 from common.model.rotary import Rotations
 
 _Output = Callable[[Tensor], Tensor]
-"""The last part of attention or of the MLP: returns what is to be added to hidden states, fresh."""
+"""The last part of attention or of the MLP: returns a fresh tensor, to be added to hidden states."""
 
 
 class Layer(Protocol):
-    """What `DecoderLayer` does for a step."""
+    """A layer of the step: `DecoderLayer`, or something that computes the same."""
 
     def forward(
         self,
@@ -44,8 +43,8 @@ class DecoderLayer:
         prefix = f"{names.layer.format(number=number)}."
         self.description = layer
         self.index = index
-        self.attention = Attention(build, prefix, layer.attention)
-        self.mlp = implementation("MLP", layer.mlp.kind, MLPS)(build, prefix, layer.mlp)
+        self.attention = make_attention(build, prefix, layer.attention)
+        self.mlp = make_mlp(build, prefix, layer.mlp)
         self._project: _Output = self.attention.project
         self._mlp_forward: _Output = self.mlp.forward
         self.input_norm: Norm = NoNorm()
@@ -59,8 +58,8 @@ class DecoderLayer:
         if layer.residual_multiplier != 1.0:
             self._project = _multiplied(self._project, layer.residual_multiplier)
             self._mlp_forward = _multiplied(self._mlp_forward, layer.residual_multiplier)
-        self.kv_scales = build.kv_scales(prefix + names.attention)
-        """(K, V), for an FP8 cache."""
+        self.kv_scales = build.kv_scales(prefix + names.attention, layer.attention.planes)
+        """Of each plane, for an FP8 cache."""
 
     def forward(
         self,
@@ -70,8 +69,8 @@ class DecoderLayer:
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """x: [T, hidden], changed in place. `delta` is what is still to be added to it, so that an addition and the
-        norm after it can be one kernel. Returns what is to be added next."""
+        """x: [T, hidden], changed in place. `delta` is still to be added to it, so that an addition and the norm after
+        it can be one kernel. Returns the next `delta`."""
         attended = self.attention.attend(self.input_norm.forward(x, delta), self.index, rope, backend)
         if on_layer is not None:
             on_layer(self.index)
@@ -82,7 +81,7 @@ class RotatedLayer:
     """A layer of a model whose layers differ in their rotary embeddings."""
 
     def __init__(self, layer: Layer, rope: int) -> None:
-        """`rope`: which of a step's `Rotations` is its."""
+        """`rope`: number of its rotation among a step's `Rotations`."""
         self._layer = layer
         self._rope = rope
 
@@ -94,7 +93,7 @@ class RotatedLayer:
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Run the layer with its own rotation: `DecoderLayer.forward`."""
         assert isinstance(rope, Rotations)
         return self._layer.forward(x, delta, rope.each[self._rope], backend, on_layer)
 

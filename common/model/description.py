@@ -1,16 +1,22 @@
 """Description of a decoder layer: what it computes and how its weights are named. Families fill it in, and
-`common.model.layers` builds from it.
+`common.model.decoder_layer` builds from it.
 
 A value that has no implementation is refused when the model loads. No torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
+from common.base.errors import ConfigError
+from common.kv.rank_layout import heads_fit
+from common.kv.spec import KVPlane
 from common.model.rope import RopeConfig
 
+_T = TypeVar("_T")
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 """Activations of an MLP, by their names in config.json; `common.model.mlp` implements them."""
 
@@ -22,13 +28,63 @@ class NormDescription:
     eps: float
     kind: str = "rms"
     weight_offset: float = 0.0
-    """What an RMS norm adds to its stored weights."""
+    """Added to an RMS norm's stored weights."""
+
+
+class LinearShape(NamedTuple):
+    """A linear layer of the whole model. Layers of one name lie in one tensor, one after the other."""
+
+    name: str
+    outputs: int
+    inputs: int
+
+
+class Split(NamedTuple):
+    """Something that tensor-parallel ranks share."""
+
+    what: str
+    fits: Callable[[int], bool]
+    """Whether this many ranks can share it."""
 
 
 @dataclass(frozen=True)
-class AttentionDescription:
-    """The attention of a layer, over the whole model's heads."""
+class AttentionDescription(ABC):
+    """The attention of a layer, over the whole model. Each kind is a subclass, whose fields are all that decides what it
+    computes; implemented kinds: `common.model.attention.ATTENTIONS`."""
 
+    kind: ClassVar[str]
+    window: int | None = field(default=None, kw_only=True)
+    """Tokens that a row can see; None: all before it."""
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[KVPlane, ...]:
+        """The KV cached for each token."""
+
+    @property
+    @abstractmethod
+    def plane_heads(self) -> int:
+        """KV heads of each plane, as `LayerGroup.num_heads`."""
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Width of the vectors that the rotary embedding is applied to."""
+
+    @abstractmethod
+    def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
+        """Its linear layers. Names that `WeightNames` lacks belong to the description."""
+
+    @abstractmethod
+    def splits(self) -> list[Split]:
+        """Whatever tensor-parallel ranks must be able to share."""
+
+
+@dataclass(frozen=True)
+class MultiHeadDescription(AttentionDescription):
+    """Query heads, each over the keys and values of a KV head that it may share with its neighbours."""
+
+    kind = "multi_head"
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -42,12 +98,36 @@ class AttentionDescription:
     """Norm over each head of q and k, before rope."""
     joint_norm: NormDescription | None = None
     """Norm over all heads of q together, and over all of k, before rope."""
-    window: int | None = None
-    """Tokens that a row can see; None: all before it."""
     soft_cap: float | None = None
     """c in c * tanh(score / c)."""
     has_sinks: bool = False
     """One learned logit per query head takes part in the softmax."""
+
+    @property
+    def planes(self) -> tuple[KVPlane, ...]:
+        return KVPlane("k", self.head_dim), KVPlane("v", self.v_head_dim)
+
+    @property
+    def plane_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
+        return [
+            LinearShape(names.q, self.num_q_heads * self.head_dim, hidden),
+            LinearShape(names.k, self.num_kv_heads * self.head_dim, hidden),
+            LinearShape(names.v, self.num_kv_heads * self.v_head_dim, hidden),
+            LinearShape(names.output, hidden, self.num_q_heads * self.v_head_dim),
+        ]
+
+    def splits(self) -> list[Split]:
+        return [
+            Split(f"{self.num_q_heads} query heads", lambda ranks: self.num_q_heads % ranks == 0),
+            Split(f"{self.num_kv_heads} KV heads", lambda ranks: heads_fit(self.num_kv_heads, ranks)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -59,6 +139,12 @@ class MlpDescription:
     """A key of `ACTIVATIONS`."""
     bias: bool = False
     kind: str = "gated"
+
+    def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
+        """Its linear layers."""
+        merged = (names.gate, names.up) if self.kind == "gated" else (names.up,)
+        outputs = [LinearShape(name, self.inner_size, hidden) for name in merged]
+        return [*outputs, LinearShape(names.down, hidden, self.inner_size)]
 
 
 @dataclass(frozen=True)
@@ -76,6 +162,12 @@ class LayerDescription:
     """Factor of the outputs of attention and MLP."""
 
 
+def multi_head(layer: LayerDescription) -> MultiHeadDescription:
+    """The attention of a layer of a model that has no other kind."""
+    assert isinstance(layer.attention, MultiHeadDescription), layer.attention.kind
+    return layer.attention
+
+
 @dataclass(frozen=True)
 class PositionsDescription:
     """A matrix [rows, hidden]; row (position + offset) is added to a token's embedding."""
@@ -86,7 +178,7 @@ class PositionsDescription:
 
 @dataclass(frozen=True)
 class EndsDescription:
-    """What is before the first layer and after the last one."""
+    """The parts before the first layer and after the last one."""
 
     embedding_multiplier: float = 1.0
     is_multiplier_rounded: bool = False
@@ -131,3 +223,12 @@ class WeightNames:
 
 USUAL_NAMES = WeightNames()
 USUAL_ENDS = EndsDescription()
+
+
+def implementation(what: str, kind: str, known: dict[str, _T]) -> _T:
+    """The entry of `known` that a description asks for by name. Raises: ConfigError if there is none."""
+    if kind not in known:
+        raise ConfigError(
+            f"the model needs the {what} {kind!r}, which is not implemented; implemented: {', '.join(known)}"
+        )
+    return known[kind]

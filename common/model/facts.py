@@ -1,4 +1,4 @@
-"""What a router reads of a model's config: the same for every architecture, whoever computes its layers. No torch."""
+"""What a router reads of a model's config, for native families and classes of transformers alike. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.model.hub import is_gguf
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _ANY_CONTEXT = 2**20
-"""Where config.json does not say: nodes, which know the model's class, register their limit."""
+"""Context where config.json gives none: nodes, which know the model's class, register their limit."""
 
 
 class ModelFacts(NamedTuple):
@@ -33,7 +33,7 @@ def read_facts(path: Path) -> ModelFacts:
         config = load_model_config(path)
         return ModelFacts(config.vocab_size, config.max_context, config.eos_token_ids, config.architecture)
     except ConfigError:
-        # What native families refuse may run by a class of transformers, which nodes know.
+        # A model that native families refuse may run by a class of transformers, which nodes know.
         if is_gguf(path):
             raise
         file = ConfigFile(path / "config.json")

@@ -1,4 +1,4 @@
-"""The weight files of a model directory, and the headers of safetensors files, read with the standard library alone.
+"""The weight files of a model directory, and their headers, read with the standard library alone.
 
 Used at start-up, to load and to fingerprint weights. No torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,9 @@ from common.model.hub import is_gguf
 _KINDS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 """Weight files, most preferred first: the name of a single one, and what the names of several match."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Largest header that safetensors' format allows."""
+_LOCAL_HEADER_BYTES = 30
+"""Fixed part of a zip member's own header; its name and extra field follow."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def files_state(path: Path, load_format: str) -> str:
-    """Digest of the names, sizes and times of the weight files; another one means that they may hold other weights. The time
+    """Digest of the names, sizes and times of the weight files; if it changes, they may hold other weights. The time
     of the last change (`st_ctime_ns`) is one that no program can set. Of dummy weights: nothing.
 
     Raises: ConfigError.
@@ -117,3 +120,28 @@ def _span(entry: dict[str, Any], base: int) -> tuple[int, int]:
     if not 0 <= lo <= hi:
         raise ValueError("offsets out of order")
     return base + lo, base + hi
+
+
+def read_torch_header(file: Path) -> Header:
+    """Members of the file, with their checksums, and where their bytes lie.
+
+    Raises: ConfigError if the file is unreadable or not a zip archive, as torch writes since version 1.6.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+            members = archive.infolist()
+            spans: dict[str, tuple[int, int]] = {}
+            for member in members:
+                stream.seek(member.header_offset)
+                fixed = stream.read(_LOCAL_HEADER_BYTES)
+                lengths = (int.from_bytes(fixed[at : at + 2], "little") for at in (26, 28))
+                lo = member.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+                spans[member.filename] = lo, lo + member.compress_size
+        facts = [(member.filename, member.file_size, member.CRC) for member in members]
+        return Header(json.dumps(facts).encode(), file.stat().st_size, spans)
+    except zipfile.BadZipFile as error:
+        raise ConfigError(
+            f"{file} is not a weight file of torch 1.6 or later, or is truncated; convert it to safetensors"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error

@@ -14,18 +14,18 @@ from typing import Any
 from common.base.errors import ConfigError
 from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
-from common.model.files import Header, is_torch_file, read_header, weight_files
+from common.model.description import MultiHeadDescription
+from common.model.files import Header, is_torch_file, read_header, read_torch_header, weight_files
 from common.model.hub import is_gguf, model_folder
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
-from common.model.torch_file import read_torch_header
 
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = (
     *("max_position_embeddings", "dtype", "eos_token_ids", "bos_token_id", "weight_names"),
     *("max_model_len", "weight_prefix", "model"),
 )
-"""Config fields that change neither weights nor KV, and the model of a decoder that pools, which counts by itself."""
+"""Config fields that change neither weights nor KV, and the model of a decoder that pools, which is fingerprinted separately."""
 
 
 def fingerprint(
@@ -92,7 +92,12 @@ def pooling_fingerprint(
 
 
 def _identity(config: ModelConfig | EncoderConfig | PoolingDecoderConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
+    identity = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
+    if isinstance(config, ModelConfig):
+        kinds = [layer.attention.kind for layer in config.layers]
+        if set(kinds) != {MultiHeadDescription.kind}:  # otherwise left out, as before there were other kinds
+            identity["attention kinds"] = kinds
+    return identity
 
 
 def tokenizer_digest(path: Path) -> str:

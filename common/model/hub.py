@@ -12,7 +12,7 @@ from common.base.errors import ConfigError
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
 """The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `scripts.demo_model`."""
 _REPOSITORY = "models--"
-"""How a repository's folder in the hub's cache begins."""
+"""Prefix of a repository's folder in the hub's cache."""
 
 
 def is_gguf(path: Path) -> bool:

@@ -12,21 +12,20 @@ _MANY_TABLES = 8
 
 
 def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
-    """K and V over the KV heads; layers that cache the same planes and have the same sliding window are one group, or
-    several where windows differ: then groups have block tables of their own.
+    """The planes of each layer's attention; layers that cache the same planes and have the same sliding window are one
+    group, or several where windows differ: then groups have block tables of their own.
 
     `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. Raises: ConfigError.
     """
-    members: dict[tuple[int, int, int, int | None], list[int]] = {}
+    members: dict[tuple[tuple[KVPlane, ...], int, int | None], list[int]] = {}
     for number, layer in enumerate(config.layers):
         attention = layer.attention
-        kept = attention.head_dim, attention.v_head_dim, attention.num_kv_heads, attention.window
-        members.setdefault(kept, []).append(number)
+        members.setdefault((attention.planes, attention.plane_heads, attention.window), []).append(number)
     return KVSpec(
         _with_tables(
             [
-                LayerGroup(tuple(layers), (KVPlane("k", k_width), KVPlane("v", v_width)), num_heads, dtype, window)
-                for (k_width, v_width, num_heads, window), layers in members.items()
+                LayerGroup(tuple(layers), planes, num_heads, dtype, window)
+                for (planes, num_heads, window), layers in members.items()
             ]
         )
     )
@@ -42,6 +41,6 @@ def _with_tables(groups: list[LayerGroup]) -> tuple[LayerGroup, ...]:
     cut: list[LayerGroup] = []
     for group in groups:
         parts = -(-len(group.layers) // most)
-        # Dealt out in turn, so that each stage of a pipeline has about as many layers of every part.
+        # Dealt out in turn, so that each stage of a pipeline has about the same number of layers of every part.
         cut += [replace(group, layers=group.layers[i::parts], table=len(cut) + i) for i in range(parts)]
     return tuple(cut)

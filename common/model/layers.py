@@ -1,4 +1,5 @@
-"""The parts of a decoder layer, built from their descriptions. Runs on a rank's engine thread, under inference mode.
+"""What is before a decoder's layers and after them: embedding, learned positions, LM head. Runs on a rank's engine thread,
+under inference mode.
 
 Parts are built complete, from a `WeightSource`; there is no uninitialised state. They are plain classes:
 at one token a step, an eager operation costs 5 us and more, and a module's call hooks would add to each.
@@ -10,68 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend
-from common.base.errors import ConfigError
-from common.kernels.base import Rotation
-from common.model.build import Build, Share
-from common.model.description import AttentionDescription, PositionsDescription
+from common.model.build import Build
+from common.model.description import PositionsDescription
 from common.model.formats.base import Linear
-from common.model.norms import make_qk_norm
 from common.model.sharding import vocab_range
-
-
-class Attention:
-    """Merged q, k, v projection, optional norm of q and k, rope, paged attention, output projection; this rank's heads."""
-
-    def __init__(self, build: Build, prefix: str, attention: AttentionDescription) -> None:
-        """`prefix`: the layer's name and a dot. Raises: ConfigError for what has no implementation."""
-        _check_implemented(attention)
-        hidden, names, heads = build.config.hidden_size, build.names, build.heads(attention)
-        dim = attention.head_dim
-        self.heads = (heads.num_q, heads.num_kv, dim)
-        self.scale = attention.scale
-        q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
-        kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
-        merged = [prefix + name for name in (names.q, names.k, names.v)]
-        self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
-        self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
-        self.qk_norm = make_qk_norm(build, prefix, attention)
-        self._mesh = build.mesh
-
-    def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
-        """Everything up to the output projection; the layer's KV is final when it returns.
-
-        Returns [T, q_heads/tp * head_dim].
-        """
-        q_heads, kv_heads, head_dim = self.heads
-        qkv = self.qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
-        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
-        if self.qk_norm is not None:
-            qk = self.qk_norm.forward(qk)
-        rope.rotate_(qk, q_heads)
-        return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
-
-    def project(self, attended: Tensor) -> Tensor:
-        """[T, hidden], after an all-reduce: the sum over all heads of the model."""
-        return self._mesh.all_reduce(self.out.forward(attended))
-
-
-def _check_implemented(attention: AttentionDescription) -> None:
-    """Raises: ConfigError naming what attention has no implementation of."""
-    missing = {
-        f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
-            attention.v_head_dim != attention.head_dim
-        ),
-        "attention sinks": attention.has_sinks,
-        **{
-            f"a {norm.kind!r} norm of heads": norm.kind != "rms"
-            for norm in (attention.head_norm, attention.joint_norm)
-            if norm is not None
-        },
-    }
-    for what, is_asked_for in missing.items():
-        if is_asked_for:
-            raise ConfigError(f"the model needs {what}, which attention does not implement")
 
 
 class Embedding:

@@ -58,8 +58,8 @@ def load_model(
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
     stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers.
-    `packed` shares packed weights with other processes. Without `lm_head` the model of a native family has no logits. All ranks of `mesh` load at the same time, with the same
-    arguments; each reads only the bytes of its own part.
+    `packed` shares packed weights with other processes. Without `lm_head` the model of a native family has no logits.
+    All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
 
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
@@ -105,9 +105,8 @@ def _load_generic(
     on_progress: OnProgress,
 ) -> RankModel:
     # Imported here because it brings the library transformers, which other models do not need.
-    from common.model.generic.build_model import build_class
     from common.model.generic.checkpoint import GenericCheckpoint
-    from common.model.generic.model import GenericModel
+    from common.model.generic.model import GenericModel, build_class
 
     causal = build_class(path, dtype)
     dummy = load_format == "dummy"
@@ -123,7 +122,7 @@ def _open_weights(path: Path, config: ModelConfig, load_format: str, seed: int, 
         from common.model.gguf.file import open_gguf
         from common.model.gguf.weights import GgufWeights
 
-        return GgufWeights(open_gguf(path), config.attention, device)
+        return GgufWeights(open_gguf(path), config.layers[0].attention, device)
     return CheckpointWeights(path, config.quantization, device, config.weight_names.other_beginnings)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from common.kernels.base import Kernels
 from common.model.build import Build
-from common.model.description import MlpDescription
-from common.model.implementation import implementation
+from common.model.description import MlpDescription, implementation
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,8 +38,16 @@ def _activate_and_mul(activation: str, kernels: Kernels) -> Callable[[Tensor], T
     return activate_and_mul
 
 
+class Mlp(Protocol):
+    """The MLP of one layer: this rank's inner features, then an all-reduce."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], fresh."""
+        ...
+
+
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), gate and up merged; this rank's inner features, then an all-reduce."""
+    """down(activation(gate(x)) * up(x)), gate and up merged."""
 
     def __init__(self, build: Build, prefix: str, mlp: MlpDescription) -> None:
         """`prefix`: the layer's name and a dot."""
@@ -56,7 +64,7 @@ class GatedMlp:
 
 
 class PlainMlp:
-    """down(activation(up(x))); this rank's inner features, then an all-reduce."""
+    """down(activation(up(x)))."""
 
     def __init__(self, build: Build, prefix: str, mlp: MlpDescription) -> None:
         """`prefix`: the layer's name and a dot."""
@@ -71,5 +79,10 @@ class PlainMlp:
         return self._mesh.all_reduce(self.down.forward(self._activate(self.up.forward(x))))
 
 
-MLPS: dict[str, type[GatedMlp | PlainMlp]] = {"gated": GatedMlp, "plain": PlainMlp}
-"""By `MlpDescription.kind`."""
+MLPS: dict[str, Callable[[Build, str, MlpDescription], Mlp]] = {"gated": GatedMlp, "plain": PlainMlp}
+"""By `MlpDescription.kind`. Each takes the layer's name and a dot, and the description."""
+
+
+def make_mlp(build: Build, prefix: str, mlp: MlpDescription) -> Mlp:
+    """The MLP of the layer whose name and a dot are `prefix`."""
+    return implementation("MLP", mlp.kind, MLPS)(build, prefix, mlp)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
-from common.attention.grouped import GroupedAttention
+from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotation
 from common.kernels.native.library import DTYPES, LayerStruct, NativeLibrary
 from common.kernels.native.linear import NativeLinear
+from common.model.attention import MultiHeadAttention
 from common.model.decoder_layer import DecoderLayer
-from common.model.description import LayerDescription
+from common.model.description import LayerDescription, MultiHeadDescription
+from common.model.formats.base import Linear, WrappedLinear
 from common.model.mlp import GatedMlp
 from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
@@ -27,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NativeLayer:
-    """A `DecoderLayer` all of whose parts the native kernels have."""
+    """A `DecoderLayer` that runs in the native kernels, which have all its parts."""
 
     def __init__(self, layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> None:
         """dtype: of hidden states."""
@@ -37,13 +39,15 @@ class NativeLayer:
         self._index = layer.index
         self.kv_scales = layer.kv_scales
         attention, mlp = layer.attention, layer.mlp
-        input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
+        assert isinstance(attention, MultiHeadAttention)
         assert isinstance(mlp, GatedMlp)
+        input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
         assert isinstance(input_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
+        self.linears = attention.qkv, attention.out, mlp.gate_up, mlp.down
         self._struct = LayerStruct(
-            *(_struct_of(linear) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)),
+            *(_struct_of(linear) for linear in self.linears),
             input_norm.weight.data_ptr(),
             mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
@@ -67,10 +71,8 @@ class NativeLayer:
         on_layer: Callable[[int], None] | None,
         lora: int | None = None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`; overwrites `delta` and returns it. `lora`: address of the step's `LoraStruct`."""
-        own, index = backend, self._index
-        if isinstance(own, GroupedAttention):
-            own, index = own.of_layer(index)
+        """Run the layer: `DecoderLayer.forward`. Overwrites `delta` and returns it. `lora`: address of the step's `LoraStruct`."""
+        own, index = backend_of(backend, self._index)
         if not isinstance(own, NativeAttention) or not isinstance(rope, NativeRotation):
             return self._layer.forward(x, delta, rope, backend, on_layer)
         native, rows, residual = self.native, x.size(0), x.data_ptr()
@@ -86,28 +88,32 @@ class NativeLayer:
 
 
 def as_native(layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> DecoderLayer | NativeLayer:
-    """`layer` over the native kernels if they have all that it needs, else itself, with a line in the log."""
+    """`layer` in the native kernels if they have all its parts, else itself, with a line in the log."""
     reason = _unsupported(layer.description)
     if reason:
         _log_once(reason)
         return layer
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, MultiHeadAttention)
     assert isinstance(mlp, GatedMlp)
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    if not all(isinstance(linear, NativeLinear) for linear in linears):
+    if not all(isinstance(_base(linear), NativeLinear) for linear in linears):
         return layer
     return NativeLayer(layer, native, mesh, dtype)
 
 
 def _unsupported(layer: LayerDescription) -> str | None:
-    """What of the layer whole native layers do not have; None if they have everything."""
+    """Which parts of the layer whole native layers lack; None if they have all."""
+    attention = layer.attention
+    if not isinstance(attention, MultiHeadDescription):
+        return f"{attention.kind} attention"
     reasons = {
         f"norm {layer.norm.kind!r}": layer.norm.kind != "rms",
         "norms of outputs": layer.norm_at != "input",
         "a factor of outputs": layer.residual_multiplier != 1.0,
         "no rotary embedding": layer.rope is None,
         "a rotary embedding of parts of heads": layer.rope is not None and layer.rope.rotated_part != 1.0,
-        "a norm over all heads": layer.attention.joint_norm is not None,
+        "a norm over all heads": attention.joint_norm is not None,
         f"{layer.mlp.kind} MLP": layer.mlp.kind != "gated",
         f"activation {layer.mlp.activation!r}": layer.mlp.activation != "silu",
     }
@@ -119,6 +125,11 @@ def _log_once(reason: str) -> None:
     log.info("layers with %s run part by part on native linear layers, not as whole native layers", reason)
 
 
-def _struct_of(linear: object):
-    assert isinstance(linear, NativeLinear)
-    return linear.struct
+def _base(linear: Linear) -> Linear:
+    return linear.base if isinstance(linear, WrappedLinear) else linear
+
+
+def _struct_of(linear: Linear):
+    base = _base(linear)
+    assert isinstance(base, NativeLinear)
+    return base.struct

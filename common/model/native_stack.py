@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
-from common.attention.grouped import GroupedAttention
+from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotary, NativeRotation
@@ -24,18 +24,18 @@ from common.parallel.mesh import Mesh
 
 
 class LayerMemory(NamedTuple):
-    """What a backend has for each layer: addresses of a struct kv_cache and a struct kv_batch."""
+    """Addresses that a backend has for each layer: of a struct kv_cache and a struct kv_batch."""
 
     caches: ctypes.Array[ctypes.c_void_p]
     batches: ctypes.Array[ctypes.c_void_p]
 
 
 class NativeStack:
-    """All layers of a rank. A step that needs something between them, a sum over ranks, adapters, a report of each layer's
-    KV, runs layer by layer."""
+    """All layers of a rank. A step that needs something between them (adapters, a report of each layer's KV) runs layer
+    by layer."""
 
     def __init__(self, layers: Sequence[Layer], wholes: Sequence[NativeLayer], adapters: Adapters) -> None:
-        """layers: as `wholes`, with adapters."""
+        """layers: `wholes`, with adapters."""
         self._layers = layers
         self._adapters = adapters
         self.native = wholes[0].native
@@ -51,7 +51,7 @@ class NativeStack:
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`, through all layers."""
+        """Run all layers: `DecoderLayer.forward`."""
         if self._latest is None or self._latest[0] is not backend:
             self._latest = backend, self.memory(backend)
         memory = self._latest[1]
@@ -76,10 +76,10 @@ class NativeStack:
         return delta
 
     def memory(self, backend: AttentionBackend) -> LayerMemory | None:
-        """None if another backend than the native one attends in a layer."""
+        """The memory of `backend`; None if a layer has another backend than the native one."""
         caches, batches = [], []
         for layer in range(len(self._layers)):
-            own, index = backend.of_layer(layer) if isinstance(backend, GroupedAttention) else (backend, layer)
+            own, index = backend_of(backend, layer)
             if not isinstance(own, NativeAttention):
                 return None
             caches.append(own.cache(index))

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from common.kernels.base import Kernels
 from common.model.build import Build
-from common.model.description import AttentionDescription, NormDescription
-from common.model.implementation import implementation
+from common.model.description import MultiHeadDescription, NormDescription, implementation
 from common.model.sharding import HeadRange
 from common.model.tensor_files import Part
 from common.parallel.mesh import Mesh
@@ -35,7 +34,7 @@ class RMSNorm:
         self.eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """As `Norm.forward`."""
+        """The norm of `x` + `delta`: `Norm.forward`."""
         if delta is None:
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return self._kernels.add_rms_norm_(delta, x, self.weight, self.eps)
@@ -50,14 +49,14 @@ class LayerNorm:
         self._eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """As `Norm.forward`."""
+        """The norm of `x` + `delta`: `Norm.forward`."""
         if delta is not None:
             x.add_(delta)
         return F.layer_norm(x.float(), self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)
 
 
 class NoNorm:
-    """`Norm` of layers whose inputs have none: only adds."""
+    """`Norm` of layers whose inputs have none: it only adds."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """`x`, to which `delta` is added."""
@@ -89,8 +88,8 @@ class HeadNorm:
 class JointNorm:
     """RMS norm over all heads of q, and over all of k, which lie side by side: [T, q_heads + kv_heads, head_dim].
 
-    Every rank holds as many heads, and every KV head is on as many ranks: the mean over a stage's heads is that of its
-    ranks' means.
+    All ranks hold the same number of heads, and all KV heads are on the same number of ranks: the mean over a stage's
+    heads is that of its ranks' means.
     """
 
     def __init__(self, q_weight: Tensor, k_weight: Tensor, eps: float, mesh: Mesh) -> None:
@@ -112,7 +111,7 @@ class JointNorm:
         return wide.mul_(factors[:, :, None]).mul_(self._weights).to(qk.dtype)
 
 
-def make_qk_norm(build: Build, prefix: str, attention: AttentionDescription) -> HeadNorm | JointNorm | None:
+def make_qk_norm(build: Build, prefix: str, attention: MultiHeadDescription) -> HeadNorm | JointNorm | None:
     """The norm of q and k before rope; None if there is none. `prefix`: the layer's name and a dot."""
     q_name, k_name = (f"{prefix}{name}.weight" for name in (build.names.q_norm, build.names.k_norm))
     heads, dim = build.heads(attention), attention.head_dim

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _CODE = ("model", "kernels")
 """Folders below common/ whose code decides what is packed, and how."""
 _LIBRARIES = ("transformers", "gguf", "torch")
-"""Packages that do as well: they rename, merge and widen weights."""
+"""Packages that decide it too: they rename, merge and widen weights."""
 PackedT = TypeVar("PackedT", PackedTensors, PackedTensors | None)
 
 _STRIPES = 16
@@ -53,7 +53,7 @@ class PackedWeights:
         self, folder: Path, weights: str, limit_gb: float | None, is_current: Callable[[], bool] = lambda: True
     ) -> None:
         """`folder`: of all models. `weights`: a digest of the weights. `limit_gb`: of all models; None: by the free disk space.
-        `is_current`: whether what was read until now are these weights.
+        `is_current`: whether the files still hold these weights.
 
         Raises: OSError.
         """
@@ -92,7 +92,7 @@ class PackedWeights:
                     part.unlink(missing_ok=True)
 
     def _stripe(self, digest: str) -> Path:
-        """What a process that packs this file locks."""
+        """The lock that a process holds while it packs this file."""
         return self._folder / f"{int(digest, 16) % _STRIPES}.lock"
 
     def close(self) -> None:

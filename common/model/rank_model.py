@@ -1,92 +1,66 @@
-"""The interface of one rank's part of a model, whoever computes its layers: `DecoderModel` and `GenericModel`."""
+"""The interface of one rank's part of a model: of `DecoderModel` (native families) and `GenericModel` (transformers)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.model.config import ModelConfig
-from common.model.description import AttentionDescription
+from common.model.build import Build
 from common.model.lora.adapters import Adapters
-from common.model.precision import Precision
-from common.model.sharding import HeadRange
-from common.parallel.mesh import Mesh
+from common.parallel.stage_tensors import StageSchema, StageTensor
 
+HIDDEN = "hidden"
+"""Name of the hidden states, [T, hidden], among the tensors of a stage."""
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
 
 
-class RankModel(Protocol):
-    """A pipeline stage's layers, and of these a share of the heads and inner features. `forward` and `logits` run under
+class RankModel(ABC):
+    """A pipeline stage's layers, with this rank's share of their heads and inner features. `forward` and `logits` run under
     inference mode."""
 
-    @property
-    def config(self) -> ModelConfig: ...
+    kv_scales: Sequence[tuple[float, ...]]
+    """For each layer of this rank, the scale of each plane, for an FP8 cache."""
 
-    @property
-    def precision(self) -> Precision: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """(K, V) of each layer of this rank, for an FP8 cache."""
-        ...
-
-    @property
-    def adapters(self) -> Adapters:
+    def __init__(self, build: Build) -> None:
+        self.config = build.config
+        self.precision = build.precision
+        self.mesh = build.mesh
+        self.device = build.device
+        self.adapters = Adapters(build)
         """LoRA adapters that steps can name."""
-        ...
 
-    def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """The facts about this rank's part of the model that an attention backend needs, apart from sliding windows, which
-        the layer groups of its KV have."""
-        ...
+    def stage_schema(self, rows: int) -> StageSchema:
+        """What a stage hands to the next in a step of `rows` rows."""
+        return (StageTensor(HIDDEN, (self.config.hidden_size,), self.precision.for_rows(rows)),)
 
+    @abstractmethod
+    def attention_shapes(self, block_size: int, max_context: int = 0) -> Sequence[AttentionShape]:
+        """For each layer of this rank, the facts that its attention backend needs."""
+
+    @abstractmethod
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         attention: AttentionBackend,
         on_layer: Callable[[int], None] | None = None,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
+        received: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """Run this stage's layers over one step's rows; `attention` has been planned for them.
 
-        token_ids, positions: [T] int64. hidden: [T, hidden], what the previous stage's `forward` returned, which may be
-        changed in place; None on the first stage. Calls `on_layer(i)` as soon as the KV of this stage's i-th layer is
-        final, which is before that layer's output projection and MLP. Returns [T, hidden]; on the last stage, after the
-        final norm.
+        token_ids, positions: [T] int64. `received`: what the previous stage's `forward` returned, which may be changed in
+        place; None on the first stage. Calls `on_layer(i)` as soon as the KV of this stage's i-th layer is final, which is
+        before that layer's output projection and MLP. Returns the tensors of `stage_schema`; on the last stage, `HIDDEN`
+        after the final norm.
         """
-        ...
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [rows, hidden], of `forward` on the last stage, all of whose ranks call this together.
 
         Returns [rows, vocab] float32 on that stage's `tp_rank` 0, None on the others.
         """
-        ...
-
-
-def attention_shape(
-    attention: AttentionDescription, heads: HeadRange, dtype: torch.dtype, block_size: int, max_context: int
-) -> AttentionShape:
-    """The shape for this rank's `heads`, as `RankModel.attention_shape` returns it."""
-    return AttentionShape(
-        heads.num_q,
-        heads.num_kv,
-        attention.head_dim,
-        dtype,
-        block_size,
-        max_context,
-        attention.scale,
-        soft_cap=attention.soft_cap,
-    )

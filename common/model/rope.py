@@ -22,12 +22,12 @@ class RopeConfig:
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """beta_slow of "yarn", too."""
+    """Also beta_slow of "yarn"."""
     high_freq_factor: float = 4.0
-    """beta_fast of "yarn", too."""
+    """Also beta_fast of "yarn"."""
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
-    """What each frequency is divided by, [rotated_dim / 2]; for "factors" and "longrope"."""
+    """[rotated_dim / 2]: divisor of each frequency, for "factors" and "longrope"."""
     short_factors: tuple[float, ...] = ()
     """`factors` of "longrope" where contexts are at most `original_max_position` long."""
     attention_factor: float = 1.0

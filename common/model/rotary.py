@@ -96,7 +96,7 @@ class _PartialRotary:
 def make_rotary(
     rope: RopeConfig | None, head_dim: int, max_positions: int, kernels: Kernels, device: torch.device
 ) -> Rotary:
-    """What rotates q and k of a layer; parts of heads are rotated by PyTorch's operations."""
+    """The rotary embedding of a layer; parts of heads are rotated by PyTorch's operations."""
     if rope is None:
         return _NoRotary()
     frequencies = inverse_frequencies(rope, head_dim).to(device)
@@ -123,5 +123,5 @@ class Rotaries:
         self._rotaries = rotaries
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """As `Rotary.step`, of each."""
+        """The rotations of one step, of each."""
         return Rotations(tuple(rotary.step(positions, dtype) for rotary in self._rotaries))

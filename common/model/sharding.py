@@ -5,14 +5,13 @@ A part is a half-open range. Ranges of KV heads are those of `common.kv.rank_lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
+from common.kv.rank_layout import MAX_TP_SIZE
 from common.kv.rank_layout import head_range as kv_head_range
-from common.kv.rank_layout import heads_fit
 from common.model.config import ModelConfig
-from common.model.description import AttentionDescription, LayerDescription
+from common.model.description import MultiHeadDescription, Split
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,13 @@ class HeadRange:
 
 def lm_head_in_layers(config: ModelConfig) -> float:
     """How many layers have as many weights as the LM head: a decode step reads all of them once."""
-    return config.num_layers * config.vocab_size / sum(_weights_per_hidden(layer) for layer in config.layers)
-
-
-def _weights_per_hidden(layer: LayerDescription) -> int:
-    """A layer's weights, divided by the model's hidden size."""
-    attention = layer.attention
-    heads = attention.num_q_heads + attention.num_kv_heads
-    matrices = 3 if layer.mlp.kind == "gated" else 2
-    return heads * (attention.head_dim + attention.v_head_dim) + matrices * layer.mlp.inner_size
+    names, hidden = config.weight_names, config.hidden_size
+    linears = [
+        each
+        for layer in config.layers
+        for each in (*layer.attention.linears(names, hidden), *layer.mlp.linears(names, hidden))
+    ]
+    return config.num_layers * config.vocab_size * hidden / sum(each.outputs * each.inputs for each in linears)
 
 
 def split_layers(
@@ -84,21 +81,17 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     """
     _check_stages(pp_layers or (config.num_layers,), config.num_layers)
     config.check_split(tp_size, max(1, len(pp_layers)))
-    demands: list[tuple[str, Callable[[int], bool]]] = []
+    demands: list[Split] = []
     for layer in dict.fromkeys(config.layers):
-        q_heads, kv_heads, inner = layer.attention.num_q_heads, layer.attention.num_kv_heads, layer.mlp.inner_size
-        demands += [
-            (f"{q_heads} query heads", lambda n, q=q_heads: q % n == 0),
-            (f"{kv_heads} KV heads", lambda n, kv=kv_heads: heads_fit(kv, n)),
-            (f"an MLP of {inner}", lambda n, inner=inner: n <= inner),
-        ]
-    fitting = [n for n in range(1, config.num_q_heads + 1) if all(fits(n) for _, fits in demands)]
+        inner = layer.mlp.inner_size
+        demands += [*layer.attention.splits(), Split(f"an MLP of {inner}", lambda ranks, inner=inner: ranks <= inner)]
+    fitting = [ranks for ranks in range(1, MAX_TP_SIZE + 1) if all(fits(ranks) for _, fits in demands)]
     for what, fits in demands:
         if tp_size < 1 or not fits(tp_size):
             raise ConfigError(f"tensor-parallel size {tp_size} does not fit {what}; sizes that would work: {fitting}")
 
 
-def head_range(attention: AttentionDescription, tp_rank: int, tp_size: int) -> HeadRange:
+def head_range(attention: MultiHeadDescription, tp_rank: int, tp_size: int) -> HeadRange:
     """The heads of rank `tp_rank`; KV heads are replicated on neighbouring ranks where there are more ranks than heads.
 
     Every query head's KV head is in the range. `check_parallel` has accepted `tp_size`.

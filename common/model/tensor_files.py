@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.base.errors import ConfigError
-from common.model.files import is_torch_file, read_header, weight_files
-from common.model.torch_file import read_torch_header
+from common.model.files import is_torch_file, read_header, read_torch_header, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ _DTYPE_NAMES = {
 
 
 Beginnings = tuple[tuple[str, str], ...]
-"""(beginning of names, another one)."""
+"""(prefix of names, another one)."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,11 @@ class _TorchFile:
     """A `pytorch_model.bin`. Only tensors are read; no code in it runs. They are mapped and must not be written."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: ConfigError if the file is unreadable, or holds something else than named tensors."""
-        read_torch_header(path)  # says what is wrong with files that torch.load takes for older ones
+        """Raises: ConfigError if the file is unreadable, or holds anything but named tensors."""
+        read_torch_header(path)  # it says what is wrong with files that torch.load takes for older ones
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # what a damaged or malicious file raises is open
+        except Exception as error:  # a damaged or malicious file may raise anything
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"{path} holds no weights that can be loaded safely: {reason}") from error
         tensors = cast("dict[Any, Any]", found) if isinstance(found, dict) else {}
@@ -121,7 +120,7 @@ class TensorFiles:
     """The weight files of one directory; a tensor's bytes are read when asked for."""
 
     def __init__(self, path: Path, other_beginnings: Beginnings = ()) -> None:
-        """`other_beginnings`: of names that are asked for, and what the files may have in their place."""
+        """`other_beginnings`: prefixes of names that are asked for, and those that the files may have instead."""
         self._path = path
         self._others = other_beginnings
         self._files: dict[Path, _File] = {
@@ -170,14 +169,14 @@ class TensorFiles:
         return TensorFiles(self._path, self._others).read(name, shape, part)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same, in the narrower of their dtypes; read as by `view`. Raises: as `read`."""
+        """Whether two tensors hold the same numbers, in the narrower of their dtypes. Raises: ConfigError."""
         files = TensorFiles(self._path, self._others)
         one, two = files.read(name), files.read(other)
         dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
         return torch.equal(one.to(dtype), two.to(dtype))
 
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """As `WeightSource.tied`."""
+        """Which of two tied tensors to read: `WeightSource.tied`."""
         if embedding not in self or lm_head not in self:
             return lm_head if lm_head in self else embedding
         if self.are_equal(embedding, lm_head):

@@ -32,11 +32,11 @@ class WeightSource(Protocol):
         ...
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
-        """As `read`, but a contiguous view of the mapped file, which must not be written; None if it cannot be one."""
+        """The tensor as a contiguous view of the mapped file, which must not be written; None if it cannot be one."""
         ...
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
-        """As `LinearFormat.linear`."""
+        """A layer on the weights in their stored format: `LinearFormat.linear`."""
         ...
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
@@ -59,7 +59,7 @@ class CheckpointWeights:
         device: torch.device = CPU,
         other_beginnings: Beginnings = (),
     ) -> None:
-        """`other_beginnings`: as of `TensorFiles`."""
+        """`other_beginnings`: see `TensorFiles`."""
         self._tensors = TensorFiles(path, other_beginnings)
         self._formats: list[LinearFormat] = (
             [] if quantization is None else [open_format(self._tensors, device, quantization)]
@@ -96,7 +96,7 @@ class CheckpointWeights:
         return float(value.float())
 
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """As `WeightSource.tied`."""
+        """Which of two tied tensors to read: `WeightSource.tied`."""
         return self._tensors.tied(embedding, lm_head)
 
     def _format_of(self, name: str) -> LinearFormat:
@@ -106,7 +106,7 @@ class CheckpointWeights:
 class DummyWeights:
     """Random weights from a seed: equal in every process on one kind of device, for any order of reads and any part.
 
-    They are drawn on `device`: a GPU is a hundred times faster at it. Matrices are normal with deviation 0.02, as
+    They are drawn on `device`: a GPU draws a hundred times faster. Matrices are normal with deviation 0.02, as
     Hugging Face initialises them, norm weights one, biases zero.
     """
 

@@ -170,8 +170,8 @@ class Worker:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
-        shape = self._model.attention_shape(self.plan.layout.spec.block_size, self.plan.model.max_model_len)
-        attention = choose_attention(storage, shape)
+        shapes = self._model.attention_shapes(self.plan.layout.spec.block_size, self.plan.model.max_model_len)
+        attention = choose_attention(storage, shapes)
         return self._model_runner(storage, attention), attention
 
     def _model_runner(

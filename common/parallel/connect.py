@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from common.parallel.mesh import SOLO, Mesh, RankPlace
 from common.parallel.nccl import NcclGroup, make_nccl_group
 from common.parallel.rendezvous import Rendezvous
 from common.parallel.shared_memory import Segment, SharedMemoryGroup
+from common.parallel.stage_tensors import StageSchema
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +53,13 @@ class RankMesh:
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x if self.group is None else self.group.gather_columns(x)
 
-    def send_hidden(self, x: Tensor) -> None:
+    def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         assert self._pipeline is not None
-        self._pipeline.send(x)
+        self._pipeline.send(tensors, schema)
 
-    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    def recv_stage(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
         assert self._pipeline is not None
-        return self._pipeline.recv(rows, hidden, dtype)
+        return self._pipeline.recv(rows, schema)
 
     def close(self) -> None:
         for part in (self.group, self._pipeline, self._rendezvous):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import GatherOptions, Store
 
 from common.base.device import CPU
 from common.base.errors import ConfigError, RankLost
+from common.parallel.stage_tensors import StageSchema, empty_message, pack, unpack
 from common.parallel.torch_reason import torch_reason
 
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ class GlooGroup:
 
 
 class PipelineLink:
-    """Hidden states from one pipeline stage to the next, among the ranks with one `tp_rank`.
+    """The tensors that one pipeline stage hands to the next, among the ranks with one `tp_rank`.
 
     Sends complete in the background, so that a stage computes its next micro-batch while the next stage is
     still busy with an earlier one. Both ends count, so that messages are received in the order of sending.
@@ -95,25 +96,26 @@ class PipelineLink:
         self._sent = 0
         self._received = 0
 
-    def send(self, x: Tensor) -> None:
-        """See `Mesh.send_hidden`."""
+    def send(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
+        """See `Mesh.send_stage`."""
+        message = pack(tensors, schema)
         to = self._pp_rank + 1
         what = f"hidden states to rank {self._ranks[to]}"
         while len(self._in_flight) >= self._most_in_flight:
             work, _ = self._in_flight.popleft()
             _run(work.wait, what)
-        # Kept with the work, because gloo reads `x` until that is done.
-        self._in_flight.append((_run(lambda: self._group.send([x], to, _tag(self._sent)), what), x))
+        # Kept with the work, because gloo reads the message until that is done.
+        self._in_flight.append((_run(lambda: self._group.send([message], to, _tag(self._sent)), what), message))
         self._sent += 1
 
-    def recv(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """See `Mesh.recv_hidden`."""
-        out = torch.empty(rows, hidden, dtype=dtype, device=self._device)
+    def recv(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
+        """See `Mesh.recv_stage`."""
+        message = empty_message(rows, schema, self._device)
         source = self._pp_rank - 1
         tag = _tag(self._received)
-        _complete(lambda: self._group.recv([out], source, tag), f"hidden states from rank {self._ranks[source]}")
+        _complete(lambda: self._group.recv([message], source, tag), f"hidden states from rank {self._ranks[source]}")
         self._received += 1
-        return out
+        return unpack(message, rows, schema)
 
     def close(self) -> None:
         self._in_flight.clear()

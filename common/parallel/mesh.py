@@ -6,12 +6,14 @@ All calls belong to the rank's engine thread. Every rank makes the same collecti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from common.parallel.stage_tensors import StageSchema
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,16 @@ class Mesh(Protocol):
         """
         ...
 
-    def send_hidden(self, x: Tensor) -> None:
-        """Hand `x` [rows, hidden] to the next stage's rank of the same `tp_rank`.
+    def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
+        """Hand `tensors` to the next stage's rank of the same `tp_rank`, in one message.
 
-        Returns before it has arrived, so `x` must not change afterwards. Waits for the oldest send if as many sends
+        Returns before they have arrived, so they must not change afterwards. Waits for the oldest send if as many sends
         as there are stages are in flight. Raises: RankLost.
         """
         ...
 
-    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """The oldest hidden states sent by the previous stage and not received yet, [rows, hidden]. Raises: RankLost."""
+    def recv_stage(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
+        """The oldest tensors sent by the previous stage and not received yet, by name. Raises: RankLost."""
         ...
 
     def close(self) -> None:
@@ -120,10 +122,10 @@ class SoloMesh:
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x
 
-    def send_hidden(self, x: Tensor) -> None:
+    def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         raise AssertionError("a single rank has no next stage")
 
-    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    def recv_stage(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
         raise AssertionError("a single rank has no previous stage")
 
     def close(self) -> None:

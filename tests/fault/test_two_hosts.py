@@ -29,6 +29,7 @@ from support.system import START_TIMEOUT_S, System, wait_until
 from common.cluster.redis_server import find_redis_binary
 from common.control.frames import SILENCE_S
 from common.model.config import load_model_config
+from common.model.description import multi_head
 
 MODEL = "llama"
 NEW_TOKENS = 24
@@ -91,7 +92,8 @@ def running(folder: Path, model: Path, network: Network) -> Iterator[TwoHosts]:
                 system.log_tail,
             )
             config = load_model_config(model)
-            block_bytes = config.num_layers * 2 * 16 * config.num_kv_heads * config.head_dim * 4
+            heads = multi_head(config.layers[0])
+            block_bytes = config.num_layers * 2 * 16 * heads.num_kv_heads * heads.head_dim * 4
             yield TwoHosts(system, prefill, decode, model, block_bytes)
         finally:
             for process in reversed(processes):

@@ -169,4 +169,4 @@ def test_long_prompts_in_chunks_agree_with_attention_over_the_whole(make_backend
 def test_a_gpu_with_flashinfer_uses_it(flashinfer: ModuleType) -> None:
     layout = KVLayout("f", KVSpec.uniform(1, 2, 64, "bfloat16"))
     storage = KVStorage(layout, layout.shard(0, 0), 4, "cuda")
-    assert isinstance(choose_attention(storage, AttentionShape(4, 2, 64, torch.bfloat16, 16)), FlashInferAttention)
+    assert isinstance(choose_attention(storage, [AttentionShape(4, 2, 64, torch.bfloat16, 16)]), FlashInferAttention)

@@ -21,6 +21,7 @@ from support.system import System, running_system
 from common.engine.kv_allocator import first_kept
 from common.kv.rank_layout import blocks_for
 from common.model.config import load_model_config
+from common.model.description import multi_head
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 15, 16, 17, 100, 1000)
@@ -134,7 +135,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers(served: tuple[Case, Path,
 def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, Path, System]) -> None:
     case, model, system = served
     config = load_model_config(model)
-    block_bytes = 2 * 16 * config.num_kv_heads * config.head_dim * 4  # of one layer
+    heads = multi_head(config.layers[0])
+    block_bytes = 2 * 16 * heads.num_kv_heads * heads.head_dim * 4  # of one layer
 
     def needed(num_tokens: int, held: int = 0) -> int:
         """Bytes of the blocks to keep of `num_tokens`, without the first `held` blocks."""

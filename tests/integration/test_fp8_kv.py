@@ -13,6 +13,7 @@ from support import warm_start
 from support.system import START_TIMEOUT_S, System, running_system, wait_until
 
 from common.model.config import load_model_config
+from common.model.description import multi_head
 from common.model.hub import DEMO_MODEL_PATH
 
 SLOTS = 16
@@ -47,9 +48,10 @@ def test_a_trained_model_answers_as_ever_over_relayed_fp8_kv(served: System, pro
 
 def test_a_relay_moves_one_byte_for_each_number_half_of_what_bf16_takes(served: System) -> None:
     config = load_model_config(DEMO_MODEL_PATH)
+    heads = multi_head(config.layers[0])
     response = ask(served, " one two three four five six seven eight" * 12, 2)
     blocks = -(-response.json()["usage"]["prompt_tokens"] // SLOTS)
-    expected = blocks * config.num_layers * 2 * SLOTS * config.num_kv_heads * config.head_dim
+    expected = blocks * config.num_layers * 2 * SLOTS * heads.num_kv_heads * heads.head_dim
     assert blocks > 3
     assert int(response.headers["x-kvrelay-relayed-bytes"]) == expected
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.model.config import load_model_config
+from common.model.description import multi_head
 from common.model.rope import RopeConfig
 from common.model.rotary import inverse_frequencies
 
@@ -78,17 +79,17 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
     shutil.copy(folder / "tokenizer.json", target)
     shutil.copy(folder / "tokenizer_config.json", target)
     config = load_model_config(folder)
-    rope = config.layers[0].rope
+    rope, attention = config.layers[0].rope, multi_head(config.layers[0])
     assert rope is not None
     architecture = _ARCHITECTURES[config.architecture]
     writer = GGUFWriter(file, architecture)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.layers[0].mlp.inner_size)
-    writer.add_head_count(config.num_q_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_head_count(attention.num_q_heads)
+    writer.add_head_count_kv(attention.num_kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
     writer.add_rope_freq_base(rope.theta)
     writer.add_context_length(int(config.max_position_embeddings / (rope.factor if rope.kind == "linear" else 1)))
@@ -100,10 +101,10 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope.factor)
     if rope.kind == "llama3":
-        plain_rope = inverse_frequencies(RopeConfig(rope.theta), config.head_dim)
-        factors = plain_rope / inverse_frequencies(rope, config.head_dim)
+        plain_rope = inverse_frequencies(RopeConfig(rope.theta), attention.head_dim)
+        factors = plain_rope / inverse_frequencies(rope, attention.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
-    heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
+    heads = {"q_proj": attention.num_q_heads, "k_proj": attention.num_kv_heads} if architecture == "llama" else {}
     for shard in folder.glob("*.safetensors"):
         means = {}
         for number, (name, tensor) in enumerate(load_file(shard).items()):

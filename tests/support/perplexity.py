@@ -20,6 +20,7 @@ from common.model.config import load_model_config
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
+from common.model.rank_model import HIDDEN
 from scripts.demo_model.corpus import make_corpus
 from scripts.demo_model.train import answer_labels
 
@@ -49,12 +50,12 @@ def perplexity(
     layout = KVLayout("f", kv_spec(config, dtype))
     blocks = list(range(_MAX_TOKENS // _BLOCK))
     storage = KVStorage(layout, layout.shard(0, 0), len(blocks), scales=[model.kv_scales])
-    attention = attention_of_groups(storage, model.attention_shape(_BLOCK), CpuAttention)
+    attention = attention_of_groups(storage, model.attention_shapes(_BLOCK), CpuAttention)
     total, count = 0.0, 0
     for document in held_out_documents(num_documents):
         ids, places = torch.tensor(document), torch.arange(len(document))
         attention.plan(AttentionMetadata([len(document)], [len(document)], [blocks], places))
-        logits = model.logits(model.forward(ids, places, attention))
+        logits = model.logits(model.forward(ids, places, attention)[HIDDEN])
         assert logits is not None
         labels = answer_labels(ids[None])[0, 1:]
         total += float(F.cross_entropy(logits[:-1], labels, reduction="sum"))

@@ -28,9 +28,12 @@ from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.parallel.connect import RankMesh, connect_mesh
 from common.parallel.mesh import Mesh, RankPlace
+from common.parallel.stage_tensors import StageTensor
 
 BLOCK = 16
 LOOPBACK = "127.0.0.1"
+X = StageTensor("x", (64,), torch.float32)
+WIDE = (StageTensor("x", (1024,), torch.float32),)
 
 
 def connect(
@@ -108,10 +111,14 @@ def pipe(place: RankPlace, port: int, listener: socket.socket | None, *, message
     started = time.monotonic()
     for i in range(messages):
         rows = 1 + 97 * (i % 5)
-        x = torch.full((rows, 64), float(i)) if place.is_first_stage else mesh.recv_hidden(rows, 64, torch.float32)
-        assert torch.equal(x, torch.full((rows, 64), float(i + place.pp_rank)))
+        # An odd number of bytes before the second tensor: it must be aligned.
+        schema = (StageTensor("flags", (), torch.bool), X) if rows % 2 else (X,)
+        flags, x = torch.arange(rows) % 2 == 0, torch.full((rows, 64), float(i))
+        got = {"flags": flags, "x": x} if place.is_first_stage else mesh.recv_stage(rows, schema)
+        assert torch.equal(got["x"], x + place.pp_rank)
+        assert torch.equal(got.get("flags", flags), flags)
         if not place.is_last_stage:
-            mesh.send_hidden(x + 1)
+            mesh.send_stage({"x": got["x"] + 1, "flags": flags}, schema)
     busy_s = time.monotonic() - started
     mesh.agree("end", "now")
     mesh.close()
@@ -124,11 +131,11 @@ def sends_do_not_wait(place: RankPlace, port: int, listener: socket.socket | Non
     got: list[float] = []
     if place.is_first_stage:
         for i in range(place.pp_size):
-            mesh.send_hidden(torch.full((512, 1024), float(i)))
+            mesh.send_stage({"x": torch.full((512, 1024), float(i))}, WIDE)
         mesh.agree("sent", "all")
     else:
         mesh.agree("sent", "all")
-        got = [mesh.recv_hidden(512, 1024, torch.float32)[0, 0].item() for _ in range(place.pp_size)]
+        got = [mesh.recv_stage(512, WIDE)["x"][0, 0].item() for _ in range(place.pp_size)]
     mesh.agree("received", "all")
     mesh.close()
     return got
@@ -158,9 +165,9 @@ def lose_a_rank(
                 os.kill(os.getpid(), how)
             mesh.all_reduce(x.fill_(1.0))
             if not place.is_first_stage:
-                mesh.recv_hidden(1, 64, torch.float32)
+                mesh.recv_stage(1, (X,))
             if not place.is_last_stage:
-                mesh.send_hidden(torch.ones(1, 64))
+                mesh.send_stage({"x": torch.ones(1, 64)}, (X,))
     except RankLost as error:
         assert time.monotonic() - started < 2 * timeout_s
         return str(error)
@@ -212,7 +219,7 @@ def replay(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
     load_adapters(share, adapters)
-    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
+    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shapes(BLOCK), CpuAttention))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
     assert announced == list(range(storage.shard.layer_hi - storage.shard.layer_lo)) * len(recorded.steps)
@@ -237,7 +244,7 @@ def lose_a_rank_in_a_step(
     layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size)
     storage = recorded.storage_for(layout, place.tp_rank, 0)
     share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
-    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
+    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shapes(BLOCK), CpuAttention))
     try:
         for i, step in enumerate(recorded.steps):
             if i == 3 and place.rank == lost:

@@ -60,11 +60,12 @@ def make_runner(
     scales = [tuple(model.kv_scales[layer] for layer in layers) for layers in layout.group_layers(shard)]
     storage = KVStorage(layout, shard, NUM_BLOCKS, scales=scales)
     for group in storage.groups:  # What a reused block may hold must never reach a result.
-        group.stacked.fill_(min(1e4, torch.finfo(group.dtype).max))
-    shape = model.attention_shape(BLOCK)
+        for plane in group.planes.values():
+            plane.fill_(min(1e4, torch.finfo(group.dtype).max))
+    shapes = model.attention_shapes(BLOCK)
     if chooses_attention:
-        return ModelRunner(model, storage, choose_attention(storage, shape))
-    return ModelRunner(model, storage, attention_of_groups(storage, shape, CpuAttention))
+        return ModelRunner(model, storage, choose_attention(storage, shapes))
+    return ModelRunner(model, storage, attention_of_groups(storage, shapes, CpuAttention))
 
 
 @dataclass

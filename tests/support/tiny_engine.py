@@ -39,7 +39,7 @@ def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -
     return ModelRunner(
         model,
         storage,
-        attention_of_groups(storage, model.attention_shape(16), CpuAttention),
+        attention_of_groups(storage, model.attention_shapes(16), CpuAttention),
         sampler=sampler,
         overlaps=overlaps,
     )

@@ -102,7 +102,7 @@ def measure(candidates: Mapping[str, Product]) -> dict[str, list[float]]:
 
 
 def best(times: Mapping[str, Sequence[float]], usual: str) -> Choice:
-    """Pure: the choice by these times."""
+    """The choice by these times. Pure."""
     means = {name: _mean(found) for name, found in times.items()}
     fastest = min(means, key=lambda name: means[name])
     chosen = fastest if means[fastest] < _MARGIN * means[usual] else usual
@@ -132,7 +132,7 @@ def _key(library: Path, threads: int) -> str:
 
 
 def _processor() -> str:
-    """What tells processors apart: the first one's name, stepping and features."""
+    """Identity of this kind of processor: the first one's name, stepping and features."""
     try:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:

@@ -34,7 +34,7 @@ class Compiler:
     """For messages: "g++", "zig"."""
     command: tuple[str, ...]
     identity: str
-    """Another version of the compiler has another one. Found without running it."""
+    """Differs between versions of the compiler. Found without running it."""
     is_zig: bool = False
 
 
@@ -69,7 +69,7 @@ def _find_zig() -> Compiler | None:
 
 
 def run_all(commands: Sequence[Sequence[str]], folder: Path, environ: Mapping[str, str], deadline_s: float) -> None:
-    """Run compiler commands in `folder`, as many at once as there are cores, until `deadline_s` of `time.monotonic`.
+    """Run compiler commands in `folder`, one per core at a time, until `deadline_s` of `time.monotonic`.
 
     They end with this process. Raises: CompileFailed for the first one that fails, after ending the others.
     """

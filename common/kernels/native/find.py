@@ -31,7 +31,7 @@ _OWN_SUMS = {"amx": "amx", "amx_emulated": "amx", "avx512bf16": "bf16", "neonbf1
 class _Found:
     native: NativeLibrary | None
     words: str
-    """For operators."""
+    """Why, for operators."""
 
 
 def find_native() -> NativeLibrary | None:

@@ -103,7 +103,7 @@ class NativeRotary:
         return self.tables_up_to(int(positions.max())) if len(positions) else self._addresses
 
     def tables_up_to(self, position: int) -> tuple[int, int]:
-        """As `tables`."""
+        """[2, positions, frequencies]: cosines and sines of at least these positions."""
         if position >= self._known:
             self._grow((position // _TABLE_STEP + 1) * _TABLE_STEP)
         return self._addresses

@@ -16,7 +16,7 @@ _PANEL = 32
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix [out, in] in panels of 32 outputs; src/api.h says how. What panels have beyond `out` and `in` is zero."""
+    """A matrix [out, in] in panels of 32 outputs; the layout is in src/api.h. Panels are padded with zeros."""
 
     format: int
     shape: tuple[int, int]

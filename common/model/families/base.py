@@ -12,10 +12,10 @@ from common.model.description import (
     ACTIVATIONS,
     USUAL_ENDS,
     USUAL_NAMES,
-    AttentionDescription,
     EndsDescription,
     LayerDescription,
     MlpDescription,
+    MultiHeadDescription,
     NormDescription,
     WeightNames,
 )
@@ -53,7 +53,7 @@ def read_attention(
     qkv_bias: bool = False,
     output_bias: bool = False,
     has_head_norm: bool = False,
-) -> AttentionDescription:
+) -> MultiHeadDescription:
     """Full attention with scale 1/sqrt(head_dim). The defaults are the architecture's own, where config.json is silent."""
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", default_kv_heads or heads)
@@ -62,7 +62,7 @@ def read_attention(
         raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise config.error(f"head_dim {head_dim} is odd, which rotary embeddings cannot be")
-    return AttentionDescription(
+    return MultiHeadDescription(
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -96,7 +96,7 @@ def read_norm(config: ConfigFile, default_eps: float = 1e-6) -> NormDescription:
 
 
 def repeat_layer(
-    config: ConfigFile, attention: AttentionDescription, mlp: MlpDescription
+    config: ConfigFile, attention: MultiHeadDescription, mlp: MlpDescription
 ) -> tuple[LayerDescription, ...]:
     """All layers alike, with the norm of `read_norm` and the rotary embedding of `read_rope`."""
     return repeated(config, LayerDescription(attention, mlp, read_norm(config), read_rope(config)))

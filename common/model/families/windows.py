@@ -25,7 +25,7 @@ def window_if_given(config: ConfigFile) -> int | None:
 
 
 def window_if_switched_on(config: ConfigFile) -> int | None:
-    """As `window_by_default` where `use_sliding_window` is true, else none."""
+    """`window_by_default` where `use_sliding_window` is true, else none."""
     return window_by_default(config) if config.flag("use_sliding_window", False) else None
 
 

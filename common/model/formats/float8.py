@@ -134,7 +134,7 @@ def _is_row_wise(block: tuple[int, int], stored: StoredTensor) -> bool:
 
 
 def dequantize(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
-    """`values` times the scale of each one's block, float32.
+    """`values`, each times its block's scale, float32.
 
     values: [rows, columns] e4m3, cut out of a whole matrix at `start`; scale: the whole matrix' float32 scales,
     [ceil(rows / block[0]), ceil(columns / block[1])].
@@ -220,8 +220,8 @@ class Fp8Linear:
 
 
 class CudaFp8Linear(Fp8Linear):
-    """The same on a GPU: one kernel quantizes activations, and few rows take matrix units' faster products, those without
-    scales of rows, which one kernel applies to the sums."""
+    """`Fp8Linear` on a GPU: one kernel quantizes activations. Few rows take faster products, without scales of rows, which
+    another kernel applies afterwards."""
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, kernels: QuantizedKernels) -> None:
         """bias: [out], of the dtype of activations."""
@@ -231,7 +231,7 @@ class CudaFp8Linear(Fp8Linear):
         self._wide_bias = None if bias is None else bias.float()
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `Fp8Linear.forward`."""
+        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         if self._is_blocked or x.size(0) > _FEW_ROWS:
             return super().forward(x, dtype)
         rows, scale = self._quantize_rows(x)
@@ -249,7 +249,7 @@ class CudaFp8Linear(Fp8Linear):
 
 
 def _to_e4m3(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` and its scales, float32, of the shape of `largest`."""
+    """`x` in e4m3, and its float32 scales, of the shape of `largest`."""
     scale = largest.div(E4M3_MAX).clamp_(min=1e-12)
     return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 

@@ -1,4 +1,4 @@
-"""Weights that are stored as floating-point numbers; and the layer that multiplies by them, packed once on a CPU."""
+"""Weights stored as floating-point numbers, and the layer that multiplies by them, packed once on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACK_MIN_WEIGHTS = 2**17
 
 
 def read_floating(tensors: TensorFiles, name: str, shape: tuple[int, ...] | None, part: Part | None = None) -> Tensor:
-    """As `TensorFiles.read`. Raises: ConfigError also for numbers that mean nothing without the scales of a format."""
+    """Read a tensor: `TensorFiles.read`. Raises: ConfigError also for numbers that need the scales of a format."""
     tensor = tensors.read(name, shape, part)
     if tensor.dtype == E4M3:
         raise ConfigError(
@@ -79,7 +79,7 @@ class FloatLinear:
 def float_linear(
     weight: Tensor, bias: Tensor | None, precision: Precision, kernels: Kernels, *, is_paired: bool = False
 ) -> FloatLinear | NativeLinear:
-    """The layer that multiplies by floating-point weights ([out, in], bias [out]) with what `kernels` come from.
+    """The layer that multiplies by floating-point weights ([out, in], bias [out]) by the library of `kernels`.
 
     `is_paired`: gate and up layer of a gated MLP, merged.
     """

@@ -32,7 +32,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: Tensor, bits: int, places: Sequence[int] | None = None) -> Tensor:
-    """The numbers in int32 words: [rows, n] to [rows, n * 32 / bits] uint8; by default the lowest bits come first."""
+    """Unpack the numbers in int32 words: [rows, n] to [rows, n * 32 / bits] uint8; by default the lowest bits come first."""
     order = range(32 // bits) if places is None else places
     shifts = torch.tensor([bits * place for place in order], dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts).bitwise_and_(2**bits - 1).to(torch.uint8).flatten(1)
@@ -44,7 +44,7 @@ class _Module:
 
     name: str
     stored_name: str
-    """The tensor of its codes."""
+    """Name of the tensor of its codes."""
     out: int
     columns: int
     tensors: TensorFiles
@@ -202,7 +202,7 @@ class GroupFormat:
         if name not in self._tensors:
             return None
         groups = self._tensors.read(name, (module.columns,)).to(self._device, torch.int64)
-        if int(groups.max()) <= 0:  # a list that nobody filled, as other servers take it
+        if int(groups.max()) <= 0:  # an unfilled list means the usual order, as in other servers
             return None
         if int(groups.min()) < 0 or int(groups.max()) >= weight.scale.size(1):
             raise module.error(f"tensor {name} names groups beyond the {weight.scale.size(1)} that there are")

@@ -107,7 +107,7 @@ class Int8Linear:
 
 
 class CudaInt8Linear(Int8Linear):
-    """The same on a GPU, one kernel before the product and one after it."""
+    """`Int8Linear` on a GPU, with one kernel before the product and one after it."""
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, kernels: QuantizedKernels) -> None:
         """bias: [out]."""

@@ -23,7 +23,7 @@ WeightBits = Literal["int8", "int4"]
 
 
 def weight_bits(quantization: Quantization) -> WeightBits | None:
-    """What `--quantization` makes of floating-point weights; None: nothing."""
+    """Bits to which `--quantization` rounds floating-point weights; None: it keeps them."""
     return quantization if quantization in ("int8", "int4") else None
 
 

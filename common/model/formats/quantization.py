@@ -44,7 +44,7 @@ class GroupQuantization(Quantization):
 
 @dataclass(frozen=True)
 class AwqQuantization(GroupQuantization):
-    """AWQ, in 4 bits, as its "gemm" kernels want them."""
+    """AWQ, in 4 bits, in the layout of its "gemm" kernels."""
 
     codes_name: ClassVar[str] = "qweight"
 
@@ -56,7 +56,7 @@ class GptqQuantization(GroupQuantization):
     codes_name: ClassVar[str] = "qweight"
     bits: int
     zero_offset: int
-    """What is to be added to a stored zero."""
+    """Zero-point offset: added to a stored zero."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _parse_gptq(config: dict[str, Any]) -> GptqQuantization:
 
 
 def _parse_compressed(config: dict[str, Any]) -> Quantization:
-    """All groups must agree, so that it does not matter which layer is in which group."""
+    """The settings of all groups, which must agree, so that a layer's group does not matter."""
     if config.get("transform_config"):
         raise ValueError("the weights are stored rotated (transform_config), which is not supported")
     groups = config.get("config_groups")

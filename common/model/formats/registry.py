@@ -1,5 +1,4 @@
-"""The class that reads and multiplies the weights of each quantization; `quantization.METHODS` is the torch-free
-half."""
+"""The classes that read and multiply weights of each quantization; `quantization.METHODS` is the torch-free half."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _STATE = "kvrelay_attention"
 
 
 class CurrentStep:
-    """What the step that is running brought."""
+    """The backend and the callback of the step that is running."""
 
     backend: AttentionBackend
     on_layer: Callable[[int], None] | None = None
@@ -47,8 +47,8 @@ class LayerAttention:
         self._join = join
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key, value: [1, heads, T, dim], of this rank's heads or of all. Returns [1, T, heads, dim] of as
-        many."""
+        """query, key, value: [1, heads, T, dim], of this rank's heads or of all. Returns [1, T, heads, dim] of the
+        same heads."""
         heads, num_given = self._heads, query.size(1)
         is_whole = num_given != heads.num_q
         if is_whole:

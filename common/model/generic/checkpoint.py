@@ -53,7 +53,7 @@ class GenericCheckpoint:
         return self._own(name) is not None
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
-        """As `WeightSource.read`."""
+        """Read a parameter or a part of it: `WeightSource.read`."""
         if name in self._transposed:
             shape, part = shape[::-1], None if part is None else replace(part, dim=1 - part.dim)
         tensor = self._stored(name, shape, dtype, part)
@@ -76,7 +76,7 @@ class GenericCheckpoint:
         return tensor if part is None else tensor.narrow(part.dim, part.lo, part.hi - part.lo)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
-        """As `WeightSource.view`."""
+        """A parameter as a view of its file, if it is one: `WeightSource.view`."""
         sources = self._find(name)
         if sources.converter is not None:
             return None
@@ -92,7 +92,7 @@ class GenericCheckpoint:
         return default
 
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """As `WeightSource.tied`."""
+        """Which of two tied tensors to read: `WeightSource.tied`."""
         sources = [self._sources[name] for name in (embedding, lm_head) if name in self._sources]
         if len(sources) < 2 or any(each.converter is not None for each in sources):
             return embedding

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from common.base.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.description import MultiHeadDescription, multi_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class GenericConfig(ModelConfig):
     """What nodes must know of the class's layers. Their MLP descriptions stand for the number of weights only."""
 
     config_digest: str
-    """Digest of config.json, all of which the class may read."""
+    """Digest of config.json: the class may read any of its keys."""
     v_head_dim: int
     """Width of the values that layers produce; in the cache they are padded to the width of keys."""
     attention_modules: tuple[str, ...]
@@ -28,9 +29,14 @@ class GenericConfig(ModelConfig):
     has_stages: bool
     """Whether its layers hand over nothing but hidden states, so that they can be pipeline stages."""
     context: int
-    """Longest context that is served where rotary embeddings depend on it, else the longest that there can be."""
+    """Longest context: the served one if rotary embeddings depend on it, else the longest possible."""
     rope_by_length: bool
-    """Whether they do."""
+    """Whether rotary embeddings depend on the longest context."""
+
+    @property
+    def attention(self) -> MultiHeadDescription:
+        """The attention of every layer, apart from its sliding window and its scale."""
+        return multi_head(self.layers[0])
 
     def for_context(self, max_model_len: int) -> GenericConfig:
         return replace(self, context=max_model_len) if self.rope_by_length else self

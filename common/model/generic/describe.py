@@ -13,7 +13,7 @@ from typing import Any
 from common.base.errors import ConfigError
 from common.model.config import token_ids
 from common.model.config_file import MOST_LAYERS, ConfigFile, read_json_object
-from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
+from common.model.description import LayerDescription, MlpDescription, MultiHeadDescription, NormDescription
 from common.model.generic.config import GenericConfig
 from common.model.generic.library import load
 from common.model.generic.names import find_parts
@@ -102,7 +102,7 @@ def read_config(path: Path) -> Any:
     """The config object of transformers. Raises: ConfigError."""
     try:
         config = load().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers thinks of the file
+    except Exception as error:  # transformers may raise anything
         first, _, rest = str(error).strip().partition("\n")
         reason = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
         raise ConfigError(f"{path / 'config.json'}: transformers cannot read it: {reason}") from error
@@ -182,7 +182,7 @@ def _shape(call: AttentionCall) -> tuple[int, int, int, int]:
 
 def _layer(call: AttentionCall, model: Any) -> LayerDescription:
     hidden = model.get_input_embeddings().embedding_dim
-    attention = AttentionDescription(
+    attention = MultiHeadDescription(
         call.num_q_heads,
         call.num_kv_heads,
         call.k_dim,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from common.base.errors import ConfigError
 from common.model.build import Build, Share
+from common.model.description import multi_head
 from common.model.generic.library import load
 from common.model.generic.modules import (
     ColumnsOfMerged,
@@ -120,7 +121,7 @@ class ModuleLoader:
 
     def _columns(self, name: str, outputs: int) -> tuple[int, int]:
         """This rank's output features: those of its heads for keys and values, which ranks may hold in common."""
-        attention = self._build.config.attention
+        attention = multi_head(self._build.config.layers[0])
         if name.endswith((".k_proj", ".v_proj")) and outputs % attention.num_kv_heads == 0:
             heads, width = self._build.heads(attention), outputs // attention.num_kv_heads
             return heads.kv_lo * width, heads.kv_hi * width

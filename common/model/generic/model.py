@@ -8,46 +8,47 @@ sequence. Runs on a rank's engine thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.attention.base import AttentionBackend, AttentionShape
+from common.model.attention import multi_head_shape
 from common.model.build import Build
+from common.model.description import multi_head
 from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
 from common.model.generic.config import GenericConfig
+from common.model.generic.describe import read_class
 from common.model.generic.load import ModuleLoader
 from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
 from common.model.generic.norms import replace_norms
-from common.model.generic.probe import cannot_be_built
+from common.model.generic.probe import build_on_meta, cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
 from common.model.generic.styles import SPLIT, TensorParallelPlan
-from common.model.lora.adapters import Adapters
-from common.model.rank_model import OnProgress, attention_shape
+from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.sharding import HeadRange
 
 
-class GenericModel:
+class GenericModel(RankModel):
     """One rank's part of a model: `RankModel`."""
 
     def __init__(self, build: Build, causal: Any, on_progress: OnProgress = lambda done, total: None) -> None:
         """`causal`: the class's model, with attention implementation `attention.NAME`, on the meta device."""
         config, place = build.config, build.mesh.place
         assert isinstance(config, GenericConfig)
-        self.config = config
-        self.precision = build.precision
-        self.mesh = build.mesh
-        self.device = build.device
+        super().__init__(build)
+        self.config: GenericConfig = config
         self.kv_scales = ((1.0, 1.0),) * len(build.layer_numbers)
         self._heads = build.heads(config.attention)
-        self.adapters = Adapters(build)
+        self._layer_numbers = build.layer_numbers
         self._step = CurrentStep()
         self._causal = causal
         names = find_parts(causal, config.attention_modules)
@@ -70,9 +71,9 @@ class GenericModel:
 
     def _attach(self, build: Build, names: PartNames) -> None:
         """Give this rank's attention modules the backend."""
-        config, plan = build.config, TensorParallelPlan(self.config.tp_plan)
+        config, plan = self.config, TensorParallelPlan(self.config.tp_plan)
         for index, number in enumerate(build.layer_numbers):
-            described = config.layers[number].attention
+            described = multi_head(config.layers[number])
             module = self._causal.get_submodule(names.attention[number])
             is_split = any(
                 plan.style(f"{names.attention[number]}.{inner}") in SPLIT for inner, _ in module.named_modules()
@@ -83,10 +84,15 @@ class GenericModel:
             )
             attention.attach(module, own)
 
-    def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """As `RankModel.attention_shape`."""
-        shape = attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
-        return replace(shape, sinks=self._sinks)
+    def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
+        """For each layer of this rank, the facts that its attention backend needs."""
+        attention = self.config.attention
+        heads = self._heads.num_q, self._heads.num_kv, attention.head_dim
+        shape = multi_head_shape(attention, heads, self.precision.wide, block_size, max_context)
+        return [
+            replace(shape, window=self.config.layers[number].attention.window, sinks=sinks)
+            for number, sinks in zip(self._layer_numbers, self._sinks, strict=True)
+        ]
 
     @torch.inference_mode()
     def forward(
@@ -95,17 +101,17 @@ class GenericModel:
         positions: Tensor,
         attention: AttentionBackend,
         on_layer: Callable[[int], None] | None = None,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """As `RankModel.forward`."""
+        received: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         self._step.backend, self._step.on_layer = attention, on_layer
-        if hidden is not None:
+        if received is not None:
             assert self._first is not None
-            self._first.received = hidden[None]
-            return self._run(positions, inputs_embeds=hidden[None])
+            self._first.received = received[HIDDEN][None]
+            return {HIDDEN: self._run(positions, inputs_embeds=self._first.received)}
         if self._recorded is not None and on_layer is None:
-            return self._recorded(token_ids, positions)
-        return self._from_tokens(token_ids, positions)
+            return {HIDDEN: self._recorded(token_ids, positions)}
+        return {HIDDEN: self._from_tokens(token_ids, positions)}
 
     def _from_tokens(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self._run(positions, input_ids=token_ids[None])
@@ -118,7 +124,7 @@ class GenericModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """As `RankModel.logits`: what the class does after its base model."""
+        """[rows, vocab] float32 of `hidden`, by what the class does after its base model: `RankModel.logits`."""
         hidden = hidden.to(self.precision.wide)
         try:
             return self._head(hidden) if self._recorded is None else self._recorded_head(hidden)
@@ -132,7 +138,7 @@ class GenericModel:
 
 
 class _FinalHidden(nn.Module):
-    """Stands for the class's base model: its output is what the real one computed."""
+    """Takes the place of the class's base model: returns what the real one computed."""
 
     hidden: Tensor
 
@@ -158,7 +164,7 @@ class _Output:
 
 
 def _silence(causal: Any) -> None:
-    """Leave out a warning for which some classes read the tokens in every step."""
+    """Switch off a warning for which some classes read the tokens in every step."""
     for module in causal.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
@@ -174,7 +180,7 @@ def _make_buffers(causal: Any, device: torch.device) -> None:
         module._is_hf_initialized = False
     try:
         causal.initialize_weights()
-    except Exception as error:  # whatever a class thinks of a config
+    except Exception as error:  # a class may raise anything
         raise cannot_be_built(type(causal), error) from error
 
 
@@ -204,8 +210,8 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     on_progress(parts, parts)
 
 
-def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> tuple[Tensor, ...]:
-    """As `AttentionShape.sinks`. A layer without sinks beside others that have them gets sinks of no weight."""
+def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> list[tuple[Tensor, ...]]:
+    """`AttentionShape.sinks` of each layer. A layer without sinks beside others that have them gets sinks of no weight."""
     config = build.config
     assert isinstance(config, GenericConfig)
     found: list[Tensor] = []
@@ -216,7 +222,7 @@ def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> tuple[Tensor, .
             continue
         given = getattr(causal.get_submodule(config.attention_modules[number]), name).detach().float()
         found.append((given if len(given) == heads.num_q else given[heads.q_lo : heads.q_hi]).contiguous())
-    return tuple(found) if any(config.sinks) else ()
+    return [(sinks,) if any(config.sinks) else () for sinks in found]
 
 
 def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer | None:
@@ -237,3 +243,9 @@ def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer 
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(root.get_submodule(parent), own, module)
+
+
+def build_class(path: Path, dtype: torch.dtype) -> Any:
+    """The class's model in directory `path` without weights, whose attention is ours. Raises: ConfigError."""
+    attention.register()
+    return build_on_meta(*read_class(path), attention.NAME, dtype)

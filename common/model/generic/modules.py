@@ -38,8 +38,8 @@ class PackedLinear(nn.Module):
         return as_one_operation(self.compute, x)
 
     def compute(self, x: Tensor) -> Tensor:
-        """As `forward`."""
-        if x.dim() == 3 and x.size(0) == 1:  # the rows of a step, for which other operations take longer
+        """x: [..., in]. Returns [..., out]."""
+        if x.dim() == 3 and x.size(0) == 1:  # the rows of a step: other operations take longer
             return self._linear.forward(x.squeeze(0)).unsqueeze(0)
         y = self._linear.forward(x.reshape(-1, x.size(-1)))
         return y.view(*x.shape[:-1], y.size(-1))
@@ -110,7 +110,7 @@ class SummedRows(PackedLinear):
 
 
 class SummedOutput(nn.Module):
-    """A module of which each rank has a part; the outputs are summed over the ranks."""
+    """A module that ranks share by parts; their outputs are summed."""
 
     def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class SummedOutput(nn.Module):
 
 
 class VocabularyShare(nn.Module):
-    """An embedding of which each rank holds a range of the rows."""
+    """An embedding whose rows ranks share."""
 
     def __init__(self, inner: nn.Module, build: Build) -> None:
         """`inner`: the class's embedding, which holds this rank's rows."""
@@ -158,7 +158,7 @@ class PackedLMHead(nn.Module):
         return as_one_operation(self.compute, x)
 
     def compute(self, x: Tensor) -> Tensor:
-        """As `forward`."""
+        """x: [..., in]. Returns [..., out]."""
         logits = self._mesh.gather_columns(self._linear.forward(x[0], torch.float32))
         if logits is None:
             raise NotHere

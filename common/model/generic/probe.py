@@ -76,7 +76,7 @@ def build_on_meta(cls: Any, config: Any, attention: str, dtype: torch.dtype) -> 
             model = cls._from_config(config, attn_implementation=attention, dtype=dtype).eval()
     except ConfigError:
         raise
-    except Exception as error:  # whatever a class thinks of a config
+    except Exception as error:  # a class may raise anything
         raise cannot_be_built(cls, error) from error
     _keep_wide(model, dtype)
     return model
@@ -117,7 +117,7 @@ def probe(cls: Any, config: Any) -> tuple[Any, list[AttentionCall]]:
             model(input_ids=zeros, position_ids=zeros, attention_mask=torch.ones_like(zeros), use_cache=False)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a class cannot do without weights or without a cache
+    except Exception as error:  # a class may fail without weights or without a cache
         raise ConfigError(f"{cls.__name__} does more than attention over a KV cache: {_first_line(error)}") from error
     return model, calls.found
 
@@ -202,7 +202,7 @@ def _is_causal(allows: Callable[..., Any], window: int | None) -> bool:
 
 
 def cannot_be_built(cls: type[Any], error: BaseException) -> ConfigError:
-    """What to say of an error of the class `cls` of transformers while it makes a model."""
+    """The error to raise where the class `cls` of transformers cannot make a model."""
     return ConfigError(f"{cls.__name__} cannot be built from this config.json: {_first_line(error)}")
 
 

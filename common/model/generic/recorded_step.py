@@ -32,11 +32,11 @@ _VIEWS = frozenset({"view", "transpose", "narrow", "unsqueeze", "squeeze"})
 _TENSOR = re.compile(r"\bt\d+\b")
 
 Call = Callable[..., Tensor]
-"""Tensors of a step to one tensor."""
+"""Computes one tensor from a step's tensors."""
 
 
 class RecordedSteps:
-    """Does what `call` does: by the call itself at first, by its recording once that has given the same."""
+    """Calls `call` at first, and its recording once that has given the same."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -83,7 +83,7 @@ class CannotRecord(Exception):
 
 
 def record(call: Call, inputs: Sequence[Tensor]) -> tuple[Tensor, Call]:
-    """The result of `call(*inputs)`, and what computes it from other tensors of the same shapes.
+    """The result of `call(*inputs)`, and a function that computes it from other tensors of the same shapes.
 
     Raises: CannotRecord.
     """
@@ -105,7 +105,7 @@ class _Recorder(TorchFunctionMode):
         self._kept: dict[str, Any] = {}
         """Functions, weights and other arguments by their names in the lines."""
         self._alive: list[Any] = list(inputs)
-        """What `_names` refers to."""
+        """Keeps everything alive that `_names` refers to."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -20,14 +20,14 @@ class StageDone(Exception):
 
 
 class SkippedLayer(nn.Module):
-    """Stands for a layer of an earlier stage."""
+    """Takes the place of a layer of another stage."""
 
     def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         return hidden_states
 
 
 class FirstLayer(nn.Module):
-    """A stage's first layer, whose input is `received`, whatever the class did before it."""
+    """A stage's first layer, whose input is `received`, not what the class passes on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

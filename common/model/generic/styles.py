@@ -8,11 +8,11 @@ from collections.abc import Sequence
 COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
 ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
-"""Every rank gets the output features of all."""
+"""Styles after which every rank has the output features of all ranks."""
 SPLIT = frozenset({"rowwise_split_input", "rowwise_rep"})
-"""Every rank has the input features of all, and uses its own."""
+"""Styles in which a rank is given all input features and uses its own."""
 EXPERTS = "moe_tp_experts"
-"""The outputs of a module whose parameters are cut are summed over the ranks."""
+"""Style of a module whose parameters are split: its outputs are summed over the ranks."""
 WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params"})
 """Styles that concern training alone, or parameters that have styles of their own."""
 VOCABULARY = frozenset({"embedding_rowwise"})

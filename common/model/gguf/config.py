@@ -55,7 +55,7 @@ _DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """What config.json would say. Raises: ConfigError for a broken file or an unsupported model."""
+    """The file's metadata as the content of a config.json. Raises: ConfigError for a broken file or an unsupported model."""
     file = open_gguf(path)
     architecture = file.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
@@ -90,7 +90,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _check(file: GgufFile, architecture: str, raw: dict[str, Any]) -> None:
-    """Raises: ConfigError for what the file needs and native families do not have."""
+    """Refuse what native families do not have. Raises: ConfigError."""
     if file.metadata.get(f"{architecture}.expert_count"):
         raise ConfigError(f"{file.path}: mixtures of experts are not supported")
     if file.metadata.get("split.count", 1) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
-from common.model.description import AttentionDescription
+from common.model.description import AttentionDescription, MultiHeadDescription
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.groupwise import GroupWeight, make_group_linear, stack_groups
 from common.model.gguf.file import GgufFile, GgufTensor
@@ -91,8 +91,9 @@ class GgufWeights:
         self._file = file
         self._data = np.memmap(file.path, np.uint8, "c")
         self._device = device
-        is_llama = file.metadata.get("general.architecture") == "llama"
-        self._heads = {"attn_q": attention.num_q_heads, "attn_k": attention.num_kv_heads} if is_llama else {}
+        self._heads: dict[str, int] = {}
+        if file.metadata.get("general.architecture") == "llama" and isinstance(attention, MultiHeadDescription):
+            self._heads = {"attn_q": attention.num_q_heads, "attn_k": attention.num_kv_heads}
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         tensor = self._find(name, shape)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,47 +14,33 @@ from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeKernels
-from common.model.build import Build
+from common.model.build import Build, LinearPart
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
 from common.model.lora.products import AdapterRuns, LayerProducts, NativeProducts, Products, Run, Term, TorchProducts
-from common.model.mlp import GatedMlp
 from common.model.native_layer import NativeLayer
-
-
-class _Part(NamedTuple):
-    """A named linear layer, or outputs of it, in a merged one."""
-
-    name: str
-    outputs: tuple[int, int]
-    """This rank's range of the named layer's outputs."""
-    inputs: tuple[int, int]
-    first: int
-    """Where its outputs begin in the merged layer."""
 
 
 class _CurrentStep:
     """The adapters of the step that runs."""
 
     runs: AdapterRuns | None = None
-    """Rows without an adapter are in none."""
+    """Runs of rows with an adapter; None: the step has none."""
 
 
 class AdaptedLinear:
     """A linear layer to whose outputs the adapters of a step's rows are added."""
 
-    def __init__(self, base: Linear, products: Products, step: _CurrentStep, number: int, parts: list[_Part]) -> None:
-        """`number`: of its layer in the model."""
-        self._base = base
+    def __init__(self, base: Linear, products: Products, step: _CurrentStep, parts: list[LinearPart]) -> None:
+        self.base = base
         self._step = step
-        self.number = number
         self.parts = parts
         self.products = products
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `Linear.forward`."""
-        y = self._base.forward(x, dtype)
+        """The layer's outputs with those of adapters: `Linear.forward`."""
+        y = self.base.forward(x, dtype)
         if self._step.runs is not None:
             self.products.add_(y, x, self._step.runs)
         return y
@@ -77,7 +62,7 @@ class _AdaptedLayer:
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`."""
+        """Run the layer with the step's adapters: `DecoderLayer.forward`."""
         runs = self._step.runs
         lora = None if runs is None else self._products.address(runs)
         return self._whole.forward(x, delta, rope, backend, on_layer, lora)
@@ -99,48 +84,19 @@ class Adapters:
         """Whether the step that runs has rows with an adapter."""
         return self._step.runs is not None
 
-    def attach(self, layer: DecoderLayer, whole: DecoderLayer | NativeLayer, number: int) -> Layer:
-        """Have `layer`, the model's layer `number`, apply adapters. Returns what does so in the place of `whole`, which is
-        `layer` or computes the same."""
-        build, names = self._build, self._build.names
-        description = build.config.layers[number]
-        hidden, dim, heads = (
-            build.config.hidden_size,
-            description.attention.head_dim,
-            build.heads(description.attention),
-        )
-        q, kv = (heads.q_lo * dim, heads.q_hi * dim), (heads.kv_lo * dim, heads.kv_hi * dim)
-        sizes = [description.attention.num_q_heads * dim, *[description.attention.num_kv_heads * dim] * 2]
-        inner = build.inner(description.mlp)
-        own = (inner.lo, inner.hi)
-        attention, mlp = layer.attention, layer.mlp
-
-        def column(base: Linear, merged: list[tuple[str, tuple[int, int], int]]) -> AdaptedLinear:
-            return self._adapt(base, number, _column_parts(merged, hidden))
-
-        def row(base: Linear, name: str, inputs: tuple[int, int]) -> AdaptedLinear:
-            return self._adapt(base, number, [_Part(name, (0, hidden), inputs, 0)])
-
-        attention.qkv = column(attention.qkv, list(zip((names.q, names.k, names.v), (q, kv, kv), sizes, strict=True)))
-        attention.out = row(attention.out, names.output, q)
-        if isinstance(mlp, GatedMlp):
-            mlp.gate_up = column(mlp.gate_up, [(names.gate, own, inner.size), (names.up, own, inner.size)])
-        else:
-            mlp.up = column(mlp.up, [(names.up, own, inner.size)])
-        mlp.down = row(mlp.down, names.down, own)
-        if not isinstance(whole, NativeLayer):
-            return whole
-        assert isinstance(mlp, GatedMlp)
-        linears = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-        products = [each.products for each in linears if isinstance(each, AdaptedLinear)]
-        return _AdaptedLayer(
-            whole, LayerProducts([each for each in products if isinstance(each, NativeProducts)]), self._step
-        )
-
-    def _adapt(self, base: Linear, number: int, parts: list[_Part]) -> AdaptedLinear:
-        linear = AdaptedLinear(base, self._make_products(), self._step, number, parts)
+    def adapt(self, base: Linear, parts: list[LinearPart]) -> AdaptedLinear:
+        """Have `base` apply adapters: `Build.adapt`."""
+        linear = AdaptedLinear(base, self._make_products(), self._step, parts)
         self._linears.append(linear)
         return linear
+
+    def attach(self, layer: DecoderLayer | NativeLayer) -> Layer:
+        """The layer, whose linear layers are adapted, with adapters also where it is one whole native layer."""
+        if not isinstance(layer, NativeLayer):
+            return layer
+        products = [each.products for each in layer.linears if isinstance(each, AdaptedLinear)]
+        native = [each for each in products if isinstance(each, NativeProducts)]
+        return _AdaptedLayer(layer, LayerProducts(native), self._step)
 
     def load(self, adapter_id: int, checkpoint: LoraCheckpoint, digest: str) -> None:
         """Read this rank's part of an adapter, which steps may name from then on. `adapter_id`: never used before.
@@ -150,17 +106,19 @@ class Adapters:
         tensors = checkpoint.read()
         if checkpoint.digest(tensors) != digest:
             raise ConfigError(f"{checkpoint.path} has changed since it was registered: unload it and load it again")
+        layer = self._build.names.layer
+        places = {f"{layer.format(number=number)}.{name}": (number, name) for number, name in tensors}
         for linear in self._linears:
             terms = [
                 self._term(part, checkpoint.modules[place].scale, *tensors[place])
                 for part in linear.parts
-                if (place := (linear.number, part.name)) in tensors
+                if (place := places.get(part.name)) is not None
             ]
             if terms:
                 linear.products.put(adapter_id, terms)
         self._ids.add(adapter_id)
 
-    def _term(self, part: _Part, scale: float, a: Tensor, b: Tensor) -> Term:
+    def _term(self, part: LinearPart, scale: float, a: Tensor, b: Tensor) -> Term:
         dtype, device = self._build.precision.wide, self._build.device
         own_a, own_b = a[:, slice(*part.inputs)], b[slice(*part.outputs)]
         return Term(own_a.to(device, dtype).contiguous(), own_b.to(device, dtype).contiguous(), scale, part.first)
@@ -190,16 +148,3 @@ class Adapters:
                 runs.append(Run(adapter_id, first, first + count))
             first += count
         self._step.runs = AdapterRuns(runs) if runs else None
-
-
-def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:
-    """merged: (name, this rank's outputs, all outputs) of each; parts of one name lie in it one after the other."""
-    parts: list[_Part] = []
-    before: dict[str, int] = {}
-    first = 0
-    for name, (lo, hi), size in merged:
-        start = before.get(name, 0)
-        parts.append(_Part(name, (start + lo, start + hi), (0, inputs), first))
-        before[name] = start + size
-        first += hi - lo
-    return parts

@@ -103,14 +103,9 @@ def open_adapter(path: Path, config: ModelConfig, max_rank: int = MAX_RANK) -> L
 def linear_shapes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     """[out, in] of each linear layer in layer `number`, by the name of its weights."""
     layer, names, hidden = config.layers[number], config.weight_names, config.hidden_size
-    attention, inner = layer.attention, layer.mlp.inner_size
-    q, kv = attention.num_q_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    outputs = [(names.q, q), (names.k, kv), (names.v, kv), (names.up, inner)]
-    if layer.mlp.kind == "gated":
-        outputs.insert(3, (names.gate, inner))
-    shapes = {names.output: (hidden, q), names.down: (hidden, inner)}
-    for name, out in outputs:  # parts of one name lie one after the other
-        shapes[name] = (shapes.get(name, (0, hidden))[0] + out, hidden)
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, out, inputs in (*layer.attention.linears(names, hidden), *layer.mlp.linears(names, hidden)):
+        shapes[name] = (shapes.get(name, (0, inputs))[0] + out, inputs)
     return shapes
 
 
@@ -125,7 +120,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
-    """Raises: ConfigError naming what the adapter needs and nodes do not have."""
+    """Refuse what nodes do not have. Raises: ConfigError naming it."""
     kind, bias, init = settings.get("peft_type"), settings.get("bias", "none"), settings.get("init_lora_weights")
     changes_base = isinstance(init, str) and init.lower().startswith(_CHANGES_BASE)  # peft takes "OLoRA", too
     if kind != "LORA":
@@ -170,7 +165,7 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def _find_modules(
     shapes: dict[str, tuple[int, ...]], settings: dict[str, Any], config: ModelConfig, path: Path
 ) -> dict[Place, LoraModule]:
-    """Raises: ConfigError for tensors that belong to no linear layer of the model, and where one of a pair lacks."""
+    """Raises: ConfigError for tensors that belong to no linear layer of the model, or if half of an A/B pair is missing."""
     container = config.weight_names.layer.removesuffix(".{number}").rpartition(".")[2]
     in_layer = re.compile(rf"(?:.*\.)?{re.escape(container)}\.(\d+)\.(.+)")
     known = [linear_shapes(config, number) for number in range(config.num_layers)]

@@ -1,4 +1,4 @@
-"""What adapters add to the outputs of one linear layer, by PyTorch's operations or by the native kernels.
+"""The products that adapters add to a linear layer's outputs, by PyTorch's operations or by the native kernels.
 
 `put` is called on the thread that loads an adapter, the rest on the rank's engine thread.
 """

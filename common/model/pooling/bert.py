@@ -58,7 +58,7 @@ class Encoder:
             return weights.read(name, shape, torch.float32)
 
         def linear(names: Sequence[str], out: int, width: int = hidden) -> Linear:
-            """One layer for several of equal shapes, whose outputs follow each other."""
+            """Several layers of equal shapes merged to one, whose outputs follow each other."""
             weight = torch.cat([read(f"{name}.weight", out, width) for name in names])
             return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), _FLOAT32, kernels)
 

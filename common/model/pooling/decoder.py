@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as fn
 from torch import Tensor
 
-from common.attention.base import AttentionBackend, AttentionMetadata
+from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from common.config.option_groups import LoadFormat, Quantization
 from common.control.pooling import PoolInput
 from common.model.loader import load_model
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.pool import same_length
+from common.model.rank_model import HIDDEN
 
 _ROWS = 512
 """Tokens of a text that attend in one product, where a sliding window is shorter than the text."""
@@ -58,9 +59,8 @@ class PoolingDecoder:
         lengths = [len(each.token_ids) for each in inputs]
         ids = torch.tensor([token for each in inputs for token in each.token_ids])
         positions = torch.cat([torch.arange(length) for length in lengths])
-        windows = [layer.attention.window for layer in self.config.model.layers]
-        attention = _AttentionWithin(lengths, self._model.attention_shape(1).scale, windows)
-        return self._model.forward(ids, positions, attention).float(), lengths
+        attention = _AttentionWithin(lengths, self._model.attention_shapes(1))
+        return self._model.forward(ids, positions, attention)[HIDDEN].float(), lengths
 
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         raise NotImplementedError("decoders embed, they do not score")
@@ -69,11 +69,10 @@ class PoolingDecoder:
 class _AttentionWithin:
     """`AttentionBackend` of one batch of whole texts, causal within each, without a cache."""
 
-    def __init__(self, lengths: Sequence[int], scale: float | None, windows: Sequence[int | None]) -> None:
-        """`windows`: tokens that a row sees, for each layer; None: all before it."""
+    def __init__(self, lengths: Sequence[int], shapes: Sequence[AttentionShape]) -> None:
+        """`shapes`: of each layer."""
         self._groups = same_length(lengths)
-        self._scale = scale
-        self._windows = windows
+        self._shapes = shapes
 
     def plan(self, metadata: AttentionMetadata) -> None:
         raise NotImplementedError("planned when it was made")
@@ -82,25 +81,26 @@ class _AttentionWithin:
         raise NotImplementedError("texts are not captured")
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `AttentionBackend.forward`."""
+        """Attend within each text: `AttentionBackend.forward`."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, length in self._groups:
             own_q, own_k, own_v = (each[rows].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
-            mixed = self._attend(own_q, own_k, own_v, self._windows[layer])
+            mixed = _attend(own_q, own_k, own_v, self._shapes[layer])
             out[rows] = mixed.transpose(1, 2).flatten(0, 1)
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q, k, v: [texts, heads, tokens, head_dim], of texts of equal length."""
-        attend = functools.partial(fn.scaled_dot_product_attention, scale=self._scale, enable_gqa=True)
-        length = q.size(2)
-        if window is None or length <= window:
-            return attend(q, k, v, is_causal=True)
-        out = torch.empty_like(q)
-        for first in range(0, length, _ROWS):  # a mask of all rows would take the square of the length
-            end, seen_from = min(first + _ROWS, length), max(0, first - window + 1)
-            row, seen = torch.arange(first, end)[:, None], torch.arange(seen_from, end)
-            mask = (seen <= row) & (seen > row - window)
-            keys, values = (side[:, :, seen_from:end] for side in (k, v))
-            out[:, :, first:end] = attend(q[:, :, first:end], keys, values, attn_mask=mask)
-        return out
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """q, k, v: [texts, heads, tokens, head_dim], of texts of equal length."""
+    attend = functools.partial(fn.scaled_dot_product_attention, scale=shape.scale, enable_gqa=True)
+    length, window = q.size(2), shape.window
+    if window is None or length <= window:
+        return attend(q, k, v, is_causal=True)
+    out = torch.empty_like(q)
+    for first in range(0, length, _ROWS):  # a mask of all rows would take the square of the length
+        end, seen_from = min(first + _ROWS, length), max(0, first - window + 1)
+        row, seen = torch.arange(first, end)[:, None], torch.arange(seen_from, end)
+        mask = (seen <= row) & (seen > row - window)
+        keys, values = (side[:, :, seen_from:end] for side in (k, v))
+        out[:, :, first:end] = attend(q[:, :, first:end], keys, values, attn_mask=mask)
+    return out

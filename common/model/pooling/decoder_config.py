@@ -9,6 +9,7 @@ from common.base.errors import ConfigError
 from common.control.messages import Task
 from common.model.config import ModelConfig, load_model_config
 from common.model.config_file import read_json_object
+from common.model.description import MultiHeadDescription
 from common.model.pooling.sentence_transformers import Pooling, max_seq_length, read_pooling
 
 
@@ -30,7 +31,7 @@ class PoolingDecoderConfig:
         return self.model.vocab_size
 
     def with_context(self, max_model_len: int) -> PoolingDecoderConfig:
-        """The same for inputs of at most so many tokens. Raises: ConfigError if it takes fewer."""
+        """The config for inputs of at most this many tokens. Raises: ConfigError if the model takes fewer."""
         model = self.model.for_context(self.model.fit_context(max_model_len))
         return replace(self, model=model, max_model_len=max_model_len)
 
@@ -44,8 +45,12 @@ def read_pooling_decoder(path: Path) -> PoolingDecoderConfig:
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
         raise ConfigError(f"{path / 'config.json'}: a decoder whose attention is not causal is not supported")
     model = load_model_config(path, headless=True)
-    if model.attention.soft_cap is not None:
-        raise ConfigError(f"{path / 'config.json'}: embeddings of a model with soft caps of scores are not supported")
+    for attention in {layer.attention for layer in model.layers}:
+        if not isinstance(attention, MultiHeadDescription) or attention.soft_cap is not None:
+            what = (
+                f"{attention.kind} attention" if attention.kind != MultiHeadDescription.kind else "soft caps of scores"
+            )
+            raise ConfigError(f"{path / 'config.json'}: embeddings of a model with {what} are not supported")
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"no tokenizer.json in {path}; routers need a fast tokenizer file there")
     longest = min(model.max_context, max_seq_length(path, model.max_context))

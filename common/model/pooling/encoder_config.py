@@ -41,10 +41,10 @@ class EncoderConfig:
     max_model_len: int
     pooling: Pooling = "mean"
     score_activation: ScoreActivation = "sigmoid"
-    """What makes a score of a cross-encoder's output."""
+    """Activation that turns a cross-encoder's output into a score."""
 
     def with_context(self, max_model_len: int) -> EncoderConfig:
-        """The same for inputs of at most so many tokens. Raises: ConfigError if it takes fewer."""
+        """The config for inputs of at most this many tokens. Raises: ConfigError if the model takes fewer."""
         if max_model_len > self.max_model_len:
             raise ConfigError(
                 f"max_model_len {max_model_len} is more than the {self.max_model_len} that the model takes"

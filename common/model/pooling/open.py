@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def read_pooling_config(path: Path, max_model_len: int | None) -> EncoderConfig | PoolingDecoderConfig:
-    """The pooling model at `path`, for inputs of at most so many tokens. Raises: ConfigError."""
+    """The pooling model at `path`, for inputs of at most `max_model_len` tokens. Raises: ConfigError."""
     if is_gguf(path):
         raise ConfigError(f"{path}: GGUF files do not pool; give the folder of a checkpoint in safetensors")
     config = read_encoder_config(path) if is_encoder(path) else read_pooling_decoder(path)

@@ -33,7 +33,7 @@ class PoolingConfig(Protocol):
 
 
 class PoolingModel(Protocol):
-    """Computes hidden states without KV that would be kept."""
+    """Computes hidden states, and keeps no KV."""
 
     @property
     def config(self) -> PoolingConfig: ...

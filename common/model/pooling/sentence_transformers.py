@@ -32,12 +32,12 @@ def max_seq_length(path: Path, default: int) -> int:
         return config.integer("max_seq_length")
     file = path / "tokenizer_config.json"
     limit: object = read_json_object(file).get("model_max_length") if file.is_file() else None
-    is_limit = isinstance(limit, int | float) and 1 <= limit < default  # 10^30 stands for none
+    is_limit = isinstance(limit, int | float) and 1 <= limit < default  # 10^30 means unlimited
     return int(cast("float", limit)) if is_limit else default
 
 
 def _transformer_config(path: Path) -> ConfigFile:
-    """What sentence-transformers says of the model itself; empty if it says nothing."""
+    """The settings that sentence-transformers has of the model itself; empty if there are none."""
     files = (path / f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta"))
     file = next((file for file in files if file.is_file()), None)
     return ConfigFile(path, {}) if file is None else ConfigFile(file)
@@ -59,7 +59,7 @@ def default_prompt(path: Path) -> str:
 
 
 def _own_config(path: Path) -> dict[str, Any]:
-    """What sentence-transformers says of the whole; empty if it has not saved the model, or says nothing."""
+    """The settings that sentence-transformers has of the whole; empty if there are none."""
     file = path / "config_sentence_transformers.json"
     return read_json_object(file) if is_sentence_transformer(path) and file.is_file() else {}
 

@@ -103,7 +103,7 @@ def test_a_model_without_kernels_attends_to_gathered_blocks_which_is_logged_once
     )
     on_gpu: Any = SimpleNamespace(layout=LAYOUT, shard=LAYOUT.shard(0, 0), groups=(kv,))
     for _ in range(2):
-        assert isinstance(choose_attention(on_gpu, shape(head_dim=96)), SdpaAttention)
+        assert isinstance(choose_attention(on_gpu, [shape(head_dim=96)]), SdpaAttention)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "attention uses PyTorch on gathered KV blocks, which is slower: "
         "flashinfer has kernels for heads of (64, 128, 256), the model's have 96"
@@ -122,12 +122,12 @@ def test_a_cpu_gets_its_own_attention_and_gathered_blocks_are_captured_for_short
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
-    native = isinstance(choose_attention(storage, shape()), NativeAttention)
+    native = isinstance(choose_attention(storage, [shape()]), NativeAttention)
     assert native == (find_native() is not None)
     halves = KVLayout("f", KVSpec.uniform(1, 2, 64, "float16"))
-    assert isinstance(choose_attention(KVStorage(halves, halves.shard(0, 0), 4), shape(torch.float16)), CpuAttention)
+    assert isinstance(choose_attention(KVStorage(halves, halves.shard(0, 0), 4), [shape(torch.float16)]), CpuAttention)
     monkeypatch.setenv(CPU_KERNELS, "torch")
-    assert isinstance(choose_attention(storage, shape()), CpuAttention)
+    assert isinstance(choose_attention(storage, [shape()]), CpuAttention)
     gathered = SdpaAttention(storage.groups[0], shape())
     assert not worth_capturing(gathered, 100_000)
     assert worth_capturing(gathered, 2048)

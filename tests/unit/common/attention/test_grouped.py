@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.attention_cases import reference
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.cpu import CpuAttention
-from common.attention.grouped import GroupedAttention, attention_of_groups
+from common.attention.grouped import GroupedAttention, attention_of_groups, backend_of
 from common.base.errors import HandshakeRefused
 from common.kv.rank_layout import KVLayout, check_compatible
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
@@ -22,7 +24,9 @@ SHAPE = AttentionShape(4, 2, 16, torch.float32, 16)
 
 def make(layout: KVLayout, stage: int) -> tuple[KVStorage, GroupedAttention | CpuAttention]:
     storage = KVStorage(layout, layout.shard(0, stage), 4)
-    backend = attention_of_groups(storage, SHAPE, CpuAttention)
+    windows = {number: group.window for group in SPEC.groups for number in group.layers}
+    own = range(storage.shard.layer_lo, storage.shard.layer_hi)
+    backend = attention_of_groups(storage, [replace(SHAPE, window=windows[number]) for number in own], CpuAttention)
     assert isinstance(backend, GroupedAttention | CpuAttention)
     return storage, backend
 
@@ -39,6 +43,27 @@ def test_each_layer_attends_in_the_memory_of_its_group() -> None:
             kept = storage.groups[group].stacked[index, :, 2].transpose(1, 2)[:, :3]
             assert torch.equal(kept, torch.stack((k, v)))
         assert [backend.of_layer(layer)[1] for layer in range(4)] == [0, 0, 1, 2]
+
+
+def test_layers_of_one_group_that_compute_differently_have_backends_of_their_own_over_one_memory() -> None:
+    layout = KVLayout("f", KVSpec.uniform(3, 2, 16, "float32"))
+    storage = KVStorage(layout, layout.shard(0, 0), 4)
+    capped = replace(SHAPE, soft_cap=2.0, scale=3.0)
+    attention = attention_of_groups(storage, [SHAPE, capped, SHAPE], CpuAttention)
+    assert isinstance(attention, GroupedAttention)
+    assert [backend_of(attention, layer)[1] for layer in range(3)] == [0, 1, 2]
+    assert backend_of(attention, 0)[0] is backend_of(attention, 2)[0] is not backend_of(attention, 1)[0]
+    attention.plan(AttentionMetadata([3], [3], [[2]], torch.tensor([32, 33, 34])))
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    outs = [attention.forward(layer, q, k, v) for layer in range(3)]
+    assert torch.equal(outs[0], outs[2])
+    alone = CpuAttention(storage.groups[0], capped)
+    alone.plan(AttentionMetadata([3], [3], [[2]], torch.tensor([32, 33, 34])))
+    assert torch.equal(outs[1], alone.forward(1, q, k, v))
+    assert not torch.equal(outs[0], outs[1])
+    assert [
+        torch.equal(kept[:, 2].transpose(1, 2)[:, :3], torch.stack((k, v))) for kept in storage.groups[0].stacked
+    ] == [True] * 3
 
 
 def test_a_stage_without_layers_of_a_group_has_no_backend_for_it() -> None:

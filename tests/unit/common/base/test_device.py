@@ -23,6 +23,7 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
+from common.model.rank_model import HIDDEN
 from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights
 from common.node.plan import plan_node, step_limits
@@ -89,7 +90,7 @@ def test_model_for_a_device_has_every_tensor_there_once_and_computes_there_alone
     # One dtype, no float32 copies of matrices; norms and frequencies are small and float32.
     assert {tensor.dtype for tensor in held if tensor.dim() == 2 and min(tensor.shape) > 64} <= {torch.bfloat16}
     rows = torch.zeros(5, dtype=torch.int64, device=META)
-    hidden = model.forward(rows, rows, NoAttention())
+    hidden = model.forward(rows, rows, NoAttention())[HIDDEN]
     assert (hidden.device.type, hidden.dtype) == ("meta", torch.bfloat16)
     logits = model.logits(hidden)
     assert logits is not None
@@ -108,7 +109,7 @@ def test_a_class_of_transformers_computes_on_a_device_without_reading_values(kin
     model = load_model(path, config, dtype="bfloat16", load_format="auto", seed=0, small_batches=True, device=META)
     rows, positions = (torch.zeros(3, dtype=torch.int64, device=META) for _ in range(2))
     for _ in range(3):
-        hidden = model.forward(rows, positions, NoAttention())
+        hidden = model.forward(rows, positions, NoAttention())[HIDDEN]
         assert hidden.device.type == "meta"
         assert model.logits(hidden) is not None
 

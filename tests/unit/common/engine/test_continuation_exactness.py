@@ -54,7 +54,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     layout = KVLayout("f", kv_spec(config, "float32"))
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(model, storage, attention_of_groups(storage, model.attention_shape(16), CpuAttention))
+    return ModelRunner(model, storage, attention_of_groups(storage, model.attention_shapes(16), CpuAttention))
 
 
 def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tuple[list[int], list[TokenLogprobs], str]:

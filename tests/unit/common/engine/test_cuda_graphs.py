@@ -28,6 +28,7 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
+from common.model.rank_model import HIDDEN
 from common.parallel.mesh import RankPlace, SoloMesh
 
 BLOCK = 16
@@ -76,7 +77,7 @@ def make_rig(path: Path, capture: GraphCapture, *, place: RankPlace | None = Non
     model = load_model(
         path, config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp_layers
     )
-    attention = PlainOrStatic(storage.groups[0], model.attention_shape(BLOCK, MAX_PAGES * BLOCK))
+    attention = PlainOrStatic(storage.groups[0], model.attention_shapes(BLOCK, MAX_PAGES * BLOCK)[0])
     graphs = DecodeGraphs(model, attention, max_num_seqs=MAX_SEQS, pad_block=PAD, block_size=BLOCK)
     graphs.capture(capture)
     return Rig(
@@ -179,10 +180,10 @@ def test_rows_that_pad_change_nothing_whatever_their_block_holds(rig: Rig) -> No
         # The very rows that pad, but as sequences that the plain runner is told of.
         rig.storage.groups[0].stacked.copy_(before)
         rig.graphs.load(padded(step, rig.graphs.size_for(num_seqs)))
-        hidden = rig.graphs.run(rig.graphs.size_for(num_seqs), None).clone()
+        hidden = rig.graphs.run(rig.graphs.size_for(num_seqs), None)[HIDDEN].clone()
         rig.storage.groups[0].stacked.copy_(before)
         rig.graphs.load(step)
-        assert torch.equal(rig.graphs.run(num_seqs, None), hidden[:num_seqs])
+        assert torch.equal(rig.graphs.run(num_seqs, None)[HIDDEN], hidden[:num_seqs])
         assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -191,7 +192,7 @@ def test_memory_never_moves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     places: dict[int, set[tuple[int, ...]]] = {}
     for num_seqs in [*range(1, MAX_SEQS + 1)] * 2:
         rows = rig.graphs.load(random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size))
-        hidden = rig.graphs.run(num_seqs, None)
+        hidden = rig.graphs.run(num_seqs, None)[HIDDEN]
         assert {part.size(0) for part in (rows.token_ids, rows.positions, *rows.slots, hidden)} == {num_seqs}
         held = tuple(part.data_ptr() for part in (rows.token_ids, rows.positions, *rows.slots, hidden))
         places.setdefault(rig.graphs.size_for(num_seqs), set()).add(held)
@@ -208,11 +209,11 @@ def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> 
     step = random_decode(POOL, MAX_PAGES, random.Random(11), 5, rig.model.config.vocab_size)
     before = rig.storage.groups[0].stacked.clone()
     rig.graphs.load(step)
-    want = rig.graphs.run(5, None).clone()
+    want = rig.graphs.run(5, None)[HIDDEN].clone()
     rig.storage.groups[0].stacked.copy_(before)
     rows = rig.graphs.load(StepInput(**{**vars(step), "token_ids": [0] * 5}))
     rows.token_ids.copy_(torch.tensor(step.token_ids))
-    assert torch.equal(rig.graphs.run(5, None), want)
+    assert torch.equal(rig.graphs.run(5, None)[HIDDEN], want)
 
 
 def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: Rig) -> None:
@@ -287,7 +288,7 @@ def test_a_later_stage_replays_on_what_it_received(tiny: dict[str, Path]) -> Non
         for rig in (replaying, eager):
             kept = received.clone()
             rig.graphs.load(step)
-            outputs.append(rig.graphs.run(num_seqs, kept).clone())
+            outputs.append(rig.graphs.run(num_seqs, {HIDDEN: kept})[HIDDEN].clone())
             assert torch.equal(kept, received)
         assert torch.equal(*outputs)
         assert not torch.equal(outputs[0], received)

@@ -18,6 +18,7 @@ from common.kv.rank_layout import KVLayout, blocks_for, check_compatible
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from common.model.hub import DEMO_MODEL_PATH
+from common.model.rank_model import HIDDEN
 from scripts.demo_model.samples import SAMPLES, prompt_text
 
 
@@ -87,7 +88,7 @@ def log_probabilities(kv_dtype: str, tokens: list[int], chunk: int) -> Tensor:
     for lo in range(0, len(tokens) - 1, chunk):
         hi = min(lo + chunk, len(tokens) - 1)
         attention.plan(AttentionMetadata([hi - lo], [hi], [blocks], torch.arange(lo, hi)))
-        logits = model.logits(model.forward(torch.tensor(tokens[lo:hi]), torch.arange(lo, hi), attention))
+        logits = model.logits(model.forward(torch.tensor(tokens[lo:hi]), torch.arange(lo, hi), attention)[HIDDEN])
         assert logits is not None
         rows.append(logits.log_softmax(-1))
     return torch.cat(rows)

@@ -29,6 +29,7 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.kv_spec import kv_spec
 from common.model.precision import Precision
+from common.model.rank_model import HIDDEN
 from common.model.weights import CheckpointWeights
 
 FLASHINFER = FlashInferKernels(fake_flashinfer)  # pyright: ignore[reportArgumentType]
@@ -121,14 +122,14 @@ def logits(path: Path, kernels: Kernels) -> Tensor:
     storage = KVStorage(layout, layout.shard(0, 0), 8)
     with torch.inference_mode():
         model = DecoderModel(Build(config, CheckpointWeights(path), precision, kernels=kernels))
-    shape = model.attention_shape(layout.spec.block_size)
+    shape = model.attention_shapes(layout.spec.block_size)[0]
     attention = CpuAttention(storage.groups[0], shape) if kernels is TORCH else SdpaAttention(storage.groups[0], shape)
     results = []
     for lens, contexts in (([9], [9]), ([3], [12]), ([1, 2], [13, 2])):
         slots = [16 * (1 + i) + p for i, (n, c) in enumerate(zip(lens, contexts, strict=True)) for p in range(c - n, c)]
         positions = torch.tensor([slot % 16 for slot in slots])
         attention.plan(AttentionMetadata(lens, contexts, [[1], [2]][: len(lens)], torch.tensor(slots)))
-        result = model.logits(model.forward(positions + 5, positions, attention))
+        result = model.logits(model.forward(positions + 5, positions, attention)[HIDDEN])
         assert result is not None
         results.append(result)
     return torch.cat(results)

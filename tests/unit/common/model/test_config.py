@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
+from common.model.description import multi_head
 from common.model.rope import RopeConfig
 
 # As Qwen2.5-0.5B-Instruct has it: the keys of transformers 4.
@@ -54,10 +55,11 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
 
 def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, QWEN25, {"eos_token_id": [151645, 151643]}))
-    assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (64, 2, 151936)
     layer = config.layers[0]
-    assert (layer.attention.qkv_bias, layer.attention.output_bias, layer.mlp.bias) == (True, False, False)
-    assert layer.attention.head_norm is None
+    attention = multi_head(layer)
+    assert (attention.head_dim, attention.num_kv_heads, config.vocab_size) == (64, 2, 151936)
+    assert (attention.qkv_bias, attention.output_bias, layer.mlp.bias) == (True, False, False)
+    assert attention.head_norm is None
     assert config.layers == (layer,) * 24
     assert layer.rope == RopeConfig(theta=1e6)
     assert config.eos_token_ids == (151645, 151643)
@@ -83,7 +85,8 @@ def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
         assert [layer.attention.window for layer in ours.layers] == sliding
     assert ours.tie_word_embeddings == whole.tie_word_embeddings
     assert ours.eos_token_ids == (2,)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert multi_head(ours.layers[0]).head_dim == dim
 
 
 @pytest.mark.parametrize(

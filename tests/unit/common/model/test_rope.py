@@ -53,7 +53,9 @@ def test_llama3_rope_scaling_equals_transformers_for_old_and_new_keys(tmp_path: 
         hidden_size=1792, num_attention_heads=14, rope_parameters={**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}
     )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(old.layers[0].rope, old.head_dim), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        inverse_frequencies(old.layers[0].rope, old.layers[0].attention.rotary_dim), expected, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,9 @@ def test_frequencies_and_the_attention_factor_equal_those_of_transformers(
         found = ours.for_context(reach).layers[0].rope
         assert found is not None
         expected, factor = make(theirs, torch.device("cpu"), seq_len=reach)
-        torch.testing.assert_close(inverse_frequencies(found, ours.head_dim), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            inverse_frequencies(found, ours.layers[0].attention.rotary_dim), expected, rtol=1e-5, atol=0
+        )
         assert found.attention_factor == pytest.approx(factor)
 
 
@@ -106,7 +110,7 @@ def test_an_original_context_beside_the_rope_parameters_goes_first(tmp_path: Pat
     rope = config.layers[0].rope
     assert rope is not None
     expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
-    torch.testing.assert_close(inverse_frequencies(rope, config.head_dim), expected)
+    torch.testing.assert_close(inverse_frequencies(rope, config.layers[0].attention.rotary_dim), expected)
 
 
 def test_phi_3_was_trained_on_4096_tokens_where_nothing_beside_the_rope_parameters_says_otherwise(
@@ -179,7 +183,7 @@ def test_a_part_of_heads_counts_without_scaling_where_it_does_in_transformers(
     with torch.device("meta"):
         theirs = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
     expected = theirs.rotary_emb.compute_default_rope_parameters(theirs.config)[0]
-    torch.testing.assert_close(inverse_frequencies(rope_of_all, config.head_dim), expected)
+    torch.testing.assert_close(inverse_frequencies(rope_of_all, config.layers[0].attention.rotary_dim), expected)
 
 
 @pytest.mark.parametrize(

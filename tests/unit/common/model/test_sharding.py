@@ -10,7 +10,7 @@ from common.base.errors import ConfigError
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.model.config import ModelConfig
-from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
+from common.model.description import LayerDescription, MlpDescription, MultiHeadDescription, NormDescription, multi_head
 from common.model.sharding import (
     check_parallel,
     even_range,
@@ -24,7 +24,7 @@ from common.parallel.mesh import RankPlace
 
 
 def config(q_heads: int, kv_heads: int, *, head_dim: int = 16, inner: int = 64) -> ModelConfig:
-    attention = AttentionDescription(q_heads, kv_heads, head_dim, head_dim, scale=0.25)
+    attention = MultiHeadDescription(q_heads, kv_heads, head_dim, head_dim, scale=0.25)
     norm = NormDescription(1e-6)
     return ModelConfig(
         architecture="LlamaForCausalLM",
@@ -115,13 +115,16 @@ def test_a_pipeline_that_misses_a_layer_is_refused() -> None:
 def test_heads_are_those_of_the_kv_layout_and_serve_their_queries(q_heads: int) -> None:
     for kv_heads in (n for n in range(1, q_heads + 1) if q_heads % n == 0):
         model = config(q_heads, kv_heads)
+        attention = multi_head(model.layers[0])
         for tp in range(1, q_heads + 1):
             try:
                 check_parallel(model, tp)
             except ConfigError:
                 continue
-            layout = KVLayout("f", KVSpec.uniform(model.num_layers, kv_heads, model.head_dim, "float32"), tp_size=tp)
-            ranges = [head_range(model.attention, rank, tp) for rank in range(tp)]
+            layout = KVLayout(
+                "f", KVSpec.uniform(model.num_layers, kv_heads, attention.head_dim, "float32"), tp_size=tp
+            )
+            ranges = [head_range(attention, rank, tp) for rank in range(tp)]
             assert [q for r in ranges for q in range(r.q_lo, r.q_hi)] == list(range(q_heads))
             for rank, heads in enumerate(ranges):
                 shard = layout.shard(rank, 0)

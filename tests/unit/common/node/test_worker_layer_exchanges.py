@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from common.node.parts import warm_up
 from common.node.plan import plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import RankPlace
+from common.parallel.stage_tensors import StageSchema
 
 
 class CountingMesh:
@@ -34,11 +36,11 @@ class CountingMesh:
         self.gathers += 1
         return torch.cat([x] * self.place.tp_size, 1) if self.place.tp_rank == 0 else None
 
-    def send_hidden(self, x: Tensor) -> None:
+    def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         self.sent += 1
 
-    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(rows, hidden, dtype=dtype)
+    def recv_stage(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
+        return {each.name: torch.zeros(rows, *each.shape, dtype=each.dtype) for each in schema}
 
     def close(self) -> None:
         pass

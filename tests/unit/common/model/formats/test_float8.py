@@ -178,7 +178,9 @@ def test_kv_scales_come_from_the_checkpoint_one_pair_for_each_layer_of_the_rank(
     for folder, pair in ((scaled, (0.25, 0.5)), (plain, (1.0, 1.0))):
         config = load_model_config(folder)
         build = Build(config, weights_of(folder), Precision.choose("float32", small_batches=True))
-        assert [build.kv_scales(f"model.layers.{i}.self_attn") for i in range(3)] == [pair] * 3
+        assert [
+            build.kv_scales(f"model.layers.{i}.self_attn", config.layers[i].attention.planes) for i in range(3)
+        ] == [pair] * 3
     model = load_model(
         scaled, load_model_config(scaled), dtype="float32", load_format="auto", seed=0, small_batches=True
     )

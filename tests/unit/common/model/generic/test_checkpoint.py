@@ -13,8 +13,8 @@ from support.runner_cases import drive, make_runner, prompt
 from transformers import AutoModelForCausalLM
 
 from common.base.errors import ConfigError
-from common.model.generic.build_model import build_class
 from common.model.generic.checkpoint import GenericCheckpoint
+from common.model.generic.model import build_class
 from common.model.tensor_files import Part
 
 

@@ -31,7 +31,7 @@ FLOAT32 = Precision.choose("float32", small_batches=True)
 
 
 def weights_of(file: Path) -> GgufWeights:
-    return GgufWeights(open_gguf(file), load_model_config(file).attention)
+    return GgufWeights(open_gguf(file), load_model_config(file).layers[0].attention)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def generate(path: Path, model: DecoderModel, adapter_ids: list[int]) -> list[li
     config = model.config
     layout = KVLayout("f", kv_spec(config, "float32"))
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-    runner = ModelRunner(model, storage, attention_of_groups(storage, model.attention_shape(16), CpuAttention))
+    runner = ModelRunner(model, storage, attention_of_groups(storage, model.attention_shapes(16), CpuAttention))
     scheduler = Scheduler(SchedulerConfig(128, 16, 64, 8), BlockPool(NUM_BLOCKS))
     seqs: list[Sequence] = []
     for n, adapter_id in enumerate(adapter_ids):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,21 +26,22 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
+from common.model.rank_model import HIDDEN
 
 LENGTHS = [1, 5, 3, 1, 17, 4]
 ADAPTERS = [1, 0, 2, 2, 1, 3]
-MakeAttention = Callable[[KVStorage, AttentionShape], AttentionBackend]
+MakeAttention = Callable[[KVStorage, Sequence[AttentionShape]], AttentionBackend]
 
 
-def part_by_part(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
-    return attention_of_groups(storage, shape, CpuAttention)
+def part_by_part(storage: KVStorage, shapes: Sequence[AttentionShape]) -> AttentionBackend:
+    return attention_of_groups(storage, shapes, CpuAttention)
 
 
 def hidden(model: DecoderModel, dtype: str, make: MakeAttention, adapters: list[int]) -> Tensor:
     """The final hidden states of prompts of `LENGTHS`, each with its adapter."""
     layout = KVLayout("f", kv_spec(model.config, dtype))
     storage = KVStorage(layout, layout.shard(0, 0), 2 * len(LENGTHS))
-    attention = make(storage, model.attention_shape(16))
+    attention = make(storage, model.attention_shapes(16))
     tables = [[2 * index, 2 * index + 1] for index in range(len(LENGTHS))]
     places = [(table, at) for table, length in zip(tables, LENGTHS, strict=True) for at in range(length)]
     slots = [table[at // 16] * 16 + at % 16 for table, at in places]
@@ -50,7 +51,7 @@ def hidden(model: DecoderModel, dtype: str, make: MakeAttention, adapters: list[
     attention.plan(attention_metadata(step, rows.slots))
     model.adapters.plan(adapters, LENGTHS)
     assert isinstance(attention, NativeAttention) is (make is choose_attention)
-    return model.forward(rows.token_ids, rows.positions, attention).float()
+    return model.forward(rows.token_ids, rows.positions, attention)[HIDDEN].float()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])

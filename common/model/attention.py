@@ -1,0 +1,125 @@
+"""The kinds of attention that a layer's description can name. They run on a rank's engine thread, under inference mode.
+
+A kind consists of its description (`AttentionDescription`: what it caches, its weights, how it is split over ranks), its
+layer here, entered in `ATTENTIONS`, and its backends, entered in `common.attention.choose.BACKENDS`. Nothing else knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from common.attention.base import AttentionBackend, AttentionShape
+from common.base.errors import ConfigError
+from common.kernels.base import Rotation
+from common.model.build import Build, Share
+from common.model.description import AttentionDescription, MultiHeadDescription, implementation
+from common.model.norms import make_qk_norm
+
+
+class Attention(Protocol):
+    """The attention of one layer, on this rank."""
+
+    def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
+        """Everything up to the output projection. x: [T, hidden]. `layer` counts from this rank's first; its KV is final
+        when this returns."""
+        ...
+
+    def project(self, attended: Tensor) -> Tensor:
+        """What `attend` returned to [T, hidden], fresh, after an all-reduce: the whole model's output."""
+        ...
+
+    def shape(self, block_size: int, max_context: int) -> AttentionShape:
+        """The facts that its backend needs."""
+        ...
+
+
+class MultiHeadAttention:
+    """Merged q, k, v projection, optional norm of q and k, rope, paged attention, output projection; this rank's heads."""
+
+    def __init__(self, build: Build, prefix: str, attention: MultiHeadDescription) -> None:
+        """`prefix`: the layer's name and a dot. Raises: ConfigError for what has no implementation."""
+        _check_implemented(attention)
+        hidden, names, heads = build.config.hidden_size, build.names, build.heads(attention)
+        dim = attention.head_dim
+        self.heads = (heads.num_q, heads.num_kv, dim)
+        self.scale = attention.scale
+        self._description = attention
+        self._dtype = build.precision.wide
+        q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
+        kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
+        merged = [prefix + name for name in (names.q, names.k, names.v)]
+        self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
+        self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
+        self.qk_norm = make_qk_norm(build, prefix, attention)
+        self._mesh = build.mesh
+
+    def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
+        """Everything up to the output projection; the layer's KV is final when it returns.
+
+        Returns [T, q_heads/tp * head_dim].
+        """
+        q_heads, kv_heads, head_dim = self.heads
+        qkv = self.qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
+        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
+        if self.qk_norm is not None:
+            qk = self.qk_norm.forward(qk)
+        rope.rotate_(qk, q_heads)
+        return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
+
+    def project(self, attended: Tensor) -> Tensor:
+        """[T, hidden], after an all-reduce: the sum over all heads of the model."""
+        return self._mesh.all_reduce(self.out.forward(attended))
+
+    def shape(self, block_size: int, max_context: int) -> AttentionShape:
+        """The facts that its backend needs."""
+        return multi_head_shape(self._description, self.heads, self._dtype, block_size, max_context)
+
+
+def multi_head_shape(
+    attention: MultiHeadDescription,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    block_size: int,
+    max_context: int,
+) -> AttentionShape:
+    """heads: this rank's query heads and KV heads, and the head dimension. `dtype`: of queries."""
+    return AttentionShape(
+        *heads,
+        dtype,
+        block_size,
+        max_context,
+        attention.scale,
+        window=attention.window,
+        soft_cap=attention.soft_cap,
+    )
+
+
+def _check_implemented(attention: MultiHeadDescription) -> None:
+    """Raises: ConfigError naming what attention has no implementation of."""
+    missing = {
+        f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
+            attention.v_head_dim != attention.head_dim
+        ),
+        "attention sinks": attention.has_sinks,
+        **{
+            f"a {norm.kind!r} norm of heads": norm.kind != "rms"
+            for norm in (attention.head_norm, attention.joint_norm)
+            if norm is not None
+        },
+    }
+    for what, is_asked_for in missing.items():
+        if is_asked_for:
+            raise ConfigError(f"the model needs {what}, which attention does not implement")
+
+
+ATTENTIONS: dict[str, Callable[[Build, str, Any], Attention]] = {MultiHeadDescription.kind: MultiHeadAttention}
+"""By `AttentionDescription.kind`. Each takes the layer's name and a dot, and the description."""
+
+
+def make_attention(build: Build, prefix: str, attention: AttentionDescription) -> Attention:
+    """The attention of the layer whose name and a dot are `prefix`."""
+    return implementation("attention", attention.kind, ATTENTIONS)(build, prefix, attention)
