@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import warm_start
+from support import ports, warm_start
+from support.flaky import FailedOnceMore
 from support.paths import TESTS
 from support.rank_processes import helper_pid
 from support.redis_server import RedisServer
 from zmq.utils.garbage import GarbageCollectorThread
 
-from common.base import free_port as ports
 from common.base.log_limits import LimitedHandler
 from common.kernels.native.build import build_library
 
@@ -44,8 +42,9 @@ _GRACE_S = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--budget-s`: where everything does not fit, as much as does; the summary names the rest."""
+    """`--budget-s`: where everything does not fit, as much as does; the summary names the rest. `--once`: `support.flaky`."""
     parser.addoption("--budget-s", type=float, default=None, help="seconds after which no further test is begun")
+    parser.addoption("--once", action="store_true", help="do not run failed tests again at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     warm_start.allow()
     budget_s: float | None = config.getoption("--budget-s")
     config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
+    if not config.getoption("--once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailedOnceMore(config))
 
 
 def pytest_sessionstart() -> None:
@@ -106,23 +107,14 @@ def cluster() -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
+    """A TCP port on which nothing listens."""
     return ports.free_port()
 
 
 @pytest.fixture
 def ports_in_a_row() -> Callable[[int], list[int]]:
-    """`ports_in_a_row(count)`: consecutive TCP ports on loopback that were free a moment ago."""
-
-    def find(count: int) -> list[int]:
-        while True:
-            with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
-                first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                for port in range(first + 1, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-                return list(range(first, first + count))
-
-    return find
+    """`ports_in_a_row(count)`: consecutive TCP ports on which nothing listens."""
+    return ports.ports_in_a_row
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from support.ports import free_port
 
 from common.base.errors import ConfigError
-from common.base.free_port import free_port
 from common.base.temporary_folder import temporary_folder
 from common.cluster.redis_server import find_redis_binary, redis_command
 

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import psutil
 from support import warm_start
+from support.ports import free_port
 from typer.testing import CliRunner
 
-from common.base.free_port import free_port
 from common.tools.admin.cli import app as admin
 
 START_TIMEOUT_S = 120.0
