@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from support import ports, warm_start
+from support.drawn import drawn
 from support.flaky import FailedOnceMore
 from support.paths import TESTS
 from support.rank_processes import helper_pid
@@ -42,8 +44,9 @@ _GRACE_S = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--budget-s`: where everything does not fit, as much as does; the summary names the rest. `--once`: `support.flaky`."""
+    """With `--budget-s` as many tests run as there is time for; the summary names the others. `--once`: see `support.flaky`."""
     parser.addoption("--budget-s", type=float, default=None, help="seconds after which no further test is begun")
+    parser.addoption("--draw", default="", metavar="TEXT", help="run the tests in an order that this text determines")
     parser.addoption("--once", action="store_true", help="do not run failed tests again at the end")
 
 
@@ -62,14 +65,25 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave a test out once the budget is spent."""
+    """Skip a test once the budget is spent."""
     if time.monotonic() > item.config.stash[_DEADLINE_S]:
         pytest.skip(_LEFT_OUT)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that parallel runs end together."""
-    items.sort(key=lambda item: _ORDER.index(item.path.relative_to(TESTS).parts[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Distribute tests over workers (`-n`) as `support.distribution` says."""
+    from support.distribution import WaitsBesideComputation
+
+    return WaitsBesideComputation(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the tests that take longest, so that parallel runs end together; with `--draw`, in a drawn order."""
+    if seed := config.getoption("--draw"):
+        items[:] = drawn(items, seed)
+    else:
+        items.sort(key=lambda item: _ORDER.index(item.path.relative_to(TESTS).parts[0]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
