@@ -1,4 +1,4 @@
-"""What all tests share: a real Redis, free ports, and the rule that a test leaves nothing behind."""
+"""Fixtures of all tests: a real Redis, free ports, and the check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEFT_OUT = "left out: the time budget is spent"
 _DEADLINE_S = pytest.StashKey[float]()
 _COMPILE_S = 300.0
 _GRACE_S = 5.0
-"""Threads, children and sockets that are ending may take so long."""
+"""Time for threads, children and sockets that are ending."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The budget starts with the run; commands of `kvrelay` are forked."""
+    """Start the time budget, and let tests fork the commands of `kvrelay`."""
     warm_start.allow()
     budget_s: float | None = config.getoption("--budget-s")
     config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
@@ -133,7 +133,7 @@ def ports_in_a_row() -> Callable[[int], list[int]]:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """What a test that runs a service in this process does to logging ends with the test."""
+    """Undo what a service that ran in this process did to logging."""
     yield
     root = logging.getLogger()
     root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, LimitedHandler)]
@@ -141,9 +141,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test after which a child process, a thread or a listening socket of ours is left, or this thread computes
-    otherwise than before, without the smallest numbers.
-    """
+    """Fail a test that leaves a child process, a thread or a listening socket, or the flushing of denormals switched on."""
     before = _belongings()
     yield
     deadline = time.monotonic() + _GRACE_S
@@ -155,7 +153,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _belongings() -> dict[str, str]:
-    """What this process holds that a test could forget to give back."""
+    """Child processes, threads and listening sockets of this process, by identity."""
     me = psutil.Process()
     found: dict[str, str] = {}
     children = [child for child in me.children() if child.pid not in (helper_pid(), warm_start.server_pid())]

@@ -19,7 +19,6 @@ from common.cluster.redis_client import check_redis
 from router.http import response_store
 from router.http.response_store import ResponseStore, StoredResponse
 
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 
 

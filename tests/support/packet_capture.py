@@ -29,7 +29,7 @@ def why_not() -> str | None:
 
 
 class Capture:
-    """Of the loopback, between `start` and `stop`."""
+    """Packets of the loopback between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._flows: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)

@@ -230,7 +230,7 @@ def replay(
 def lose_a_rank_in_a_step(
     place: RankPlace, port: int, listener: socket.socket | None, *, model: str, recording: str, lost: int
 ) -> str:
-    """As `replay`, but rank `lost` is killed after a few steps; returns what the runner raised on the others."""
+    """Replay the steps while rank `lost` is killed after a few of them; returns what the runner raised on the others."""
     mesh = connect(place, port, listener, True, 5.0)
     config = load_model_config(Path(model))
     recorded: Recording = pickle.loads(Path(recording).read_bytes())

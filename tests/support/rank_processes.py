@@ -29,7 +29,7 @@ from common.parallel.mesh import RankPlace
 
 @dataclass(frozen=True)
 class Case:
-    """`tp * pp` ranks, of which `absent` never start."""
+    """`tp * pp` ranks; those in `absent` never start."""
 
     tp: int
     pp: int
@@ -88,7 +88,7 @@ _helper: _Helper | None = None
 
 
 def helper_pid() -> int | None:
-    """Environment of the helper process, which outlives the test that started it."""
+    """Pid of the helper process, which outlives the test that started it."""
     return None if _helper is None else _helper.process.pid
 
 

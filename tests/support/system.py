@@ -45,7 +45,7 @@ def ranks_of(starter_pid: int) -> list[int]:
 
 @dataclass
 class System:
-    """A running cluster. `processes()` reads the pid file anew, so it knows restarted ones."""
+    """A running cluster. `processes()` reads the pid file each time, so it knows restarted ones."""
 
     url: str
     pid_file: Path
@@ -115,7 +115,7 @@ class System:
     def admin(self, *args: str, code: int = 0) -> Any:
         """The answer of `kvrelay admin ARGS --json`; with another exit code what it wrote to standard error.
 
-        Within this process, which saves half a second each; `test_admin.py` runs the command itself, too.
+        It runs in this process, which saves half a second per call; `test_admin.py` also runs the command itself.
         """
         said = self.admin_text(*args, "--json", code=code)
         return json.loads(said) if code == 0 else said
