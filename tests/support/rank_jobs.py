@@ -76,7 +76,7 @@ def _values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def _sum(mesh: Mesh, dtype: torch.dtype, numel: int) -> int:
-    """A number made of all bits of the sum, to compare among ranks."""
+    """A hash of all bits of the sum, to compare among ranks."""
     x = _values(mesh.place.rank, dtype, numel)
     expected = torch.stack([_values(r, dtype, numel).float() for r in mesh.place.tp_peers]).sum(0)
     assert mesh.all_reduce(x) is x

@@ -143,7 +143,7 @@ def _run_rank(job: Callable[..., Any], place: RankPlace, port: int, listener: so
 
 
 def _collect(pid: int, read_end: int) -> Outcome:
-    """What the rank wrote; a rank that stopped itself is left for the caller to kill."""
+    """The outcome that a rank wrote; the caller kills a rank that stopped itself."""
     _, status = os.waitpid(pid, os.WUNTRACED)
     with os.fdopen(read_end, "rb", closefd=True) as stream:
         if os.WIFSTOPPED(status):

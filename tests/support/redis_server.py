@@ -1,4 +1,4 @@
-"""A Redis server as `kvrelay up` starts it, for tests and benchmarks. Runs on the caller's thread."""
+"""Starts Redis like `kvrelay up`, for tests and benchmarks. Runs on the caller's thread."""
 
 from __future__ import annotations
 
