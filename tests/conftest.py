@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import math
 import os
@@ -30,6 +31,12 @@ from common.kernels.native.build import build_library
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
     del os.environ[_name]
+# Examples have no deadline: other processes may delay them. The environment of the GPU tests has no hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("kvrelay", deadline=None)
+    settings.load_profile("kvrelay")
 # Weights of tests do not fill the user's cache.
 os.environ["KVRELAY_PACKED_CACHE_GB"] = "0"
 
