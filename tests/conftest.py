@@ -1,4 +1,4 @@
-"""What all tests share: a real Redis, free ports, and the rule that a test leaves nothing behind."""
+"""Fixtures of all tests: a real Redis, free ports, and the check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import logging
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from support import warm_start
+from support import ports, warm_start
+from support.drawn import drawn
+from support.flaky import FailedOnceMore
 from support.paths import TESTS
 from support.rank_processes import helper_pid
 from support.redis_server import RedisServer
 from zmq.utils.garbage import GarbageCollectorThread
 
-from common.base import free_port as ports
 from common.base.log_limits import LimitedHandler
 from common.kernels.native.build import build_library
 
@@ -30,6 +31,12 @@ from common.kernels.native.build import build_library
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
     del os.environ[_name]
+# Examples have no deadline: other processes may delay them. The environment of the GPU tests has no hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("kvrelay", deadline=None)
+    settings.load_profile("kvrelay")
 # Weights of tests do not fill the user's cache.
 os.environ["KVRELAY_PACKED_CACHE_GB"] = "0"
 
@@ -40,19 +47,23 @@ _LEFT_OUT = "left out: the time budget is spent"
 _DEADLINE_S = pytest.StashKey[float]()
 _COMPILE_S = 300.0
 _GRACE_S = 5.0
-"""Threads, children and sockets that are ending may take so long."""
+"""Time for threads, children and sockets that are ending."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--budget-s`: where everything does not fit, as much as does; the summary names the rest."""
+    """With `--budget-s` as many tests run as there is time for; the summary names the others. `--once`: see `support.flaky`."""
     parser.addoption("--budget-s", type=float, default=None, help="seconds after which no further test is begun")
+    parser.addoption("--draw", default="", metavar="TEXT", help="run the tests in an order that this text determines")
+    parser.addoption("--once", action="store_true", help="do not run failed tests again at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The budget starts with the run; commands of `kvrelay` are forked."""
+    """Start the time budget, and let tests fork the commands of `kvrelay`."""
     warm_start.allow()
     budget_s: float | None = config.getoption("--budget-s")
     config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
+    if not config.getoption("--once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailedOnceMore(config))
 
 
 def pytest_sessionstart() -> None:
@@ -61,14 +72,25 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave a test out once the budget is spent."""
+    """Skip a test once the budget is spent."""
     if time.monotonic() > item.config.stash[_DEADLINE_S]:
         pytest.skip(_LEFT_OUT)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that parallel runs end together."""
-    items.sort(key=lambda item: _ORDER.index(item.path.relative_to(TESTS).parts[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Distribute tests over workers (`-n`) as `support.distribution` says."""
+    from support.distribution import WaitsBesideComputation
+
+    return WaitsBesideComputation(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the tests that take longest, so that parallel runs end together; with `--draw`, in a drawn order."""
+    if seed := config.getoption("--draw"):
+        items[:] = drawn(items, seed)
+    else:
+        items.sort(key=lambda item: _ORDER.index(item.path.relative_to(TESTS).parts[0]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -106,28 +128,19 @@ def cluster() -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
+    """A TCP port on which nothing listens."""
     return ports.free_port()
 
 
 @pytest.fixture
 def ports_in_a_row() -> Callable[[int], list[int]]:
-    """`ports_in_a_row(count)`: consecutive TCP ports on loopback that were free a moment ago."""
-
-    def find(count: int) -> list[int]:
-        while True:
-            with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
-                first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                for port in range(first + 1, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-                return list(range(first, first + count))
-
-    return find
+    """`ports_in_a_row(count)`: consecutive TCP ports on which nothing listens."""
+    return ports.ports_in_a_row
 
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """What a test that runs a service in this process does to logging ends with the test."""
+    """Undo what a service that ran in this process did to logging."""
     yield
     root = logging.getLogger()
     root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, LimitedHandler)]
@@ -135,9 +148,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test after which a child process, a thread or a listening socket of ours is left, or this thread computes
-    otherwise than before, without the smallest numbers.
-    """
+    """Fail a test that leaves a child process, a thread or a listening socket, or the flushing of denormals switched on."""
     before = _belongings()
     yield
     deadline = time.monotonic() + _GRACE_S
@@ -149,7 +160,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _belongings() -> dict[str, str]:
-    """What this process holds that a test could forget to give back."""
+    """Child processes, threads and listening sockets of this process, by identity."""
     me = psutil.Process()
     found: dict[str, str] = {}
     children = [child for child in me.children() if child.pid not in (helper_pid(), warm_start.server_pid())]

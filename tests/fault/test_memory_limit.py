@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.ports import free_port
 from support.system import System, running_system
-
-from common.base.free_port import free_port
 
 _LIMIT_BYTES = 2 * 2**30
 

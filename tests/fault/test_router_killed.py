@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 from support import warm_start
 from support.oracle import make_tiny
+from support.ports import free_port
 from support.redis_server import RedisServer
 from support.system import System, running_system, wait_until
-
-from common.base.free_port import free_port
 
 STREAMS = 6
 NEW_TOKENS = 200

@@ -17,11 +17,11 @@ import pytest
 from support.docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
 from support.oracle import first_difference, greedy, make_tiny
 from support.paths import ROOT
+from support.ports import free_port
 from support.retrying_clients import CLIENTS, Clients, body, stream
 from support.system import wait_until
 from typer.testing import CliRunner
 
-from common.base.free_port import free_port
 from kvrelay.keys.cli import app as keys_app
 
 REASON = why_not()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.ports import free_port
 from support.system import wait_until
 
-from common.base.free_port import free_port
 from common.base.process import tied_command
 from common.cluster.redis_server import find_redis_binary
 

@@ -13,10 +13,9 @@ import httpx
 import pytest
 from support import warm_start
 from support.oracle import greedy, make_tiny
+from support.ports import free_port
 from support.redis_server import RedisServer
 from support.system import wait_until
-
-from common.base.free_port import free_port
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from support.mock_clock import MockClock
+from support.ports import free_port
 from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
 from support.redis_servers import ask, redis_server_with
 
-from common.base.free_port import free_port
 from common.cluster.redis_keys import Keys
 
 _STEP_S, _STEPS = 30.0, 20

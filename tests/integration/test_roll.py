@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 from support.retrying_clients import CLIENTS, NEW_TOKENS, Clients, body, stream
 from support.system import System, running_system
-
-from common.base.free_port import free_port
 
 pytestmark = pytest.mark.thorough
 

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from support import warm_start
 from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
+from support.ports import free_port
 from support.quantized_checkpoints import STYLES, quantize
-
-from common.base.free_port import free_port
 
 
 def failed_start(model: Path, *args: str) -> str:

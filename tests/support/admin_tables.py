@@ -1,5 +1,5 @@
 """The tables of `kvrelay admin` from recorded answers, as text. `python -m support.admin_tables` (in tests/) writes the golden
-files anew: look at the difference before you keep it."""
+files again: read the difference before you keep it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rendered(command: str, width: int) -> str:
 
 
 def clock() -> Any:
-    """Stands for `time` in `show`: the time at which the answers were recorded, in UTC."""
+    """Replaces `time` in `show`: returns the time at which the answers were recorded, in UTC."""
     return SimpleNamespace(time=lambda: _NOW_S, localtime=time.gmtime, strftime=_strftime)
 
 

@@ -158,7 +158,7 @@ class Case:
         return self.split(self.backend.forward(layer, *self.rows()))
 
     def expected(self, i: int) -> Tensor:
-        """Of the last layer."""
+        """Expected results of the last layer."""
         n, context = self.lens[i]
         scores = {**self.scores, "sinks": self.scores["sinks"][-1] if "sinks" in self.scores else None}
         return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, **scores)

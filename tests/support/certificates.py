@@ -16,7 +16,7 @@ from common.security.names import ServiceRole
 
 @functools.cache
 def made() -> Path:
-    """A folder with those of `router`, `node` and `admin`, an `expired`, an `early` and a `revoked` node, and a `stranger` of
+    """A folder with the certificates of `router`, `node` and `admin`, an `expired`, an `early` and a `revoked` node, and a `stranger` of
     another authority. `early` is not valid until tomorrow.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-certificates-"))

@@ -1,4 +1,4 @@
-"""A C++ compiler for tests: a program that writes what it was asked for at once, fails, or never ends."""
+"""A fake C++ compiler for tests: it writes the requested file at once, fails, or never ends."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ def choose(token_ids: Sequence[int], banned: Sequence[int], mask: bytes | None =
 
 
 def prompt_logprobs(before: Sequence[int], token: int) -> PromptLogprobs:
-    """What the fake model says of the prompt token that follows `before`."""
+    """The fake model's log-probabilities of the prompt token that follows `before`."""
     return PromptLogprobs(-next_token(before) / VOCAB, 1 + token, [next_token(before)], [0.0])
 
 
 def scored_prompt(prompt: Sequence[int]) -> list[PromptLogprobs]:
-    """Of every prompt token after the first."""
+    """Log-probabilities of every prompt token after the first."""
     return [prompt_logprobs(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
 
 
@@ -69,7 +69,7 @@ def slot_of(blocks: list[int], position: int) -> int:
 
 
 class Computed:
-    """A step that is complete at once."""
+    """The result of a step that completes at once."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output

@@ -1,4 +1,4 @@
-"""A machine without nvcc, or with one that does what a test says."""
+"""Simulates a machine without nvcc, or with one that runs a test's script."""
 
 from __future__ import annotations
 

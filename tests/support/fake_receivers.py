@@ -41,7 +41,7 @@ class FakeZmqReceiver(FakeRouter):
         super().__init__("zmq")
 
     def accept(self) -> None:
-        """ZMQ accepts connections by itself."""
+        """Do nothing: ZMQ accepts connections by itself."""
 
     def next(self, timeout_s: float = DEADLINE_S) -> tuple[bytes, wire.SliceHeader, bytes] | None:
         """Identity of the sender, header, payload; None if no message arrives in time."""

@@ -1,4 +1,4 @@
-"""A tokenizer of the sentencepiece kind, as Llama 2 and Mistral have it: one token for each character, or for each of its bytes."""
+"""A sentencepiece tokenizer like those of Llama 2 and Mistral: one token per character, or per byte of it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ The number is the longest pause of any of the {STREAMS} streams after the fault,
 
 
 def render(results: dict[tuple[str, str, str], dict[str, Any]], *, tls: bool) -> str:
-    """The part of the page."""
+    """The results as a part of the page."""
     lines = [_TITLE_TLS + "\n" + _HEAD_TLS if tls else _TITLE + "\n" + _HEAD]
     lines += ["| process | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
     for target in Target:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from support import warm_start
 from support.network_hosts import Host, Network
+from support.ports import free_port
 
-from common.base.free_port import free_port
 from common.cluster.redis_server import find_redis_binary
 from common.security.certificates import Authority
 

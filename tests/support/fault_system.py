@@ -78,7 +78,7 @@ class FaultSystem:
         return self.network.hosts[name]
 
     def load(self, node: str, timeout_s: float = 0.5) -> NodeLoad | None:
-        """What the node says of itself now; None if it does not answer."""
+        """The load that the node reports now; None if it does not answer."""
         pong = self._ask(node, timeout_s)
         return None if pong is None else pong.load
 
@@ -236,7 +236,7 @@ class FaultSystem:
         wait_until(self.complete, START_S, "both routers see all nodes", self.log_tail)
 
     def renew(self) -> None:
-        """Start every node and router anew."""
+        """Restart every node and router."""
         for name in (*NODES, *ROUTERS):
             self.services[name].signal(signal.SIGKILL)
         for name in ROUTERS:

@@ -47,7 +47,7 @@ def gguf_name(name: str) -> str:
 
 
 def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp wants those of q and k of Llama models."""
+    """Reorder rows of q and k as llama.cpp expects them for Llama models."""
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -56,7 +56,7 @@ def _out_of_pairs(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _random_blocks(kind: Kind, rows: int, columns: int, seed: int) -> np.ndarray:
-    """K-quants, which the package reads but does not write: any bytes, with small factors."""
+    """Random K-quant blocks with small factors; the gguf package reads this format but does not write it."""
     rng = np.random.default_rng(seed)
     size = {Kind.Q4_K: 144, Kind.Q6_K: 210}[kind]
     blocks = rng.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)

@@ -68,7 +68,7 @@ def allowed_by(mask: bytes | None) -> set[int]:
 
 
 def constrained(prompt: list[int], params: SamplingParams) -> list[int]:
-    """The fake model's answer under a grammar, whose state is made anew for each token."""
+    """The fake model's answer under a grammar, whose state is rebuilt for each token."""
     assert params.grammar is not None
     matcher = compile_grammar(fake_tokenizer(), params.grammar.source)
     answer: list[int] = []

@@ -20,7 +20,7 @@ CopyRuns = Callable[[CopyRuns, CopyRuns, int, int, int], None]
 
 
 def copy_runs(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
-    """Does what the copy kernel does, run by run."""
+    """Replace the copy kernel: copy one run after the other."""
     for plane in range(planes):
         for block in range(blocks):
             to, at = (
@@ -33,7 +33,7 @@ def copy_runs(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes:
 
 
 class LateMark:
-    """Done at the `polls`-th poll, and not before `others`."""
+    """A mark that is done at its `polls`-th poll, and not before `others`."""
 
     def __init__(
         self, polls: int, then: Callable[[], None] = lambda: None, others: tuple[StreamMark, ...] = ()

@@ -12,7 +12,7 @@ _WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
 def word_of(group: LayerGroup) -> np.dtype:
-    """The unsigned integer as wide as the group's numbers."""
+    """The unsigned integer type as wide as the group's numbers."""
     return np.dtype(_WORD[DTYPE_BYTES[group.dtype]])
 
 

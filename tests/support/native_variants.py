@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,18 @@ from common.kernels.native.library import NativeLibrary
 from common.kernels.native.recipe import this_machine, variants
 
 VARIANTS = [variant.name for variant in variants(this_machine())]
+EMULATED = "amx_emulated"
+
+
+def _has_matrix_units() -> bool:
+    processor = Path("/proc/cpuinfo")
+    return processor.exists() and {"amx_bf16", "amx_int8"} <= set(processor.read_text().split())
+
+
+TILES = [pytest.param(EMULATED, marks=[pytest.mark.thorough] if _has_matrix_units() else []), "amx"]
+"""Matrix units, and their emulation, which is slow: a further case where there are matrix units, because both give the same."""
+DISTINCT = [*(name for name in VARIANTS if name not in (EMULATED, "amx")), *(TILES if EMULATED in VARIANTS else [])]
+"""All variants, for tests that compute much."""
 
 
 def native(variant: str, threads: int = 2) -> NativeLibrary:

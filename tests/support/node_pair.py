@@ -155,7 +155,7 @@ class Pair:
         return sent
 
     def run(self, rounds: int = 100) -> None:
-        """Until both are idle."""
+        """Run both nodes until they are idle."""
         for _ in range(rounds):
             self.step_prefill()
             self.to_decode()
@@ -165,7 +165,7 @@ class Pair:
                 pass
 
     def heard(self, out: list[OutgoingMessage], router: bytes = ROUTER) -> list[Message]:
-        """What the router got."""
+        """The messages that the router received."""
         return [o.message for o in out if isinstance(o, ToClient) and o.identity == router]
 
     def tokens(self, key: AttemptKey = KEY, router: bytes = ROUTER) -> list[int]:

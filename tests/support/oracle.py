@@ -227,7 +227,7 @@ TINY: dict[str, Tiny] = {
 }
 
 LONGROPE = "phi3-longrope"
-"""transformers computes a context anew when it becomes long, which a shared cache of blocks cannot."""
+"""transformers recomputes a context that becomes long; a shared cache of blocks cannot."""
 OF_ANY_LENGTH = tuple(name for name in TINY if name != LONGROPE)
 """Models whose tokens are those of transformers for prompts of any length."""
 
@@ -341,7 +341,7 @@ def prompt_logits(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:
 
 
 def prompt_logprobs(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:
-    """As `prompt_logits`, log-probabilities."""
+    """Log-probabilities of the prompt tokens, from `prompt_logits`."""
     return prompt_logits(model_dir, prompt_ids).log_softmax(-1)
 
 

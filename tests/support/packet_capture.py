@@ -29,7 +29,7 @@ def why_not() -> str | None:
 
 
 class Capture:
-    """Of the loopback, between `start` and `stop`."""
+    """Packets of the loopback between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._flows: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
@@ -44,13 +44,13 @@ class Capture:
         self._thread.start()
 
     def stop(self) -> None:
-        """Record what is there, and end."""
+        """Record the packets that have arrived, and end."""
         self._ends.set()
         self._thread.join()
         self._socket.close()
 
     def flows(self, ports: set[int]) -> Flows:
-        """What was sent from or to these ports."""
+        """The data sent from or to these ports, by connection."""
         return {ends: bytes(data) for ends, data in self._flows.items() if not ports.isdisjoint(ends)}
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""Random JSON schemas."""
+"""Makes random JSON schemas."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def _sum(mesh: Mesh, dtype: torch.dtype, numel: int) -> int:
-    """A number made of all bits of the sum, to compare among ranks."""
+    """A hash of all bits of the sum, to compare among ranks."""
     x = _values(mesh.place.rank, dtype, numel)
     expected = torch.stack([_values(r, dtype, numel).float() for r in mesh.place.tp_peers]).sum(0)
     assert mesh.all_reduce(x) is x
@@ -237,7 +237,7 @@ def replay(
 def lose_a_rank_in_a_step(
     place: RankPlace, port: int, listener: socket.socket | None, *, model: str, recording: str, lost: int
 ) -> str:
-    """As `replay`, but rank `lost` is killed after a few steps; returns what the runner raised on the others."""
+    """Replay the steps while rank `lost` is killed after a few of them; returns what the runner raised on the others."""
     mesh = connect(place, port, listener, True, 5.0)
     config = load_model_config(Path(model))
     recorded: Recording = pickle.loads(Path(recording).read_bytes())

@@ -29,7 +29,7 @@ from common.parallel.mesh import RankPlace
 
 @dataclass(frozen=True)
 class Case:
-    """`tp * pp` ranks, of which `absent` never start."""
+    """`tp * pp` ranks; those in `absent` never start."""
 
     tp: int
     pp: int
@@ -88,7 +88,7 @@ _helper: _Helper | None = None
 
 
 def helper_pid() -> int | None:
-    """Environment of the helper process, which outlives the test that started it."""
+    """Pid of the helper process, which outlives the test that started it."""
     return None if _helper is None else _helper.process.pid
 
 
@@ -143,7 +143,7 @@ def _run_rank(job: Callable[..., Any], place: RankPlace, port: int, listener: so
 
 
 def _collect(pid: int, read_end: int) -> Outcome:
-    """What the rank wrote; a rank that stopped itself is left for the caller to kill."""
+    """The outcome that a rank wrote; the caller kills a rank that stopped itself."""
     _, status = os.waitpid(pid, os.WUNTRACED)
     with os.fdopen(read_end, "rb", closefd=True) as stream:
         if os.WIFSTOPPED(status):

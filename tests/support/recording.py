@@ -1,4 +1,4 @@
-"""Steps of a runner on one rank, kept to run them again on several."""
+"""Records the steps of a runner on one rank, to run them again on several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recording:
     """For each layer: [planes, num_blocks, heads, block_size, width]."""
 
     def kv_error(self, storage: KVStorage) -> float:
-        """How far the KV of a rank is from its part of the recorded KV: the largest difference."""
+        """The largest difference between a rank's KV and its part of the recorded KV."""
         shard = storage.shard
         members = storage.layout.group_layers(shard)
         worst = 0.0
@@ -46,7 +46,7 @@ class Recording:
         return sorted({slot // block_size for step in self.steps for slot in step.slot_mapping[table]})
 
     def storage_for(self, layout: KVLayout, tp_rank: int, pp_rank: int) -> KVStorage:
-        """As much KV memory for a rank as the recorded runner had."""
+        """KV memory of a rank with as many blocks as the recorded runner had."""
         return KVStorage(layout, layout.shard(tp_rank, pp_rank), self.kv[0].size(1))
 
 
@@ -69,7 +69,7 @@ class Recorder:
         return self.outputs[-1]
 
     def write(self, file: Path) -> Recording:
-        """Write what was recorded to `file`, and return it."""
+        """Write the recording to `file`, and return the file."""
         layers = range(self.runner._model.config.num_layers)
         recording = Recording(self.steps, self.outputs, [_kv_of(self.runner._attention, layer) for layer in layers])
         file.write_bytes(pickle.dumps(recording))

@@ -1,4 +1,4 @@
-"""Only the Redis side of nodes and routers: registration, publishing, subscription. No engine, no HTTP."""
+"""The Redis side of nodes and routers, without engine and HTTP: registration, publishing, subscription."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ANode:
         self._tasks = [asyncio.create_task(self.registrar.run()), asyncio.create_task(self.publisher.run())]
 
     async def die(self) -> None:
-        """End without deregistering, as by SIGKILL."""
+        """End without deregistering, like a killed node."""
         await _end(self._tasks)
         self._tasks = []
 
@@ -109,7 +109,7 @@ class ARouter:
 
 @asynccontextmanager
 async def running(*parts: ANode | ARouter) -> AsyncIterator[None]:
-    """Start these; stop them at the end."""
+    """Run nodes and routers until the block ends."""
     for part in parts:
         part.start()
     try:

@@ -1,4 +1,4 @@
-"""A Redis server as `kvrelay up` starts it, for tests and benchmarks. Runs on the caller's thread."""
+"""Starts Redis like `kvrelay up`, for tests and benchmarks. Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from support.ports import free_port
 
 from common.base.errors import ConfigError
-from common.base.free_port import free_port
 from common.base.temporary_folder import temporary_folder
 from common.cluster.redis_server import find_redis_binary, redis_command
 
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 15.0, 5.0
-_PORT_ATTEMPTS = 5
 _POLL_S = 0.01
 
 
@@ -45,7 +44,6 @@ class RedisServer:
     """
 
     def __init__(self, port: int = 0) -> None:
-        self._wanted_port = port
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: str | None = None
@@ -64,19 +62,11 @@ class RedisServer:
     def start(self) -> None:
         """Raises: ConfigError if there is no server program, or it does not answer in time."""
         self._directory = self._directory or tempfile.mkdtemp(prefix="kvrelay-redis-", dir=temporary_folder())
-        try:
-            for attempt in range(1, _PORT_ATTEMPTS + 1):
-                self.port = self.port or free_port()
-                complaint = self._try_start()
-                if complaint is None:
-                    return
-                if self._wanted_port or attempt == _PORT_ATTEMPTS:
-                    raise ConfigError(f"the Redis server {find_redis_binary()} did not start: {complaint}")
-                # Another process may have taken the port since `free_port`.
-                self.port = 0
-        except ConfigError:
+        self.port = self.port or free_port()
+        complaint = self._try_start()
+        if complaint is not None:
             self.stop()
-            raise
+            raise ConfigError(f"the Redis server {find_redis_binary()} did not start: {complaint}")
 
     def stop(self) -> None:
         """End the server, if it runs, and remove its directory."""
@@ -92,7 +82,6 @@ class RedisServer:
     def restart(self) -> None:
         """Stop the server if it runs and start it again on the same port, empty."""
         self._end(signal.SIGTERM)
-        self._wanted_port = self.port
         self.start()
 
     def __enter__(self) -> RedisServer:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import redis
 from support.certificates import made
+from support.ports import free_port
 
-from common.base.free_port import free_port
 from common.base.process import tied_command
 from common.cluster.redis_server import find_redis_binary
 

@@ -31,12 +31,12 @@ DEADLINE_S = 60.0
 
 
 def hashes_of(count: int) -> list[bytes]:
-    """Any, as long as both ends have the same."""
+    """Block hashes that both ends derive alike."""
     return [i.to_bytes(16, "little") for i in range(count)]
 
 
 def random_storage(kv: KVLayout, rank: int, num_blocks: int, seed: int, device: str = "cuda") -> KVStorage:
-    """Every byte of it random."""
+    """KV memory with random bytes."""
     storage = KVStorage(kv, kv.shards()[rank], num_blocks, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     held = storage.groups[0].stacked.view(torch.uint8)
@@ -45,13 +45,13 @@ def random_storage(kv: KVLayout, rank: int, num_blocks: int, seed: int, device: 
 
 
 def digest(storage: KVStorage, blocks: list[int]) -> str:
-    """Of all that lies in these blocks."""
+    """A digest of all bytes in these blocks."""
     held = storage.groups[0].stacked.view(torch.uint8)[:, :, blocks].cpu().contiguous()
     return hashlib.sha256(held.numpy().tobytes()).hexdigest()
 
 
 def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, device: str) -> None:
-    """The child: opens, waits and tells, one order after the other."""
+    """The child process: carries out one order after the other."""
     storage = random_storage(kv, 0, num_blocks, 2, device)
     if storage.groups[0].stacked.is_cuda:
         torch.cuda.set_device(storage.groups[0].stacked.device)
@@ -94,14 +94,14 @@ class GpuPair:
         self.address = self._hear()
 
     def ask(self, kind: str, value: object = None) -> Any:
-        """An order to the child, and its answer."""
+        """Send an order to the child and return its answer."""
         self.pipe.send((kind, value))
         return self._hear()
 
     def open(
         self, key: AttemptKey, src_blocks: list[int], dst_blocks: list[int], timeout_s: float = DEADLINE_S
     ) -> None:
-        """Both ends, and the grant."""
+        """Open both ends and grant the transfer."""
         hashes = hashes_of(len(src_blocks))
         tokens = len(hashes) * self.kv.spec.block_size
         source = PeerRef("p", "src-1", "", [])
@@ -110,7 +110,7 @@ class GpuPair:
         self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, [0], [pack_ids(dst_blocks)]))
 
     def final(self, key: AttemptKey, num_blocks: int) -> None:
-        """Every layer, as the engine reports it."""
+        """Report every layer as final, like the engine."""
         for layer in range(self.kv.spec.num_layers):
             self.sender.blocks_final(key, layer, num_blocks)
 
@@ -125,7 +125,7 @@ class GpuPair:
             raise released.error
 
     def released(self) -> SourceReleased:
-        """The sender's next event."""
+        """Wait for the sender's next event."""
         return self.events.get(timeout=DEADLINE_S)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Clients that stream the same requests over and over, and ask another router where one refuses or does not answer."""
+"""Clients that repeat the same streamed requests, and ask another router if one refuses or does not answer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Clients:
 
 
 class Refused(Exception):
-    """503, or no answer at all: nothing has been received, so that another router may be asked."""
+    """Status 503 or no answer: nothing was received, so another router may be asked."""
 
 
 def stream(url: str, request: dict[str, Any]) -> list[int]:

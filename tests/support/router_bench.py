@@ -19,7 +19,7 @@ LONG = "the quick brown fox jumps over the lazy dog. " * 6
 
 
 class Bench:
-    """What a test gets: the router, a node of each role, a client."""
+    """The router, a node of each role, and a client of one test."""
 
     def __init__(self, stack: Stack, prefill: StubNode, decode: StubNode, client: AsyncOpenAI) -> None:
         self.stack, self.prefill, self.decode, self.client = stack, prefill, decode, client

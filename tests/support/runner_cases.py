@@ -1,4 +1,4 @@
-"""Drives a runner as a scheduler would, and compares the tokens with those of `transformers`."""
+"""Drives a runner like a scheduler, and compares its tokens with those of `transformers`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_TOKENS = 24
 
 
 class Runner(Protocol):
-    """What runs a step."""
+    """Runs a step."""
 
     def execute(self, step: StepInput) -> StepOutput:
         """Compute all rows, draw all samples."""
@@ -70,7 +70,7 @@ def make_runner(
 
 @dataclass
 class Sequence:
-    """One request as a scheduler would see it."""
+    """One request, in the form that a scheduler keeps."""
 
     tokens: list[int]
     tables: list[list[int]]

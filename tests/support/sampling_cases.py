@@ -51,7 +51,7 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
 
 
 def sample(logits: Tensor, specs: list[SampleSpec], passes: RowPasses | None = None) -> list[SampledToken]:
-    """Tokens drawn on the host."""
+    """Draw tokens on the host."""
     return HostSampler(passes).sample(logits, specs, None).wait()
 
 
@@ -65,7 +65,7 @@ def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
 
 
 def adjusted_on_device(logits: Tensor, specs: list[SampleSpec]) -> Tensor:
-    """The same for a batch."""
+    """A batch after the steps that apply to greedy draws, too, on the device."""
     rows = DeviceRows(logits, specs, None, Bisection())
     for step in GREEDY_STEPS:
         asked = step.asked_for(specs, logits.size(1))

@@ -1,4 +1,4 @@
-"""Nodes that do not exist, for routers under test: listed, connected, answering pings with changing loads."""
+"""Simulated nodes for routers under test: they are listed, connected and answer pings with changing loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Link:
     refused: tuple[Message, ...] = ()
 
     def send(self, message: Message) -> None:
-        """Forget it."""
+        """Discard the message."""
 
     def close(self) -> None:
         """Nothing to close."""

@@ -118,7 +118,7 @@ class Sequence:
 
 
 def prompt_logprobs(token: int, count: int) -> PromptLogprobs:
-    """What a stub says of a prompt token."""
+    """The stub's log-probabilities of a prompt token."""
     others = [token + 1 + i for i in range(count)]
     return PromptLogprobs(-0.25, count + 1, others, [-1.0 - i for i in range(count)])
 
@@ -220,7 +220,7 @@ class StubNode:
         return sum(len(chunks) for chunks in batches.values())
 
     def say(self, sequence: Sequence, message: Message) -> None:
-        """Send anything about a sequence."""
+        """Send a message about a sequence."""
         self._server.send(sequence.identity, message)
 
     def fail(self, key: AttemptKey, code: str, text: str = "scripted") -> None:
@@ -229,7 +229,7 @@ class StubNode:
         self.say(sequence, AttemptFailed(key, code, text))
 
     async def close(self) -> None:
-        """Die: the connection breaks without a message."""
+        """Break the connection without a message, as a crash does."""
         self._loop.cancel()
         await asyncio.gather(self._loop, *self._notes, return_exceptions=True)
         await self._server.close()

@@ -1,4 +1,4 @@
-"""What stub nodes of pooling models compute: vectors that depend on all token ids, without a model."""
+"""Results of stub nodes for pooling models: vectors that depend on all token ids, computed without a model."""
 
 from __future__ import annotations
 

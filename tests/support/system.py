@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import psutil
 from support import warm_start
+from support.ports import free_port
 from typer.testing import CliRunner
 
-from common.base.free_port import free_port
 from kvrelay.admin.cli import app as admin
 
 START_TIMEOUT_S = 120.0
@@ -45,7 +45,7 @@ def ranks_of(starter_pid: int) -> list[int]:
 
 @dataclass
 class System:
-    """A running cluster. `processes()` reads the pid file anew, so it knows restarted ones."""
+    """A running cluster. `processes()` reads the pid file each time, so it knows restarted ones."""
 
     url: str
     pid_file: Path
@@ -115,7 +115,7 @@ class System:
     def admin(self, *args: str, code: int = 0) -> Any:
         """The answer of `kvrelay admin ARGS --json`; with another exit code what it wrote to standard error.
 
-        Within this process, which saves half a second each; `test_admin.py` runs the command itself, too.
+        It runs in this process, which saves half a second per call; `test_admin.py` also runs the command itself.
         """
         said = self.admin_text(*args, "--json", code=code)
         return json.loads(said) if code == 0 else said

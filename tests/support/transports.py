@@ -45,7 +45,7 @@ def zmq(seals: bool = False, **options: Any) -> Transport:
 
 
 def shm(**options: Any) -> Transport:
-    """With few small pages, so that every transfer reuses them."""
+    """Shared memory with few small pages, so that every transfer reuses them."""
     given = {"page_bytes": 1024, "num_pages": 4, "min_message_bytes": 1} | options
     return Transport(
         lambda *where, **kw: single_transport.shm_sender(*where, **given, **kw), single_transport.shm_receiver
@@ -61,7 +61,7 @@ def loopback() -> Transport:
 
 
 def collective(timeout_s: float = 10.0, **options: Any) -> Transport:
-    """Gloo."""
+    """Ranks that relay over gloo."""
     given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1, "timeout_s": timeout_s} | options
     return Transport(
         lambda *where, **kw: single_transport.gloo_sender(*where, **given, **kw),
@@ -70,7 +70,7 @@ def collective(timeout_s: float = 10.0, **options: Any) -> Transport:
 
 
 def cuda_ipc(device: Callable[[KVStorage], Any] = HostDevice, **options: Any) -> Transport:
-    """On a simulated GPU, whose marks complete late."""
+    """CUDA IPC on a simulated GPU, whose marks complete late."""
     given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1, "same_gpu_bytes": 0} | options
     return Transport(
         lambda storage, *where, **kw: single_transport.cuda_ipc_sender(

@@ -13,7 +13,7 @@ from kvrelay.up.routers import RouterPlace
 
 
 def planned(environ: Mapping[str, str], flags: Mapping[str, str] | None = None, *, gpu: str = "") -> list[ChildSpec]:
-    """With these variables and options, on a host with that GPU, if any."""
+    """The plan for these variables and options, on a host with that GPU, if any."""
     up = resolve(UpConfig, flags=dict(flags or {}), environ=environ, file=None)
     return plan_children(
         up.config,

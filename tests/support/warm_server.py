@@ -95,8 +95,7 @@ def _enter(namespace: str) -> None:
 
 
 def _take_over(environ: Mapping[str, str], descriptors: list[int], places: tuple[int, ...]) -> None:
-    """Signals, environment and standard streams as those of a process that was executed; the last of `descriptors` is that of
-    all `places` that have none of their own."""
+    """Set signals, environment and standard streams as exec would; places beyond the last descriptor share that one."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -116,7 +115,7 @@ def _fork_what_up_starts() -> None:
 
 
 class _ForkServerProcess:
-    """In the place of `Popen`: a fork server of `kvrelay up` as a fork of this process."""
+    """A fork server of `kvrelay up`, forked from this process; replaces `Popen`."""
 
     def __init__(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> None:
         parent_pid = os.getpid()
@@ -135,12 +134,12 @@ class _ForkServerProcess:
         fork_server.serve(socket.socket(fileno=channel), [])
 
     def kill(self) -> None:
-        """As `Popen.kill`."""
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """As `Popen.wait`."""
+        """Wait until it has ended."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 

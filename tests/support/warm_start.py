@@ -1,8 +1,8 @@
-"""Processes of a test that need not import anything: a cluster starts in a sixth of the processor time.
+"""Forks the processes of tests from one that has imported everything: a cluster starts in a sixth of the processor time.
 
 `start` runs commands of `kvrelay`, `script` pieces of Python. Both ask one server (`support.warm_server`), which has imported
 what all services need and lives as long as the tests, to fork a process. What runs is what the command would run after its
-imports; what `kvrelay up` starts is forked in turn. Tests of starts, and of what is imported, start commands themselves.
+imports; what `kvrelay up` starts is forked in turn. Tests of starts and of imports execute commands instead.
 
 All processes of one server have the same seed of `hash`, and what modules read when they are imported is that of the server.
 """
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 KVRELAY = ("-m", "kvrelay")
 """Begins the arguments of Python that run a command."""
 _OWN_VARIABLES = ("KVRELAY_", "XDG_RUNTIME_DIR", "PYTEST_", "PYTHONUNBUFFERED", "TORCHINDUCTOR_")
-"""Variables whose values are read after the imports, by tests only, or by what services do not use, by how their names begin.
-Transformers sets the last one."""
+"""Name prefixes of variables that services do not read during imports. Transformers sets the last one."""
 _COMPUTE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""As services set them themselves, before their imports."""
+"""Services set these themselves, before their imports."""
 _LONGEST_COMMAND, _ANSWER_BYTES = 6000, 1 << 12
 _ANSWER_S = 120.0
 """Time for the server's imports and a fork."""
@@ -51,13 +50,13 @@ class WarmProcess:
         self._server = server
 
     def poll(self) -> int | None:
-        """As `Popen.poll`."""
+        """Return the exit code, None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Popen.wait`. Raises: subprocess.TimeoutExpired."""
+        """Wait for its end and return the exit code. Raises: subprocess.TimeoutExpired."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, timeout)
         if self.returncode is None:
@@ -65,17 +64,17 @@ class WarmProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """As `Popen.send_signal`."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # ended meanwhile, and the server has its exit code
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """As `Popen.terminate`."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As `Popen.kill`."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -107,7 +106,7 @@ def allow() -> None:
 def start(command: list[str], output: IO[bytes], env: Mapping[str, str], host: Host | None = None) -> Process:
     """Run a command of `kvrelay`, on a host of its own if there is one; `output` gets standard output and standard error.
 
-    One whose environment differs from the server's where modules look when they are imported is executed, not forked.
+    It is executed, not forked, if its environment differs in a variable that modules read while they are imported.
     """
     if _environ is not None and tuple(command[1:3]) == KVRELAY and (server := _running()).fits(env):
         return WarmProcess(server, server.fork(command, env, [output.fileno()], "" if host is None else host.namespace))
@@ -146,7 +145,7 @@ def environ() -> dict[str, str]:
 
 
 def server_pid() -> int | None:
-    """The server's, which outlives the test that started it."""
+    """Pid of the server, which outlives the test that started it."""
     return None if _server is None else _server.process.pid
 
 
@@ -192,7 +191,7 @@ class _Server:
         return pid
 
     def code_of(self, pid: int, timeout_s: float | None) -> int | None:
-        """The return code of a process that it forked, None if it still runs after that time."""
+        """Exit code of a process that it forked; None if that still runs after `timeout_s`."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -206,7 +205,7 @@ class _Server:
             select.select([self._channel], [], [], min(left_s, _LOOK_S))
 
     def _next(self, timeout_s: float | None) -> int | list[int] | None:
-        """The next message: a pid, the answer to a request, or what has ended and how; None if none comes in time."""
+        """The next message, None if none comes in time: the pid of a fork, or the pid and exit code of an ended process."""
         if not select.select([self._channel], [], [], timeout_s)[0]:
             return None
         data = self._channel.recv(_ANSWER_BYTES)
@@ -220,7 +219,7 @@ class _Server:
 
 _server: _Server | None = None
 _environ: dict[str, str] | None = None
-"""The server's; None if it shall not be used. Without what tests add for a while."""
+"""The server's environment, without variables that single tests set; None if the server must not be used."""
 
 
 def _running() -> _Server:

@@ -1,4 +1,4 @@
-"""ZMTP by hand, for what no ZMQ library sends: messages that never end, and malformed frames."""
+"""Writes ZMTP bytes that no ZMQ library sends: messages that never end, and malformed frames."""
 
 from __future__ import annotations
 

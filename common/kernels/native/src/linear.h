@@ -11,6 +11,8 @@
 namespace KV_VARIANT {
 
 constexpr int PANEL = 2 * LANES;
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // Registers that hold a tile's sums. The others hold weights and an activation.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int SUM_REGISTERS = 24;
@@ -49,12 +51,12 @@ struct Rows {
     const T* x;
     int64_t stride;
     const float* scales = nullptr;  // of integer activations: [rows]; under int4 weights [rows][in / group]
-    const float* sums = nullptr;    // of activations under int4 weights: [rows][in / group]
+    const float* sums = nullptr;    // of activations under int4 weights: [rows][parts of groups]
 
     const T* operator[](int row) const { return x + row * stride; }
-    Rows from(int row, int groups) const {
-        return {x + row * stride, stride, scales ? scales + row * (groups ? groups : 1) : scales,
-                sums ? sums + row * groups : sums};
+    Rows from(int row, int sums_per_row) const {
+        return {x + row * stride, stride, scales ? scales + row * (sums_per_row ? sums_per_row : 1) : scales,
+                sums ? sums + row * sums_per_row : sums};
     }
 };
 
@@ -95,6 +97,7 @@ struct Halves {
 // The tiles of many rows of each kind of weights that does not say otherwise.
 struct UsualTiles {
     static constexpr int ROWS = MAX_ROWS, HALVES = TILE_HALVES;
+    static int sums_per_row(const kv_linear&) { return 0; }
 };
 
 // Each kind of weights says what activations it takes, and multiplies one tile.
@@ -266,7 +269,7 @@ template <class Weights, int MOST, int COUNT>
 void multiply_in_tiles(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
                        Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
     const int parts = (num_rows + MOST - 1) / MOST, tiles = parts * (2 / COUNT);  // parts of the rows
-    const int groups = l.group ? l.in / l.group : 0;
+    const int sums_per_row = Weights::sums_per_row(l);
     const bool is_sliced = Weights::IS_SLICED && tiles > 1 && parts <= MOST_SLICED;
     const int slices = is_sliced ? (l.in + SLICE_INPUTS - 1) / SLICE_INPUTS : 1;
     alignas(CACHE_LINE) float sums[MOST_SLICED * MOST * PANEL];
@@ -281,7 +284,7 @@ void multiply_in_tiles(const kv_linear& l, int panel_index, const char* panel, i
             const int lo = num_rows * part / parts, hi = num_rows * (part + 1) / parts;
             const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
                                            : Fetch{panel + bytes + (t == 1 ? bytes / 2 : 0), CACHE_LINE};
-            Rows<typename Weights::Act> own = rows.from(row + lo, groups);
+            Rows<typename Weights::Act> own = rows.from(row + lo, sums_per_row);
             own.x += from;
             float* own_sums = sums + (is_sliced ? lo * PANEL : 0);
             const auto multiply = tile_for<Weights, COUNT>(hi - lo, std::make_integer_sequence<int, MOST>{});

@@ -11,8 +11,6 @@ constexpr int OUTER_ROWS = VECTOR_BYTES == 64 ? 8 : 3;
 constexpr int ROW_BLOCK = 64;       // rows of a task
 constexpr int PANELS_PER_TASK = 8, RANKS_PER_TASK = 8;
 
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // One step's terms, and where each one's inner products lie.
 struct LoraTerms {
     const kv_lora_term* terms;

@@ -171,7 +171,7 @@ inline void int8_product(Worker& w, const kv_linear& l, Rows<uint8_t> rows, cons
 }
 
 // int4 codes of two inputs at a time as numbers that rows multiply, for three types of rows. ADDED is what each number is above
-// its code; `Sums` add the products of a group.
+// its code. `Sums` add up the products of at most MOST_SUMMED inputs: sums of more would be rounded too often.
 template <class Act>
 struct Int4Weights;
 
@@ -179,6 +179,7 @@ template <>
 struct Int4Weights<float> {
     using Sums = Lanes;
     static constexpr float ADDED = 0;
+    static constexpr int MOST_SUMMED = 1024;
 
     static KV_INLINE Lanes number(Words codes, int shift) {
         Ints number;
@@ -239,6 +240,10 @@ template <>
 struct Int4Weights<bf16> : PairedInt4Weights<bf16> {
     using Sums = Lanes;
     static constexpr float ADDED = 128;  // 128 + code is a bfloat16 whose low bits are the code
+    // ADDED makes sums up to 100 times as large as those of codes less zeros, and their rounding errors with them. Intel's
+    // processors round after each product, of equal inputs always in the same direction. A product of two bfloat16 numbers has
+    // 16 significant bits, so that float32 holds the sum of 256 products of one size exactly.
+    static constexpr int MOST_SUMMED = 256;
 
     static KV_INLINE Words number(Words codes, int shift) {
         KV_PARTS codes.v[p] = ((codes.v[p] >> shift) & 0x000f000fu) | 0x43004300u;
@@ -253,6 +258,7 @@ template <>
 struct Int4Weights<int16_t> : PairedInt4Weights<int16_t> {
     using Sums = Ints;
     static constexpr float ADDED = 0;
+    static constexpr int MOST_SUMMED = INT32_MAX;  // whole numbers are not rounded
 
     static KV_INLINE Words number(Words codes, int shift) {
         KV_PARTS codes.v[p] = (codes.v[p] >> shift) & 0x000f000fu;
@@ -266,46 +272,39 @@ inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 *
 KV_INLINE Lanes group_sum(Lanes sum, const float*, int64_t) { return sum; }
 KV_INLINE Lanes group_sum(Ints sum, const float* scales, int64_t at) { return as_lanes(sum) * splat(scales[at]); }
 
-// Float sums of more inputs than this would lose too much: large groups are added up in parts.
+// Inputs of a part: a group, or up to MOST_SUMMED of its inputs. The last part of a group may be smaller.
 template <class T>
-constexpr int MOST_SUMMED = std::is_same_v<typename Int4Weights<T>::Sums, Lanes> ? 1024 : INT32_MAX;
+int part_inputs(const kv_linear& l) {
+    return std::min(l.group, Int4Weights<T>::MOST_SUMMED);
+}
+template <class T>
+int parts_per_group(const kv_linear& l) {
+    return ceil_div(l.group, part_inputs<T>(l));
+}
 
-// For each group, whose sums of row * (code + ADDED) `add_part` adds up:
+// For each part, whose sums of row * (code + ADDED) `add_part` adds up:
 // acc += scale * (sum - (zero + ADDED) * sum of the row).
 template <class T, int ROWS, int COUNT, class F>
 KV_INLINE void multiply_groups(const kv_linear& l, int first_half, Rows<T> rows, Tile<ROWS, COUNT>& acc, const F& add_part) {
-    const int groups = l.in / l.group;
-    for (int g = 0; g < groups; ++g) {
-        typename Int4Weights<T>::Sums sums[ROWS][COUNT];
-        const auto add = [&](int first, int end) __attribute__((always_inline)) {
+    const int groups = l.in / l.group, most = part_inputs<T>(l), parts = parts_per_group<T>(l);
+    for (int g = 0; g < groups; ++g)
+        for (int part = 0; part < parts; ++part) {
+            typename Int4Weights<T>::Sums sums[ROWS][COUNT];
             for (int m = 0; m < ROWS; ++m)
                 for (int h = 0; h < COUNT; ++h) sums[m][h] = {};
-            add_part(first, end, sums);
-        };
-        int first = g * l.group;
-        const int end = first + l.group;
-        for (; end - first > MOST_SUMMED<T>; first += MOST_SUMMED<T>) {
-            add(first, first + MOST_SUMMED<T>);
+            add_part(g * l.group + part * most, g * l.group + std::min((part + 1) * most, l.group), sums);
             for (int h = 0; h < COUNT; ++h) {
                 const int half = first_half + h;
-                const Lanes scale = load(l.scale + (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES);
-                for (int m = 0; m < ROWS; ++m)
-                    acc[m][h] = multiply_add(scale, group_sum(sums[m][h], rows.scales, int64_t(m) * groups + g), acc[m][h]);
+                const int64_t at = (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES;
+                const Lanes scale = load(l.scale + at);
+                const Lanes zero = load(l.zero + at) + splat(Int4Weights<T>::ADDED);
+                for (int m = 0; m < ROWS; ++m) {
+                    const int64_t of_row = (int64_t(m) * groups + g) * parts + part;
+                    const Lanes sum = group_sum(sums[m][h], rows.scales, of_row) - zero * splat(rows.sums[of_row]);
+                    acc[m][h] = multiply_add(scale, sum, acc[m][h]);
+                }
             }
         }
-        add(first, end);
-        for (int h = 0; h < COUNT; ++h) {
-            const int half = first_half + h;
-            const int64_t at = (int64_t(half / 2) * groups + g) * PANEL + half % 2 * LANES;
-            const Lanes scale = load(l.scale + at);
-            const Lanes zero = load(l.zero + at) + splat(Int4Weights<T>::ADDED);
-            for (int m = 0; m < ROWS; ++m) {
-                const int64_t of_row = int64_t(m) * groups + g;
-                const Lanes sum = group_sum(sums[m][h], rows.scales, of_row) - zero * splat(rows.sums[of_row]);
-                acc[m][h] = multiply_add(scale, sum, acc[m][h]);
-            }
-        }
-    }
 }
 
 // From where on expanding a panel takes less time than the conversions of all tiles; measured on Zen 3, 4 and 5.
@@ -319,6 +318,7 @@ struct CodedInt4 : UsualTiles {
     // Numbers need registers, too, if they are float32.
     static constexpr int ROWS = TILE_HALVES == 2 ? EXPAND_INT4_FROM_ROWS - 1 : sizeof(T) == 2 ? MAX_ROWS : MAX_ROWS * 2 / 3;
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
+    static int sums_per_row(const kv_linear& l) { return l.in / l.group * parts_per_group<T>(l); }
 
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<T> rows, Tile<ROWS, COUNT>& acc) {
@@ -343,6 +343,7 @@ template <class T>
 struct ExpandedInt4 : UsualTiles {
     using Act = T;
     static constexpr bool IS_SLICED = false;
+    static int sums_per_row(const kv_linear& l) { return CodedInt4<T>::sums_per_row(l); }
 
     static void expand(const kv_linear& l, const char* w, char* out) {
         for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
@@ -363,17 +364,20 @@ struct ExpandedInt4 : UsualTiles {
     }
 };
 
-// The sum of each group of each row.
+// The sum of each part of each row: [rows][parts].
 template <class Act>
-void sum_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, float* sums) {
-    const int groups = l.in / l.group;
+void sum_parts(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, float* sums) {
+    const int most = part_inputs<Act>(l);
     w.for_each(num_rows, [&](int row) {
-        for (int g = 0; g < groups; ++g) {
-            const Act* from = x + row * stride + g * l.group;
-            Lanes total = zeros();
-            for (int i = 0; i < l.group; i += LANES) total = total + load_some(from + i, std::min(l.group - i, LANES));
-            sums[int64_t(row) * groups + g] = sum(total);
-        }
+        float* to = sums + int64_t(row) * CodedInt4<Act>::sums_per_row(l);
+        for (int first = 0; first < l.in; first += l.group)
+            for (int part = 0; part < l.group; part += most) {
+                const Act* from = x + row * stride + first + part;
+                const int count = std::min(l.group - part, most);
+                Lanes total = zeros();
+                for (int i = 0; i < count; i += LANES) total = total + load_some(from + i, std::min(count - i, LANES));
+                *to++ = sum(total);
+            }
     });
 }
 
@@ -399,8 +403,8 @@ void quantize_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride
 inline void reserve_linear(kv_team& team, const kv_linear& l, int num_rows) {
     reserve_product(team, l, num_rows);
     if (l.format != KV_LINEAR_INT8 && l.format != KV_LINEAR_INT4) return;
-    const int groups = l.group ? l.in / l.group : 1;
-    // As much as any format takes: codes of 16 bits; a scale and a sum for each group.
+    const int groups = l.group ? l.in / l.group * ceil_div(l.group, 256) : 1;
+    // As much as any format takes: codes of 16 bits; a scale and a sum for each group, or sums of its parts.
     team.buffers[kv_team::CODES].reserve(num_rows * code_stride(l) * sizeof(int16_t));
     team.buffers[kv_team::SUMS].reserve(2 * sizeof(float) * num_rows * groups);
     if (l.format == KV_LINEAR_INT4 && num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);
@@ -432,7 +436,7 @@ void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const O
     } else
 #endif
     {
-        sum_groups(w, l, x, stride, num_rows, sums);
+        sum_parts(w, l, x, stride, num_rows, sums);
         int4_product<Act>(w, l, {x, stride, nullptr, sums}, output, num_rows);
     }
 }

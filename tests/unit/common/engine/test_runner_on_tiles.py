@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.native_variants import native
+from support.native_variants import TILES, native
 from support.oracle import TINY, greedy, make_tiny
 from support.runner_cases import drive, make_runner, prompt
 
@@ -21,7 +21,7 @@ CASES: list[tuple[str, str, Quantization, float]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", ["amx_emulated", "amx"])
+@pytest.mark.parametrize("variant", TILES)
 @pytest.mark.parametrize(("name", "kv_dtype", "quantization", "tolerance"), CASES)
 def test_log_probabilities_are_near_float32_and_the_same_in_any_batch(
     variant: str,

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from support.native_variants import VARIANTS, native
+from support.native_variants import DISTINCT, VARIANTS, native
 from torch import Tensor
 
 from common.kernels.float8 import E4M3, narrow, widen, words_of
@@ -150,7 +150,7 @@ def random_step(rng: random.Random, rows: torch.dtype, cache: torch.dtype) -> St
     return Step(shape, sequences)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DISTINCT)
 @pytest.mark.parametrize("rows", ROW_DTYPES, ids=str)
 @pytest.mark.parametrize("cache", CACHE_DTYPES, ids=str)
 def test_equals_float64_and_does_not_depend_on_the_number_of_threads(
@@ -169,7 +169,7 @@ def test_equals_float64_and_does_not_depend_on_the_number_of_threads(
             assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1), step.shape
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DISTINCT)
 @pytest.mark.parametrize("rows", ROW_DTYPES, ids=str)
 @pytest.mark.parametrize("cache", CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 40, 200])
