@@ -24,8 +24,8 @@ from common.control.http_server import HttpServer
 from common.control.self_report import SelfReport
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
+from router import gc_policy
 from router.admin import RouterAdmin
-from router.fast import gc_policy
 from router.http.https import https_certificate
 from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server

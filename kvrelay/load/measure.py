@@ -6,10 +6,10 @@ import dataclasses
 
 from common.base.errors import ConfigError
 from common.base.progress import LiveProgress
-from kvrelay.load.live import LiveFigures
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan, Workload
 from kvrelay.load.processes import LoadRun, run_load
+from kvrelay.load.summary import LiveFigures
 from kvrelay.served_models import base_url, list_models
 
 _FALLBACK_VOCAB = 32_000

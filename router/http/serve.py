@@ -12,13 +12,10 @@ from starlette.responses import Response
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
-from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
-from router.http.model_choice import model_for
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.base_format import usage
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
@@ -31,6 +28,7 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
+from router.http.turns import maybe_on_thread, yield_turn
 from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
@@ -136,7 +134,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
-    model = model_for(services.catalog, body.model, "generate")
+    model = services.catalog.model_for(body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
     return PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))

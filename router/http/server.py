@@ -22,10 +22,10 @@ from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
 from common.control.http_connection_limit import ConnectionLimit
 from common.control.http_server import HttpServer, listen
-from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.direct_endpoints import DirectEndpoints
 from router.http.https import https_certificate
 from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS

@@ -16,7 +16,7 @@ from common.base.clock import Clock, monotonic
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from router.admin import node_state
-from router.fast.metrics import Counter, Histogram
+from router.counters import Counter, Histogram
 from router.nodes.node import Node
 from router.router import Router
 

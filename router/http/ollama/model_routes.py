@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
-from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaModel, OllamaModels, OllamaVersion
 from router.http.ollama.requests import ShowRequest
 from router.http.openai.parse_body import validated
@@ -51,7 +50,7 @@ def add_ollama_model_routes(app: FastAPI, services: Services) -> None:
         """Describe a model, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama-")
         body, _ = await parse_as(request, services, ShowRequest, validated)
-        model = model_for(catalog, body.wanted, "generate", "embed", "score")
+        model = catalog.model_for(body.wanted, "generate", "embed", "score")
         return JsonResponse(_shown(model), headers=warnings_of(request))
 
     @app.get("/api/version", openapi_extra=described(OllamaVersion, error=OllamaError))
