@@ -1,4 +1,4 @@
-"""The router process: starts all parts and runs them until it is told to stop.
+"""The router process: starts all parts and runs them until a signal or an operator stops it.
 
 One process, one event loop. `serve` is what `kvrelay router` runs.
 """

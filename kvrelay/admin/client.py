@@ -155,7 +155,7 @@ def _is_local(url: str) -> bool:
 def _is_here(node: Mapping[str, Any]) -> bool:
     """Whether the node listens at an address of this host."""
     try:
-        return is_own(resolve_now(urllib.parse.urlsplit(node["control_address"]).hostname or "", _RESOLVE_S))
+        return is_own(resolve_now(urllib.parse.urlsplit(str(node["control_address"])).hostname or "", _RESOLVE_S))
     except NameUnknown:
         return False
 

@@ -45,7 +45,7 @@ def lora_load(
     """Load an adapter on the nodes; done when all their ranks have it, and the router knows it."""
 
     def load(client: AdminClient, base: str) -> dict[str, Any]:
-        client.get("/lora", base=base)  # a node that is stopped shall not be waited for
+        client.get("/lora", base=base)  # fails at once if the node is stopped, instead of waiting
         return client.post("/lora/load", {"name": name, "path": path}, base=base, timeout_s=_LOAD_S)
 
     _on_nodes(url, as_json, node, load, until=lambda names: name in names)

@@ -32,7 +32,7 @@ def profile(
 
     def act(client: AdminClient) -> dict[str, str]:
         base = client.url if name == "router" else client.address_of(client.node(name))
-        client.get("/config", base=base)  # a service that is stopped shall not be waited for
+        client.get("/config", base=base)  # fails at once if the service is stopped, instead of waiting
         stamp = time.strftime("%Y%m%d-%H%M%S")
         file = output or Path(f"profile-{file_name(name)}-{stamp}.json.gz")
         check_output(file)

@@ -118,8 +118,9 @@ def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(**given: Any) -> None:
-            fields = {name: given.pop(name) for name in names}
-            function(LoadPlan(**{**fields, "url": fields["url"] or default_url()}), **given)
+            fields: dict[str, Any] = {name: given.pop(name) for name in names}
+            fields["url"] = fields["url"] or default_url()
+            function(LoadPlan(**fields), **given)
 
         defaults = {field.name: field.default for field in dataclasses.fields(LoadPlan)} | _DEFAULTS
         names = [name for name in _OPTIONS if name not in without]

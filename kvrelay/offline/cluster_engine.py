@@ -45,7 +45,7 @@ class ClusterEngine:
         """
         self._config = config
         self._is_closed = False
-        # Read before anything is started: what is wrong with the model's folder is said in one sentence.
+        # Read before anything is started, so that errors of the model folder are reported first.
         options = load_options(config)
         served = served_model.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)

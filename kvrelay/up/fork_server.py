@@ -37,7 +37,7 @@ def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
     an upgrade, a forked service would be a mixture of what is imported here and of new files.
 
     A request is a JSON list [argv, environment variables to add, path of the model whose tokenizer is shared or ""] and the
-    descriptor of the process's output; argv is the command that it stands for: python -m kvrelay, and the arguments of
+    descriptor of the process's output; argv is the command of the new process: python -m kvrelay, and the arguments of
     `kvrelay`.
     """
     with lasting_imports():

@@ -149,7 +149,7 @@ def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[s
 
 
 def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> dict[str, str]:
-    """What a node is told about the others on this host, and about the supervisor's patience."""
+    """A node's options that depend on the other nodes of this host and on the supervisor's start timeout."""
     options: dict[str, str] = {}
     if _YIELDING_ROLE.get(config.favor) == cls.section:
         options["nice"] = str(_YIELDING_NICE)

@@ -25,8 +25,8 @@ def to_json(value: object) -> bytes:
 
 
 def large_json(value: object) -> bytes:
-    """As `to_json`, of objects, lists and iterators of such in pieces that each take little time: one call for millions of
-    numbers would hold all threads of the interpreter for as long."""
+    """JSON bytes of objects, lists and iterators, serialized in small pieces: one call for millions of numbers would stop all
+    threads of the interpreter for as long."""
     return b"".join(_pieces(value))
 
 

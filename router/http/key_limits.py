@@ -91,7 +91,7 @@ class KeyUse:
         self.change(key_class)
 
     def change(self, key_class: KeyClass) -> None:
-        """Other limits, of which the same share is left, so that the key waits as long as before."""
+        """Replace the limits. The same share of each is left, so that the key waits as long as before."""
         now = self._clock()
         left = {unit: bucket.left(now) for unit, bucket in self._buckets.items()}
         limits = {"requests": key_class.requests_per_minute, "tokens": key_class.tokens_per_minute}
@@ -231,7 +231,7 @@ def read_keys(file: Path) -> dict[str, KeyClass]:
     found: dict[str, KeyClass] = {}
     for number, (key, name) in enumerate(content.get("keys", {}).items(), 1):
         if not isinstance(name, str) or name not in classes:
-            # Not which: the two may be exchanged.
+            # Key and class may be swapped, so neither is echoed.
             defined = ", ".join(sorted(classes))
             raise ConfigError(f"{file}: key {number} has a class that is not defined; defined are: {defined}")
         digest = key.removeprefix(_HASHED).lower() if key.startswith(_HASHED) else digest_of(key)

@@ -67,14 +67,14 @@ def ids_of(request: Request) -> RequestIds | None:
 
 
 def parse(request: Request, services: Services, kind: type[RequestT]) -> Awaitable[tuple[RequestT, int]]:
-    """The body of a completion call, as `parse_as`."""
+    """The body of a completion call, checked, and its size in bytes."""
     return parse_as(request, services, kind, completion_request)
 
 
 def parse_as(
     request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], _T]
 ) -> Awaitable[tuple[_T, int]]:
-    """The body, made by `check`, and its size in bytes, as `parse_by`."""
+    """The body, made by `check`, and its size in bytes, which bounds all work on it."""
     return parse_by(request, services, lambda fields: kind, check)
 
 
@@ -113,7 +113,7 @@ async def read_and(request: Request, services: Services, work: Callable[[bytes],
 
 
 async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:
-    """`work()`, which makes the generations of a body of `size` bytes, as `maybe_on_thread`."""
+    """`work()`, which makes the generations of a body of `size` bytes; on a thread if it may take long."""
     return await (asyncio.to_thread(work) if body.has_grammar_text else maybe_on_thread(size, work))
 
 

@@ -47,7 +47,7 @@ class RegisteredModel:
         self._on_loaded = on_loaded
         self._given: ServedModel | None = None
         self._files: ServedModel | None = None
-        """As loaded from the nodes' path."""
+        """The model as loaded from the nodes' path."""
         self._loading: asyncio.Task[None] | None = None
         self._wanted: ModelInfo | None = None
         """What the nodes' latest records say."""

@@ -176,8 +176,8 @@ class _Unions:
 
 
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
-    """Make `anyOf` of a `oneOf` whose branches are told apart. What is no object is in every branch that does not name its type,
-    and so in more than one: only objects are left then."""
+    """Turn a `oneOf` whose branches exclude each other into `anyOf`. A value that is no object matches every branch that does
+    not name its type, and so more than one: only objects remain then."""
     branches = [referred(branch, root) for branch in schema["oneOf"]]
     kinds = schema.get("type", "object")
     if len(branches) > 1 and any(branch.get("type") != "object" for branch in branches):

@@ -104,7 +104,7 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
 
     def effort(self, effort: str) -> dict[str, Any]:
-        """The template's variables for this reasoning effort, of which `none` means no reasoning.
+        """The template's variables for this reasoning effort; `none` means no reasoning.
 
         Raises: BadRequest when the template has none.
         """

@@ -104,12 +104,12 @@ class Tokenizer:
         return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, for each of several texts."""
+        """Token ids of several plain texts, each encoded as by `encode`."""
         return [each.ids for each in self._raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def cut(self, ids: list[int], limit: int, *, keep_last: bool = False) -> list[int]:
-        """The token ids of a text, as `encode` returns them with special tokens, cut to at most `limit`: the special tokens and
-        the first (or last) ones of the text stay.
+        """Cut the token ids of a text to at most `limit`. The special tokens that `encode` put around it stay, and its first
+        (or last) tokens.
         """
         before, after = self._special_around
         end = len(ids) - after

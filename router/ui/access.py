@@ -46,7 +46,7 @@ class Access:
             raise Unauthorized("the admin token is missing or wrong")
 
     def check_chat(self, scope: Scope) -> None:
-        """As `check`, for a conversation: anyone who reaches a public port without keys may have one.
+        """Check access to the playground's chat: everyone who reaches a public port without keys may use it.
 
         Raises: Unauthorized, Forbidden.
         """

@@ -71,7 +71,7 @@ class ChatGeneration(NamedTuple):
 def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
     """The prompt text of a conversation, for `Tokenizer.encode_chat`.
 
-    Raises: BadRequest, as `Tokenizer.render_chat`, and for tools whose calls could not be read.
+    Raises: BadRequest for what `Tokenizer.render_chat` refuses, and for tools whose calls could not be read.
     """
     tools = body.offered_tools
     if tools and model.output_formats.tools is None:

@@ -26,7 +26,7 @@ _excerpt.maxlong = 40
 
 
 class FieldsError(ValueError):
-    """A check of several fields failed. `param`: the one of them that clients are told."""
+    """A check of several fields failed. `param`: the field that the answer to the client names."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

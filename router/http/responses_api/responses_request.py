@@ -163,7 +163,7 @@ class ResponsesRequest(BodyModel):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """The kinds of tools in a body that are left out, as `tools.KIND`: those that are not functions, beside functions."""
+        """The kinds of tools that are ignored, in the form `tools.KIND`: those that are not functions, if there are functions."""
         kinds = dict.fromkeys(_kind(tool) for tool in items(body.get("tools")) or ())
         return [f"tools.{kind}" for kind in kinds if kind not in ("function", None)] if "function" in kinds else []
 
@@ -267,7 +267,7 @@ def _functions_of(value: Any) -> Any:
 
 
 def _function_choice(choice: FunctionChoice) -> Json:
-    """As the chat call has it."""
+    """The same choice in the form of the chat call."""
     return {"type": choice.type, "function": {"name": choice.name}}
 
 
