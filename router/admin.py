@@ -170,7 +170,7 @@ class RouterAdmin:
         return state.placer.explain(wanted, objectives, len(state.admission_queue))
 
     async def find_blocks(self, call: Call) -> Mapping[str, Any]:
-        """How many leading blocks of a prompt each node holds, as the prefix index knows. Body: as `explain_route`."""
+        """How many leading blocks of a prompt each node holds according to the prefix index. Body: that of `explain_route`."""
         explained = await self.explain_route(call)
         nodes = [
             {"node": row["node"], "role": role, "blocks": row["hit_tokens"] // BLOCK_SIZE}

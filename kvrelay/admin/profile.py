@@ -13,7 +13,7 @@ from kvrelay.admin.client import AdminClient
 from kvrelay.admin.options import Json, Url, check_output, file_name, said_if_slow, show_answer
 
 _EXTRA_S = 60.0
-"""For the profiler's start and the trace's way: of a busy node some hundred megabytes before compression."""
+"""Time for the profiler's start and for sending the trace: a busy node's has some hundred megabytes before compression."""
 
 
 def profile(

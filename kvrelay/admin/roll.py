@@ -208,7 +208,7 @@ def _usable(nodes: Sequence[dict[str, Any]]) -> int:
 
 
 def _poll(find: Callable[[], FoundT | None], limit_s: float, name: str) -> FoundT:
-    """What `find` returns once it is not None; a service that is gone for now is expected.
+    """Call `find` until it returns something. Errors of a service that is gone for now are ignored.
 
     Raises: DeadlineExceeded.
     """

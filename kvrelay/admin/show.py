@@ -18,7 +18,7 @@ from rich.text import Text
 from common.base.counted import counted
 
 _PIPE_WIDTH = 240
-"""Width of output that is not a terminal, unless COLUMNS says another."""
+"""Width of output that is not a terminal, unless COLUMNS is set."""
 _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
 
 
@@ -233,12 +233,12 @@ def findings(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def group(*parts: RenderableType) -> RenderableType:
-    """The parts, stacked."""
+    """One part below the other."""
     return Group(*parts)
 
 
 def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
-    """Any dictionary: its values in two columns, then each list of dictionaries as a table."""
+    """Show any dictionary: its values in two columns, then each list of dictionaries as a table."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
     parts: list[RenderableType] = [
         table(title, ("", ""), [(key, _one_line(value)) for key, value in flat], numeric=False)

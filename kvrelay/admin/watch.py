@@ -14,7 +14,7 @@ from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, Ad
 from kvrelay.admin.options import Url
 
 _SHOWN = 10
-"""Running requests listed at once."""
+"""Most running requests that are listed."""
 
 
 def watch(

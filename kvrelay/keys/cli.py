@@ -141,7 +141,7 @@ def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Ca
 def _open(folder: Path, *, create: bool = False) -> Authority:
     """The authority of this folder; with `create` a new one if there is none.
 
-    Raises: ConfigError if the package that makes certificates is missing, or as `Authority`.
+    Raises: ConfigError if the package that makes certificates is missing, or the folder cannot be used.
     """
     try:
         from common.security.certificates import Authority

@@ -35,7 +35,7 @@ def ask_server(plan: LoadPlan) -> LoadPlan:
 
 
 def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:
-    """Run, showing progress. Raises: LoadFailed."""
+    """Run a plan and show its progress. Raises: LoadFailed."""
     figures = LiveFigures()
     duration_s = 0.0 if plan.trace else plan.duration_s
     with LiveProgress(title, total=workload.total, duration_s=duration_s, details=figures.describe) as progress:

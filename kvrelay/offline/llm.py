@@ -48,7 +48,7 @@ _IN_PROCESS = {
     ),
     *("max_num_batched_tokens", "threads", "nice", "start_timeout_s", "tensor_parallel_size"),
 }
-"""Options of `kvrelay decode` that mean something in one process."""
+"""Groups of options of `kvrelay decode` that have an effect in one process."""
 _OWN_OF_CLUSTER = {"host", "port", "routers", "pid_file", "redis_url", "cluster", "api_key"}
 
 

@@ -68,7 +68,7 @@ def _imported_files() -> dict[str, tuple[int, int] | None]:
 
 
 def _state(file: str) -> tuple[int, int] | None:
-    """Other after the file was written or replaced; None if there is none."""
+    """A value that changes when the file is written or replaced; None if there is no file."""
     try:
         about = os.stat(file)
     except OSError:

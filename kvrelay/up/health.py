@@ -50,7 +50,7 @@ async def _first_line(url: str, request: bytes) -> bytes:
 
 
 def _unchecked() -> ssl.SSLContext:
-    """For services on loopback, where the names of their certificates do not apply."""
+    """A TLS context for services on loopback, where the names of their certificates do not apply."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

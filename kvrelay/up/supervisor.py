@@ -293,7 +293,7 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S)
 
     async def _look_at(self, child: Child) -> None:
-        """Note that a child is ready, unless it ended meanwhile."""
+        """Probe a child and note that it is ready, unless it ended meanwhile."""
         pid = child.pid
         if not await self._health.is_usable(child):
             self._end_if_overdue(child)

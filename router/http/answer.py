@@ -33,7 +33,7 @@ class Answer:
         self.generations: list[Generation] = []
         self._news = asyncio.Event()
         self._for_ends = False
-        """Wake up only when a generation ends."""
+        """Whether to wake up only when a generation ends."""
         self._client: DisconnectListener | None = None
 
     def on_news(self) -> None:

@@ -22,7 +22,7 @@ import jinja2.sandbox
 from common.base.errors import BadRequest, ConfigError
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""What templates call a message's reasoning."""
+"""Names of a message's reasoning in templates."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)

@@ -28,7 +28,7 @@ _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE
 
 
 class FimIds(NamedTuple):
-    """The tokens that stand before the text before the gap, the text after it, and the text that fills it."""
+    """The tokens that precede the text before the gap, the text after it, and the text that fills it."""
 
     prefix: int
     suffix: int
@@ -36,7 +36,7 @@ class FimIds(NamedTuple):
 
 
 def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two texts after the longer one was cut so that both fit; as the tokenizers library's `longest_first`."""
+    """Lengths of two texts after the longer one was cut so that both fit; like `longest_first` of the tokenizers library."""
     if first + second <= room:
         return first, second
     if first > second:
@@ -81,7 +81,7 @@ class Tokenizer:
         vocab = self._raw.get_vocab(with_added_tokens=True)
         strips = any(each.lstrip or each.rstrip for each in added.values())
         self._longest_token = 0 if strips else max(map(len, vocab), default=0)
-        """Characters; 0: a token may stand for any number, of spaces beside it."""
+        """Most characters of a token; 0: unlimited, because a token may cover any number of spaces beside it."""
 
     def for_grammars(self, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
         """The same tokens for checking grammars. Raises: ConfigError if llguidance cannot use them."""

@@ -110,7 +110,7 @@ class Snapshots:
         }
 
     def _relays(self, nodes: Collection[Node], now_s: float) -> list[dict[str, Any]]:
-        """Bytes relayed so far, and per second, by pair of nodes that are there."""
+        """Bytes relayed so far, and per second, by pair of present nodes."""
         known = {node.incarnation for node in nodes}
         found = {
             (source, node.incarnation): size_bytes

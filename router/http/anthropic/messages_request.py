@@ -149,7 +149,7 @@ class CountTokensRequest(_Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What `output_config.format` was called earlier."""
+    """The earlier name of `output_config.format`."""
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""

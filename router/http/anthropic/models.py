@@ -13,7 +13,7 @@ from router.models.served_model import ServedModel
 
 
 def is_of_anthropic(scope: Scope) -> bool:
-    """Whether a request is that of an Anthropic client, which always says which version of the API it speaks."""
+    """Whether a request comes from an Anthropic client, which always sends the version of the API."""
     return header(scope, b"anthropic-version") != ""
 
 

@@ -14,7 +14,7 @@ from router.requests.request import Delta, Outcome
 from router.text.tokenizer import Tokenizer
 
 _MARKER = "\0text\0"
-"""Stands for the text of an event."""
+"""Marks the place of the text in a serialized event."""
 
 
 def usage(generations: Sequence[Generation], samples: int = 1, completion: int | None = None) -> Json:

@@ -10,7 +10,7 @@ ECHO_CHARS = 200
 """Error messages quote at most this much of the client's input."""
 
 MAX_INT = 2**31 - 1
-"""Upper limit for all integers except the seed: those of JSON are unbounded, those of the wire protocol are not."""
+"""Upper limit for all integers except the seed: integers of JSON are unbounded, integers of the wire protocol are not."""
 
 MAX_CONTENT_PARTS = 4096
 """Maximum for one message."""
