@@ -38,7 +38,7 @@ from router.ui.routes import DashboardRoutes
 log = logging.getLogger(__name__)
 
 _KNOWS_S, _LOOK_S = 2.0, 0.01
-"""Time in which a new router gets to know the nodes, and the pause between two looks whether it does."""
+"""Time in which a new router learns of the nodes, and the pause between two checks."""
 
 
 async def serve(config: RouterConfig) -> None:

@@ -50,7 +50,7 @@ def _pieces(value: object) -> Iterator[bytes]:
 
 
 def _has_more_inside(value: object) -> bool:
-    """Whether it is a list of lists or of objects."""
+    """Whether a value is a list of lists or of objects."""
     items = cast("list[object]", value) if isinstance(value, list) else []
     return bool(items) and isinstance(items[0], list | Mapping)
 

@@ -30,7 +30,7 @@ from router.http.response_headers import RawHeaders
 log = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
-"""The file is looked at again after this many seconds."""
+"""Seconds between two checks whether the file has changed."""
 _MAX_LIMIT = 10**15
 _HASHED = "sha256:"
 _HEADER = "x-ratelimit-{}-{}"
@@ -60,7 +60,7 @@ class _Bucket:
     """`per_minute` tokens that come back evenly. What is taken may be more than there is: then others wait."""
 
     def __init__(self, per_minute: int, now_s: float, left: float = 1.0) -> None:
-        """left: the share of them that it begins with."""
+        """left: the share of `per_minute` that the bucket begins with."""
         self.per_minute = per_minute
         self._level = left * per_minute
         self._at_s = now_s
@@ -182,7 +182,7 @@ class ApiKeys:
             self._complaint = str(error)
 
     def _take(self, classes: dict[str, KeyClass]) -> None:
-        """Keys that stay keep what they use, also if their class has other limits now."""
+        """Replace the keys. Those that stay keep their use, also if their class has other limits now."""
         known = dict(self._given)
         for digest, key_class in classes.items():
             use = self._known.get(digest)

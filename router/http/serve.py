@@ -221,7 +221,7 @@ async def serve(
 
 
 def _tried_tokens(generations: list[Generation], samples: int) -> int:
-    """Tokens that the request has used: those of a prompt without any attempt cost nothing. `samples`: as for `usage`."""
+    """Tokens that the request has used: those of a prompt without any attempt cost nothing. `samples`: answers to each prompt."""
     prompts = [generations[start : start + samples] for start in range(0, len(generations), samples)]
     tried = [sample for prompt in prompts if any(each.decision for each in prompt) for sample in prompt]
     return usage(tried, samples)["total_tokens"]

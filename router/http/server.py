@@ -45,7 +45,7 @@ _FEW_CONNECTIONS = 1024
 _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0
-"""The connection of a client that reads nothing for this long is closed, which frees its place."""
+"""Time without reading after which a client's connection is closed."""
 _IDLE_S = 65
 """Keep-alive timeout: longer than the minute that is usual for load balancers and clients. A request sent on a connection
 that the router closes at that moment is lost, and the user gets a 502.

@@ -64,7 +64,7 @@ class ModelCatalog:
         self._by_name: dict[str, ServedModel] = {}
         """The loaded models under each name that clients may use; those of the main one first."""
         self._forget_timers: dict[str, asyncio.TimerHandle] = {}
-        """One for each registered model without nodes."""
+        """A timer for each registered model without nodes."""
 
     async def load_configured(self) -> None:
         """Load the configured model, if there is one; begin to load those that nodes will register.

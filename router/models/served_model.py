@@ -59,7 +59,7 @@ class ServedModel:
 
 
 class LoadOptions(NamedTuple):
-    """How the files of a model are used; the parsers are as in `router.output.formats.choose_formats`."""
+    """How the files of a model are used. The parsers are names of formats, or "none" (`router.output.formats`)."""
 
     chat_template: str | None = None
     generation_config: GenerationConfig = "auto"

@@ -35,7 +35,7 @@ def _always(read: Format) -> Callable[[Collection[str]], Format]:
 
 
 _HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)
-"""It also separates reasoning from content."""
+"""Whether the format also separates reasoning from content."""
 _TOOL_FORMATS = {
     each.name: each
     for each in (

@@ -110,7 +110,7 @@ class RerankRequest(PoolingFields):
 
 
 _NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
-"""What vLLM calls the two fields of `/v1/score`."""
+"""vLLM's names of the two fields of `/v1/score`."""
 
 
 class ScoreRequest(PoolingFields):
@@ -138,7 +138,7 @@ class ScoreRequest(PoolingFields):
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the client calls the two fields."""
+        """The client's names of the two fields."""
         return self._names
 
 

@@ -60,7 +60,7 @@ async def serve_embeddings(
 def admitted_caller(
     request: Request, services: Services, body: PoolingFields, model: ServedModel
 ) -> tuple[RequestIds, Caller]:
-    """The request's ids and who sends it. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
+    """The request's ids and who sends it. Raises: what `Dispatcher.check_room` raises, before anything is tokenized."""
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
     return with_client_id(request, body.request_id), caller

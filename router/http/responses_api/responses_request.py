@@ -36,7 +36,7 @@ _ABSENT = frozenset(
         "message.input_image.image_url",
     }
 )
-"""What no answer has, because reasoning is not encrypted and only functions are called: clients may ask to include it."""
+"""Parts that no answer has, because reasoning is not encrypted and only functions are called. Clients may ask to include them."""
 
 
 class _Body(BodyModel):
@@ -231,7 +231,7 @@ class ResponsesRequest(BodyModel):
         return _function_choice(choice) if isinstance(choice, FunctionChoice) else choice
 
     def shown(self) -> Json:
-        """What a response repeats of its request."""
+        """The fields that a response repeats from its request."""
         text = {"type": "text"}
         if self.text is not None and self.text.format is not None:
             text = self.text.format.model_dump(by_alias=True)

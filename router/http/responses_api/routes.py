@@ -102,7 +102,7 @@ def _tenant_of(request: Request, services: Services) -> str:
 
 
 class _Conversation(NamedTuple):
-    """A body, the messages before it, the chat request that means both, and the bytes that bound all work on it."""
+    """A body, the messages before it, the equivalent chat request, and the bytes that bound all work on it."""
 
     body: ResponsesRequest
     earlier: list[Json]
