@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 _RETRIED = (429, 502, 503)
 _GATEWAY_TIMEOUT = 504
-"""A result if it comes from the server, whose deadline passed; retried if it comes from a proxy, which does not send JSON."""
+"""Status 504: a result if the server sends it, because its deadline passed; retried if a proxy sends it, without JSON."""
 _SHOWN_BYTES = 200
 _LONGEST_WAIT_S = 30.0
-"""Unless the server asks for more."""
+"""Longest pause between attempts, unless the server asks for more."""
 _LONGEST_ASKED_S = 3600.0
 _CONNECT_S = 10.0
 
@@ -110,7 +110,7 @@ class ApiClient:
         return await self._ask("POST", path, to_json(body))
 
     async def get(self, path: str) -> ApiAnswer:
-        """GET; as `post`."""
+        """GET, with the same retries as `post`."""
         return await self._ask("GET", path, None)
 
     async def _ask(self, method: str, path: str, content: bytes | None) -> ApiAnswer:

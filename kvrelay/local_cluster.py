@@ -38,7 +38,7 @@ class LocalCluster:
     """A running cluster, until `close` or the end of this process, however it ends."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Start `kvrelay up` with these arguments and wait until it is ready, as long as it allows itself.
+        """Start `kvrelay up` with these arguments and wait until it is ready; `up` has the time limit.
 
         Raises: ConfigError or ClusterFailed with the reason that it gave.
         """

@@ -15,7 +15,6 @@ from common.base.hashing import BLOCK_SIZE
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
-from router.http.model_choice import model_for
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.models.served_model import ServedModel
 from router.nodes.node import Node
@@ -152,7 +151,7 @@ class RouterAdmin:
         name = call.body.get("model")
         if name is not None and not isinstance(name, str):
             raise BadRequest("model must be a string", param="model")
-        model = model_for(self._router.catalog, name, "generate")
+        model = self._router.catalog.model_for(name, "generate")
         if isinstance(prompt, str) and prompt:
             # Tokenizing may take a while, so it runs on a thread.
             chat = call.body.get("chat") is True
@@ -171,7 +170,7 @@ class RouterAdmin:
         return state.placer.explain(wanted, objectives, len(state.admission_queue))
 
     async def find_blocks(self, call: Call) -> Mapping[str, Any]:
-        """How many leading blocks of a prompt each node holds, as the prefix index knows. Body: as `explain_route`."""
+        """How many leading blocks of a prompt each node holds according to the prefix index. Body: that of `explain_route`."""
         explained = await self.explain_route(call)
         nodes = [
             {"node": row["node"], "role": role, "blocks": row["hit_tokens"] // BLOCK_SIZE}

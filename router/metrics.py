@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 
 from common.control.messages import AttemptStats, FinishReason, Role
 from common.control.node_load import STEP_TOKENS, NodeLoad
-from router.fast.metrics import Counter, Histogram
+from router.counters import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 

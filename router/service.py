@@ -1,4 +1,4 @@
-"""The router process: starts all parts and runs them until it is told to stop.
+"""The router process: starts all parts and runs them until a signal or an operator stops it.
 
 One process, one event loop. `serve` is what `kvrelay router` runs.
 """
@@ -24,8 +24,8 @@ from common.control.http_server import HttpServer
 from common.control.self_report import SelfReport, public_options
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
+from router import gc_policy
 from router.admin import RouterAdmin
-from router.fast import gc_policy
 from router.http.https import https_certificate
 from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server
@@ -38,7 +38,7 @@ from router.ui.routes import DashboardRoutes
 log = logging.getLogger(__name__)
 
 _KNOWS_S, _LOOK_S = 2.0, 0.01
-"""Time in which a new router gets to know the nodes, and the pause between two looks whether it does."""
+"""Time in which a new router learns of the nodes, and the pause between two checks."""
 
 
 async def serve(config: RouterConfig) -> None:

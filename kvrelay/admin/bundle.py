@@ -51,7 +51,7 @@ def support_bundle(
 
 
 def collect(url: str | None) -> dict[str, Any]:
-    """The bundle's files by name. What a service does not answer is there as the reason. Raises: as `examine`."""
+    """The bundle's files by name. For a question without an answer the file holds the reason. Raises: what `examine` raises."""
     client = connect(url, os.environ)
     routers, nodes = examine(url)
     parts: dict[str, Any] = {

@@ -46,7 +46,7 @@ def own_version() -> str:
 
 
 def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
-    """What all routers and nodes say, asked at once. Raises: AdminUnreachable if no router answers."""
+    """Ask all routers and nodes at once. Raises: AdminUnreachable if no router answers."""
     client = connect(url, os.environ)
     listed = sorted(client.get("/nodes")["nodes"], key=lambda node: bool(node["usable"]))
     known = {str(node["node_id"]): node for node in listed}  # of a restarted node the incarnation that is usable

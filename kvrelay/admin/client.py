@@ -24,7 +24,7 @@ BUDGET_S = 1.4
 """Time for all questions of one command: with the start of the process, no command takes more than two seconds because of
 a service that is stopped."""
 _PICK_S = 0.6
-"""The part of it in which a cluster's first router must answer, or another one is asked."""
+"""Time in which a cluster's first router must answer; then another one is asked."""
 _RESOLVE_S = 0.5
 _MAX_ANSWER_BYTES = 256 * 2**20
 _MAX_THREADS = 32
@@ -83,7 +83,7 @@ class AdminClient:
     def post(
         self, path: str, body: Mapping[str, Any], *, base: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """POST a JSON body; as `get`."""
+        """POST a JSON body. Raises: what `get` raises."""
         return self._ask("POST", path, json.dumps(body).encode(), base or self.url, timeout_s)
 
     def node(self, name: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class AdminClient:
     def of_each(
         self, nodes: Sequence[Mapping[str, Any]], ask: Callable[[str], AnswerT]
     ) -> tuple[dict[str, AnswerT], dict[str, KvRelayError]]:
-        """What `ask` returns for the admin URL of each node, all asked at once; and the errors of the others. By node id."""
+        """Call `ask` with the admin URL of each node, all at once. Returns the answers and the errors, by node id."""
 
         def answer(node: Mapping[str, Any]) -> AnswerT | KvRelayError:
             try:
@@ -155,7 +155,7 @@ def _is_local(url: str) -> bool:
 def _is_here(node: Mapping[str, Any]) -> bool:
     """Whether the node listens at an address of this host."""
     try:
-        return is_own(resolve_now(urllib.parse.urlsplit(node["control_address"]).hostname or "", _RESOLVE_S))
+        return is_own(resolve_now(urllib.parse.urlsplit(str(node["control_address"])).hostname or "", _RESOLVE_S))
     except NameUnknown:
         return False
 
@@ -202,7 +202,7 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
 
 
 def router_urls(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]:
-    """The admin URLs of all routers of that cluster, as far as this machine knows, and the token. Raises: as `connect`."""
+    """The admin URLs of all routers of that cluster, as far as this machine knows, and the token. Raises: what `connect` raises."""
     given, token = _named(url, environ)
     for cluster in running_clusters(runtime_folder(environ)):
         own = list(cluster.routers.values())

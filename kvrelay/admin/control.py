@@ -14,7 +14,7 @@ from kvrelay.admin.options import Json, NodeName, Url, check_seconds, say, show_
 
 _POLL_S, _SAY_S = 0.25, 5.0
 _PATIENCE_S = 10.0
-"""While something is awaited, a service that answers nothing for this long is given up."""
+"""A service that is awaited and answers nothing for this long is given up."""
 
 
 def drain(

@@ -36,12 +36,12 @@ class ServiceReport:
     facts: Plain = field(default_factory=dict[str, Any])
     status: Plain = field(default_factory=dict[str, Any])
     known: Plain = field(default_factory=dict[str, Any])
-    """What a router knows of it; nodes only."""
+    """What a router knows of the node; empty for a router."""
     skew_s: float = 0.0
-    """Its clock less this machine's, as far as it is more than the answer's way explains."""
+    """Offset of its clock from this machine's, beyond what the time of the answer's travel explains."""
     silent: str = ""
     closed: bool = False
-    """It is silent because it has no admin port for this command, or the port refused the connection."""
+    """Whether it is silent because it has no admin port for this command, or the port refused the connection."""
 
 
 def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_version: str) -> list[Finding]:

@@ -15,9 +15,9 @@ from kvrelay.admin.client import AdminClient, AdminIncomplete, AdminRefused, Adm
 from kvrelay.admin.options import Json, Url, said_if_slow, say, show_answer
 
 _KNOWN_S = 5.0
-"""Nodes register a change at once, and the router sees it at its next look; without Redis it does not."""
+"""Time in which the router sees a change, which nodes register in Redis at once; without Redis it sees none."""
 _LOAD_S = 90.0
-"""A node that has no room for an adapter waits a minute for one to leave; then it says so itself."""
+"""Longer than a node without room for an adapter waits for one to be evicted: a minute, after which it answers with an error."""
 
 lora = command_group("lora", "Load and unload the LoRA adapters of running nodes.")
 
@@ -45,7 +45,7 @@ def lora_load(
     """Load an adapter on the nodes; done when all their ranks have it, and the router knows it."""
 
     def load(client: AdminClient, base: str) -> dict[str, Any]:
-        client.get("/lora", base=base)  # a node that is stopped shall not be waited for
+        client.get("/lora", base=base)  # fails at once if the node is stopped, instead of waiting
         return client.post("/lora/load", {"name": name, "path": path}, base=base, timeout_s=_LOAD_S)
 
     _on_nodes(url, as_json, node, load, until=lambda names: name in names)
@@ -88,7 +88,7 @@ def _on_nodes(
 
 
 def _router_knows(client: AdminClient, nodes: set[str], until: Callable[[list[str]], bool]) -> bool:
-    """Whether it does within `_KNOWN_S`."""
+    """Whether the router knows it within `_KNOWN_S`."""
     give_up_s = time.monotonic() + _KNOWN_S
     with contextlib.suppress(AdminRefused, AdminUnreachable):  # what the nodes did is done
         while time.monotonic() < give_up_s:

@@ -11,7 +11,7 @@ from common.security.tls import Credentials, shows_role
 
 
 def admin_opener(tls_dir: str | None) -> urllib.request.OpenerDirector:
-    """Without proxies from the environment and without redirects: they would get the token.
+    """An opener without proxies from the environment and without redirects: they would get the token.
 
     Raises: ConfigError if the files in `tls_dir` cannot be used.
     """

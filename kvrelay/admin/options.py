@@ -47,7 +47,7 @@ def check_text(text: str | None) -> str | None:
 
 
 def check_seconds(value: float) -> float:
-    """Raises: BadParameter for what is no duration."""
+    """Check a duration. Raises: BadParameter."""
     if not 0 <= value < math.inf:
         raise typer.BadParameter(f"{value} is not a number of seconds")
     return value
@@ -71,7 +71,7 @@ def show_answer(
 ) -> None:
     """Fetch an answer with a client; print it as JSON or as `render(show, answer)`.
 
-    Of an incomplete answer what is known is printed before the command fails.
+    Of an incomplete answer, the known part is printed before the command fails.
     """
 
     def act() -> None:
@@ -98,7 +98,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def said_if_slow(line: str) -> Generator[None]:
-    """Say `line` if the block takes more than `_SLOW_S`."""
+    """Print `line` if the block takes more than `_SLOW_S`."""
     timer = threading.Timer(_SLOW_S, say, (line,))
     timer.daemon = True
     timer.start()

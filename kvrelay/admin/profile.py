@@ -13,7 +13,7 @@ from kvrelay.admin.client import AdminClient
 from kvrelay.admin.options import Json, Url, check_output, file_name, said_if_slow, show_answer
 
 _EXTRA_S = 60.0
-"""For the profiler's start and the trace's way: of a busy node some hundred megabytes before compression."""
+"""Time for the profiler's start and for sending the trace: a busy node's has some hundred megabytes before compression."""
 
 
 def profile(
@@ -32,7 +32,7 @@ def profile(
 
     def act(client: AdminClient) -> dict[str, str]:
         base = client.url if name == "router" else client.address_of(client.node(name))
-        client.get("/config", base=base)  # a service that is stopped shall not be waited for
+        client.get("/config", base=base)  # fails at once if the service is stopped, instead of waiting
         stamp = time.strftime("%Y%m%d-%H%M%S")
         file = output or Path(f"profile-{file_name(name)}-{stamp}.json.gz")
         check_output(file)

@@ -52,8 +52,8 @@ class RunningCluster:
 
 
 def _addresses(url: str) -> list[str]:
-    """The URL with each address that its host name has: of a service of several containers one for each. Those of IPv6 only
-    where there are no others."""
+    """The URL with each address of its host name; a service of several containers has one address for each. IPv6 addresses
+    are used only if there are no others."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -208,7 +208,7 @@ def _usable(nodes: Sequence[dict[str, Any]]) -> int:
 
 
 def _poll(find: Callable[[], FoundT | None], limit_s: float, name: str) -> FoundT:
-    """What `find` returns once it is not None; a service that is gone for now is expected.
+    """Call `find` until it returns something. Errors of a service that is gone for now are ignored.
 
     Raises: DeadlineExceeded.
     """

@@ -18,11 +18,11 @@ class RestartedService:
     role: str
     """router, prefill or decode."""
     model: str
-    """Empty for a router."""
+    """The model; empty for a router."""
     name: str
     """Node id or router id."""
     incarnation: str
-    """Other at every start; of a router its id, which is new at every start."""
+    """The incarnation, which is new at every start; for a router its id, which is new as well."""
     address: str
     """Admin URL."""
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -18,7 +18,7 @@ from rich.text import Text
 from common.base.counted import counted
 
 _PIPE_WIDTH = 240
-"""Width of output that is not a terminal, unless COLUMNS says another."""
+"""Width of output that is not a terminal, unless COLUMNS is set."""
 _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
 
 
@@ -142,7 +142,8 @@ def requests(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _request_row(summary: Mapping[str, Any]) -> list[Any]:
-    decision, usage = summary["last_decision"] or {}, summary["usage"] or {}
+    decision: dict[str, Any] = summary["last_decision"] or {}
+    usage: dict[str, Any] = summary["usage"] or {}
     prefill = decision.get("prefill", {}).get("node") or (decision and "local")
     return [
         summary["request_id"],
@@ -172,9 +173,10 @@ def story(about: Mapping[str, Any]) -> RenderableType:
 def _compact(data: Any) -> str:
     """Nested dictionaries in one readable line."""
     if isinstance(data, Mapping):
-        return ", ".join(f"{key}: {_compact(value)}" for key, value in data.items() if value is not None)
+        members = cast("Mapping[str, Any]", data)
+        return ", ".join(f"{key}: {_compact(value)}" for key, value in members.items() if value is not None)
     if isinstance(data, list):
-        return " ".join(map(_compact, data))
+        return " ".join(map(_compact, cast("list[Any]", data)))
     return "" if data is None else str(data)
 
 
@@ -231,12 +233,12 @@ def findings(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def group(*parts: RenderableType) -> RenderableType:
-    """The parts, stacked."""
+    """One part below the other."""
     return Group(*parts)
 
 
 def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
-    """Any dictionary: its values in two columns, then each list of dictionaries as a table."""
+    """Show any dictionary: its values in two columns, then each list of dictionaries as a table."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
     parts: list[RenderableType] = [
         table(title, ("", ""), [(key, _one_line(value)) for key, value in flat], numeric=False)
@@ -262,7 +264,7 @@ def records(title: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _flat(about: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in about.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key.replace('_', ' ')}: ")
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key.replace('_', ' ')}: ")
         else:
             name, shown = _with_unit(key, value)
             yield prefix + name.replace("_", " "), shown
@@ -281,19 +283,21 @@ def _with_unit(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value) and bool(value)
+    return (
+        isinstance(value, list) and value != [] and all(isinstance(item, Mapping) for item in cast("list[Any]", value))
+    )
 
 
 def _one_line(value: Any) -> Any:
     if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
+        return ", ".join(map(str, cast("list[Any]", value)))
     if isinstance(value, Mapping):
-        return "; ".join(f"{key} {item}" for key, item in value.items())
+        return "; ".join(f"{key} {item}" for key, item in cast("Mapping[str, Any]", value).items())
     return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
 
 
 def ago(seconds: float) -> str:
-    """As in 3.2 s ago, 12 min ago."""
+    """How long ago something was, for example 3.2 s ago or 12 min ago."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -301,7 +305,7 @@ def ago(seconds: float) -> str:
 
 
 def percent(part: int, whole: int) -> str | None:
-    """As in 12.5 %; None if `whole` is 0."""
+    """The share in percent, for example 12.5 %; None if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else None
 
 

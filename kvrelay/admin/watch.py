@@ -14,7 +14,7 @@ from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, Ad
 from kvrelay.admin.options import Url
 
 _SHOWN = 10
-"""Running requests listed at once."""
+"""Most running requests that are listed."""
 
 
 def watch(
@@ -22,7 +22,7 @@ def watch(
         float, typer.Option("--interval", metavar="S", min=0.2, max=86_400.0, help="Seconds between two looks.")
     ] = 1.0,
     count: Annotated[
-        int | None, typer.Option("--count", metavar="N", min=1, help="End after so many looks; by default at Ctrl-C.")
+        int | None, typer.Option("--count", metavar="N", min=1, help="End after N views; by default at Ctrl-C.")
     ] = None,
     url: Url = None,
 ) -> None:
@@ -75,7 +75,7 @@ class _Lines:
 
 
 def _connect_again(url: str | None, before: str) -> AdminClient:
-    """As at first: the cluster may have restarted elsewhere. If others have started meanwhile, to that of `before`."""
+    """Find the cluster again, which may have restarted elsewhere. If others have started meanwhile, use the address `before`."""
     try:
         return connect(url, os.environ)
     except AdminUsage:

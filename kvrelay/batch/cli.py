@@ -139,7 +139,7 @@ def _run(client: Any, input_file: Path, output: Any, concurrency: int, total: in
 
 
 def _report(output: Any, before: int) -> None:
-    """Say how it went. Raises: BatchFailed if any result is not an answer."""
+    """Print the counts of results. Raises: BatchFailed if any result is not an answer."""
     from kvrelay.batch.output_file import BatchFailed
 
     total, failed = len(output.finished), output.failed

@@ -15,7 +15,7 @@ _MAX_ID = 512
 
 
 class BadBatch(KvRelayError):
-    """A file of the batch is not what it must be; nothing was started."""
+    """A file of the batch is malformed; nothing was started."""
 
     exit_code = 2
 

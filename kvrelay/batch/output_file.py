@@ -25,7 +25,7 @@ from kvrelay.batch.input_file import BadBatch
 _SYNC_S = 1.0
 _ID_PREFIX = "batch_req_"
 _START = b'{"id":"%s' % _ID_PREFIX.encode()
-"""What every line begins with."""
+"""Beginning of every line."""
 
 
 class BatchFailed(KvRelayError):
@@ -139,7 +139,7 @@ def _is_success(response: dict[str, Any]) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file last, where that is possible."""
+    """Write the name of a new file to the disk, where that is possible."""
     with contextlib.suppress(OSError):  # a folder that cannot be read, or a file system that does not do this
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from kvrelay.chat.stream import ChatFailed, TextPiece
 
 Send = Callable[[Mapping[str, Any]], Generator[TextPiece]]
-"""`ChatClient.stream`."""
+"""Type of `ChatClient.stream`."""
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 _PROMPT = "> "
@@ -66,8 +66,7 @@ class ChatSession:
                 self._answer(line)
 
     def _answer(self, text: str) -> None:
-        """Show the answer to a message. One that the user stopped stays in the conversation as far as it came; a failed
-        one is forgotten with its message."""
+        """Show the answer to a message. An answer that the user stopped stays in the conversation, cut off; a failed one is forgotten with its message."""
         question = {"role": "user", "content": text}
         body = {**self._fields, "messages": [*self._system, *self._messages, question]}
         parts: list[str] = []

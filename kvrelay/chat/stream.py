@@ -70,7 +70,7 @@ class ChatClient:
 
 
 def _lines(response: httpx.Response) -> Generator[bytes]:
-    """The lines of a body. httpx's own also end within an answer, at characters such as U+2028."""
+    """The lines of a body. httpx would also split a line at characters such as U+2028, within an answer."""
     rest = b""
     for part in response.iter_bytes():
         *lines, rest = (rest + part).split(b"\n")

@@ -77,7 +77,7 @@ def _init(folder: Path, days: int) -> None:
         )
     for name in [name for name in _SERVICES if name not in present]:
         _issue_one(authority, folder / name, _SERVICES[name], days)
-    print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
+    print(f"keep {authority.folder} to yourself: everyone who has it can join the cluster")
 
 
 def _issue(folder: Path, name: str, role: str, days: int) -> None:
@@ -141,7 +141,7 @@ def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Ca
 def _open(folder: Path, *, create: bool = False) -> Authority:
     """The authority of this folder; with `create` a new one if there is none.
 
-    Raises: ConfigError if the package that makes certificates is missing, or as `Authority`.
+    Raises: ConfigError if the package that makes certificates is missing, or the folder cannot be used.
     """
     try:
         from common.security.certificates import Authority

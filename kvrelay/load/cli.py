@@ -108,7 +108,7 @@ def sweep(
         typer.Option("--duration", help="Seconds at each rate.", rich_help_panel="Pace", min=0.1, max=MAX_SECONDS),
     ] = 20.0,
     rates: Annotated[
-        str, typer.Option("--rates", help="These rates and no others, such as 1,2,4.", rich_help_panel="Pace")
+        str, typer.Option("--rates", help="Try only these rates, such as 1,2,4.", rich_help_panel="Pace")
     ] = "",
     first_rate: Annotated[
         float,

@@ -51,7 +51,7 @@ class Row:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, list[Row]]:
-    """How they were compared, and a row for each figure. Raises: ConfigError if they are not runs with requests."""
+    """Compare two runs. Returns how they were compared, and a row for each figure. Raises: ConfigError for a run without requests."""
     for side in (a, b):
         if side["kind"] != "run" or not side["summary"]["succeeded"]:
             raise ConfigError("both files must be results of `kvrelay load run` or `ab` with successful requests")
@@ -131,7 +131,7 @@ def _resampled(samples: Mapping[str, Sequence[Any]], column: str, seed: int) -> 
 
 
 def _rate_interval(key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> _Interval:
-    """By the rates in equal parts of each run."""
+    """The interval of the ratio of two rates, from the rates in equal parts of each run."""
     spreads: list[float] = []
     means: list[float] = []
     for side in (a, b):

@@ -70,7 +70,7 @@ def fresh_ids(key: str, count: int, vocab_size: int) -> tuple[int, ...]:
 
 
 shared_ids = functools.lru_cache(maxsize=4096)(fresh_ids)
-"""`fresh_ids` for keys that come again."""
+"""`fresh_ids` with a cache, for keys that are used again."""
 
 _SYLLABLES = ("ba", "co", "di", "fu", "ga", "he", "ji", "ka", "lo", "mi", "no", "pe", "ra", "so", "tu", "ve")
 
@@ -82,4 +82,4 @@ def fresh_words(key: str, count: int) -> str:
 
 
 shared_words = functools.lru_cache(maxsize=1024)(fresh_words)
-"""`fresh_words` for keys that come again."""
+"""`fresh_words` with a cache, for keys that are used again."""

@@ -6,10 +6,10 @@ import dataclasses
 
 from common.base.errors import ConfigError
 from common.base.progress import LiveProgress
-from kvrelay.load.live import LiveFigures
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan, Workload
 from kvrelay.load.processes import LoadRun, run_load
+from kvrelay.load.summary import LiveFigures
 from kvrelay.served_models import base_url, list_models
 
 _FALLBACK_VOCAB = 32_000
@@ -35,7 +35,7 @@ def ask_server(plan: LoadPlan) -> LoadPlan:
 
 
 def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:
-    """Run, showing progress. Raises: LoadFailed."""
+    """Run a plan and show its progress. Raises: LoadFailed."""
     figures = LiveFigures()
     duration_s = 0.0 if plan.trace else plan.duration_s
     with LiveProgress(title, total=workload.total, duration_s=duration_s, details=figures.describe) as progress:

@@ -28,7 +28,7 @@ _RAMP = "Rate at the start, which grows linearly to --rate within --duration."
 
 MAX_RATE, MAX_SECONDS = 1e5, 1e8
 _MAX_COUNT, _MAX_TOKENS = 100_000, 10_000_000
-"""Beyond all that can be run: with more, a run would not end, or take all memory before its first request."""
+"""Upper bound of numbers: with more, a run would not end, or would take all memory before its first request."""
 _MAX_SEED = 2**31
 """Requests have seeds derived from it, which must fit into 64 bits."""
 
@@ -106,11 +106,11 @@ _OPTIONS = {
     "rate_scale": _option(float, "--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6, max=1e6),
 }
 _DEFAULTS: dict[str, Any] = {"url": None, "model": "", "vocab_size": 0}
-"""Defaults that differ from `LoadPlan`'s: these are asked from the server."""
+"""Defaults that differ from `LoadPlan`'s: the server is asked for these."""
 
 
 def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make of `function(plan, ...)` a command whose options are the fields of `LoadPlan`, then its own.
+    """Turn `function(plan, ...)` into a command whose options are the fields of `LoadPlan`, then its own.
 
     `without`: the fields that the command sets itself. A plan that contradicts itself is wrong usage.
     """
@@ -118,8 +118,9 @@ def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(**given: Any) -> None:
-            fields = {name: given.pop(name) for name in names}
-            function(LoadPlan(**{**fields, "url": fields["url"] or default_url()}), **given)
+            fields: dict[str, Any] = {name: given.pop(name) for name in names}
+            fields["url"] = fields["url"] or default_url()
+            function(LoadPlan(**fields), **given)
 
         defaults = {field.name: field.default for field in dataclasses.fields(LoadPlan)} | _DEFAULTS
         names = [name for name in _OPTIONS if name not in without]

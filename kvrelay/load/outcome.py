@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from kvrelay.load.stream import RequestFailed, Stream
 
@@ -77,20 +77,21 @@ def _read_events(stream: Stream, outcome: RequestOutcome) -> None:
     """Raises: RequestFailed for an error event."""
     times: list[float] = []
     for arrived_s, data in stream.events:
-        event = json.loads(data)
+        event: dict[str, Any] = json.loads(data)
         if isinstance(event.get("kvrelay"), Mapping):
             _read_served(event["kvrelay"], outcome)
-        error = event.get("error")
+        error: Any = event.get("error")
         if error is not None:
-            code = error.get("code") if isinstance(error, Mapping) else None
-            raise RequestFailed(str(error), f"stream: {code or 'error'}")
+            code = cast("Mapping[str, Any]", error).get("code") if isinstance(error, Mapping) else None
+            raise RequestFailed(str(cast("Any", error)), f"stream: {code or 'error'}")
         if any(_has_text(choice) for choice in event.get("choices") or ()):
             times.append(arrived_s)
-        usage = event.get("usage")
+        usage: dict[str, Any] = event.get("usage") or {}
         if usage:
+            cached: dict[str, Any] = usage.get("prompt_tokens_details") or {}
             outcome.prompt_tokens = usage.get("prompt_tokens", 0)
             outcome.output_tokens = usage.get("completion_tokens", 0)
-            outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            outcome.cached_tokens = cached.get("cached_tokens") or 0
     if times:
         outcome.ttft_s = times[0] - stream.sent_s
         outcome.itl_s = [b - a for a, b in itertools.pairwise(times)]
@@ -107,7 +108,7 @@ def _read_served(served: Mapping[str, Any], outcome: RequestOutcome) -> None:
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
+    delta: dict[str, Any] = choice.get("delta") or {}
     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
     spoken = delta.get("content") or reasoning or delta.get("tool_calls")
     return bool(choice.get("text") or spoken or choice.get("token_ids"))

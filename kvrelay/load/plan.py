@@ -45,7 +45,7 @@ class LoadPlan:
     longest_tokens: int = 0
     """Suffixes are between `suffix_tokens` and this long; 0: all have `suffix_tokens`."""
     turns: int = 1
-    """More: sessions of this many requests."""
+    """Requests of a session; 1: requests are independent."""
     think_s: float = 0.0
     """Mean pause between the turns of a session."""
     tools: bool = False

@@ -23,7 +23,7 @@ from kvrelay.load.stream import RequestFailed, run
 
 _READY = b"ready\n"
 _BEGIN_S = 0.05
-"""Delay from the start signal to the first request, in which every child reads the signal."""
+"""Delay from the start signal to the first request: every child must have read the signal by then."""
 _WRITE_EVERY_S = 0.5
 _MAX_LINE_BYTES = 2**30
 

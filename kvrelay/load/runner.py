@@ -104,7 +104,7 @@ class LoadRunner:
     async def _session(self, session: Session) -> str:
         """Send the turns of a session; it ends early with the first that fails, and with the run.
 
-        Returns the kind of error that ended it, or nothing.
+        Returns the kind of error that ended it, empty if none did.
         """
         conversation = Conversation(session, self._plan.seed)
         due_s = time.perf_counter() if session.at_s is None else self._start_s + session.at_s

@@ -6,7 +6,7 @@ import math
 
 
 class RateSearch:
-    """Proposes rates, and is told of each whether the objectives were met.
+    """Proposes rates; the caller reports for each whether the objectives were met.
 
     The rate is doubled from `first` until it misses them (or halved until it meets them), then the gap between the
     highest that met and the lowest that missed is halved, geometrically, until their ratio is at most 1 + `precision`.

@@ -1,4 +1,4 @@
-"""Sessions: requests of which each continues the one before, as people chat and as agents call tools. Pure."""
+"""Sessions: each request continues the one before, as people chat and as agents call tools. Pure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def read_answer(events: Sequence[Mapping[str, Any]]) -> ReceivedAnswer:
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
         for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
+            delta: dict[str, Any] = choice.get("delta") or {}
             text.append(delta.get("content") or "")
             for part in delta.get("tool_calls") or ():
                 _add(calls, part)

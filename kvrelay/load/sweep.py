@@ -23,7 +23,7 @@ Measure = Callable[[LoadPlan], Sequence[RequestOutcome]]
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What to try. With `rates` these and no others, else the search's."""
+    """The rates to try: `rates` if given, else those that a search proposes."""
 
     base: LoadPlan
     slo: Slo

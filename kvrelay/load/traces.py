@@ -15,7 +15,7 @@ from common.base.errors import ConfigError
 from kvrelay.load.jobs import LoadJob, fresh_ids, shared_ids
 
 TRACE_BLOCK = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens of one block, which has one hash id in a Mooncake trace."""
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MAX_TOKENS = 2**31

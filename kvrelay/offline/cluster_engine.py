@@ -29,10 +29,10 @@ _MOST_IN_FLIGHT = 128
 """Below the router's default limit of waiting requests."""
 _ATTEMPTS = 20
 _POLL_S = 1.0
-"""How often a call that waits looks whether the cluster is alive."""
+"""Time between checks, in a call that waits, whether the cluster is alive."""
 
 _News = tuple[int, list[EngineAnswer]] | BaseException | None
-"""The answers to a job with its index, an error, or the end."""
+"""The answers to a job with its index, an error, or None at the end."""
 
 
 class ClusterEngine:
@@ -45,7 +45,7 @@ class ClusterEngine:
         """
         self._config = config
         self._is_closed = False
-        # Read before anything is started: what is wrong with the model's folder is said in one sentence.
+        # Read before anything is started, so that errors of the model folder are reported first.
         options = load_options(config)
         served = served_model.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
@@ -200,7 +200,7 @@ def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
 
 
 def _chat_logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities from those of `/v1/chat/completions`; otherwise as `_logprobs`."""
+    """Log-probabilities from those of `/v1/chat/completions`, in the order of `_logprobs`."""
     found: list[TokenLogprobs] = []
     for entry in shown["content"]:
         top = entry["top_logprobs"][:count]

@@ -15,6 +15,9 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from common.base.errors import BadRequest, ConfigError
 from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
@@ -33,7 +36,6 @@ from kvrelay.offline.pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from kvrelay.offline.progress import progress_bar
 from kvrelay.offline.prompts import Conversation, Params, Prompt, PromptJob, chat_jobs, generate_jobs
 from router.http.pooling.format import floats, token_vectors
 from router.models.served_model import LoadOptions
@@ -46,7 +48,7 @@ _IN_PROCESS = {
     ),
     *("max_num_batched_tokens", "threads", "nice", "start_timeout_s", "tensor_parallel_size"),
 }
-"""Options of `kvrelay decode` that mean something in one process."""
+"""Groups of options of `kvrelay decode` that have an effect in one process."""
 _OWN_OF_CLUSTER = {"host", "port", "routers", "pid_file", "redis_url", "cluster", "api_key"}
 
 
@@ -186,7 +188,7 @@ class LLM:
     def _run(self, engine: Engine, jobs: list[PromptJob], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         generated = 0
-        with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as ended:
+        with self._lock, _progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as ended:
             task = progress.add_task("prompts", total=len(jobs), speed="")
             for index, answers in ended:
                 job, tokenizer = jobs[index], engine.model.tokenizer
@@ -265,3 +267,17 @@ def _check_known(options: Mapping[str, Any], known: set[str], where: str) -> Non
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"LLM {where} has no option {name!r}{hint}")
+
+
+def _progress_bar(*, wanted: bool) -> Progress:
+    """A progress bar on standard error, shown only in a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    return Progress(*columns, console=console, disable=not (wanted and console.is_terminal))

@@ -131,7 +131,7 @@ class LocalNode:
 
 
 class _NoRelay:
-    """The receiver of a node that no other node can reach."""
+    """The KV receiver of a node that no other node can reach: it does nothing."""
 
     address = ""
 

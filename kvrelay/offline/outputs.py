@@ -47,8 +47,7 @@ class RequestOutput:
     """For each prompt token, if asked for: log-probabilities by token id; None for the first."""
     outputs: list[CompletionOutput]
     num_cached_tokens: int | None
-    """Prompt tokens whose KV was in the prefix cache when the first answer began. None: a cluster does not say it of several
-    answers."""
+    """Prompt tokens whose KV was in the prefix cache when the first answer began. None for several answers from a cluster, which does not report it."""
     finished: bool = True
 
 

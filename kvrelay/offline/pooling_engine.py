@@ -33,7 +33,7 @@ _BodyT = TypeVar("_BodyT", bound=BaseModel)
 
 
 class PoolingEngine:
-    """Tokenizer and of_model."""
+    """Tokenizer and model of a pooling model, in this process."""
 
     def __init__(self, config: DecodeConfig, path: Path, options: LoadOptions) -> None:
         """Load the model in folder `path`. Raises: ConfigError in one sentence for what cannot start."""

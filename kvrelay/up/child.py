@@ -38,7 +38,7 @@ class Child:
         self.started_s = 0.0
         """Start of the current process, by `time.monotonic`."""
         self.started_at = 0.0
-        """The same by the wall clock, as it was then."""
+        """The same time by the wall clock."""
         self.address = ""
         self.incarnation = ""
         """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
@@ -69,7 +69,7 @@ class Child:
         )
 
     async def _fork(self) -> ForkedProcess | None:
-        """None if there is no fork server, or it cannot fork now."""
+        """Fork the process. Returns None if there is no fork server, or it cannot fork now."""
         if self._fork_server is None:
             return None
         try:

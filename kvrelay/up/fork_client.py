@@ -18,7 +18,7 @@ from kvrelay.up.fork_server import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES
 from kvrelay.up.gpus import find_gpus
 
 _NODE_COMMANDS, _ROUTER_COMMANDS = ("prefill", "decode"), ("router",)
-"""What one server forks: routers neither wait for PyTorch nor have it in their memory."""
+"""The services that one server forks: routers neither wait for PyTorch nor have it in their memory."""
 _NODE_ROLES = ("prefill", "decode", "pooling")
 _LONGEST_COMMAND = 3000
 """Characters of a service's command line that `ps` can show: a forked process has the room of the server's own."""
@@ -49,7 +49,7 @@ class ForkServer:
     """A server that runs from `start` or the first fork on. Services are forked one after the other."""
 
     def __init__(self, commands: Sequence[str]) -> None:
-        """For services that run one of the subcommands `commands`. Raises: OSError if there can be no server here."""
+        """A server for services that run one of the subcommands `commands`. Raises: OSError if there can be no server here."""
         adopt_orphans()
         os.close(os.pidfd_open(os.getpid()))  # some sandboxes refuse it
         self._commands = commands
@@ -118,7 +118,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A forked process, which is a child of this one. Has the part of `asyncio.subprocess.Process` that `Child` uses."""
+    """A forked process, which is a child of this one. It has the methods of `asyncio.subprocess.Process` that `Child` uses."""
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
         self.pid = pid

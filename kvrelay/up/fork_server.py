@@ -37,7 +37,7 @@ def serve(channel: socket.socket, preloaded: Sequence[str]) -> None:
     an upgrade, a forked service would be a mixture of what is imported here and of new files.
 
     A request is a JSON list [argv, environment variables to add, path of the model whose tokenizer is shared or ""] and the
-    descriptor of the process's output; argv is the command that it stands for: python -m kvrelay, and the arguments of
+    descriptor of the process's output; argv is the command of the new process: python -m kvrelay, and the arguments of
     `kvrelay`.
     """
     with lasting_imports():
@@ -68,7 +68,7 @@ def _imported_files() -> dict[str, tuple[int, int] | None]:
 
 
 def _state(file: str) -> tuple[int, int] | None:
-    """Other after the file was written or replaced; None if there is none."""
+    """A value that changes when the file is written or replaced; None if there is no file."""
     try:
         about = os.stat(file)
     except OSError:

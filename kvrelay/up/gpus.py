@@ -30,7 +30,7 @@ def find_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus(wanted: str | None, device_files: Iterable[str]) -> list[str]:
-    """`wanted`: the value of CUDA_VISIBLE_DEVICES, None if unset. Like CUDA, stops at the first -1."""
+    """The GPUs in `wanted`, the value of CUDA_VISIBLE_DEVICES (None if unset). Like CUDA, it stops at the first -1."""
     gpus = [str(i) for i, _ in enumerate(name for name in device_files if re.fullmatch(r"nvidia\d+", name))]
     if wanted is None or not gpus:
         return gpus

@@ -14,8 +14,9 @@ from kvrelay.up.console import Console
 PERIOD_S = 10.0
 """Time between two probes of a service: each wakes two processes, also in an idle cluster."""
 _PROBES, _RETRY_S = 2, 0.5
-"""A service may leave so many probes in turn unanswered, each for half a period: longer than any lease, so that its requests
-run elsewhere already, and longer than a busy machine makes it wait. The second spares services if this process stood still."""
+"""Consecutive missed probes before a kill, and the pause before the second. Each waits half a period: longer than any lease,
+so that the service's requests run elsewhere already, and longer than a busy machine delays it. The second probe spares
+services if this process itself stood still."""
 
 
 class HangWatch:
@@ -35,7 +36,7 @@ class HangWatch:
         self._period_s = period_s
 
     async def run(self) -> None:
-        """Until cancelled. One that does not answer delays no other's probe; all are due at the same moments."""
+        """Probe all services until cancelled, at the same moments; one that does not answer delays no other's probe."""
         await asyncio.gather(*map(self._watch, self._children))
 
     async def _watch(self, child: Child) -> None:

@@ -50,7 +50,7 @@ async def _first_line(url: str, request: bytes) -> bytes:
 
 
 def _unchecked() -> ssl.SSLContext:
-    """For services on loopback, where the names of their certificates do not apply."""
+    """A TLS context for services on loopback, where the names of their certificates do not apply."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -72,8 +72,8 @@ class HealthProbe:
         return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
     async def sees(self, url: str, counts: Mapping[str, int]) -> bool:
-        """Whether the router at `url` serves requests and sees at least so many usable nodes of each of these roles, as
-        `/health` names them.
+        """Whether the router at `url` serves requests and sees at least `counts[role]` usable nodes of each role. Roles have
+        their names in `/health`.
 
         Raises: ConfigError if it cannot use the files of their model.
         """

@@ -18,7 +18,7 @@ from kvrelay.up.models import UpModel
 from kvrelay.up.routers import ADMIN_HOST, RouterPlace
 
 ServiceRole = Literal["redis", "router", "prefill", "decode", "pooling"]
-"""pooling: a prefill node of a model that embeds or scores."""
+"""Role `pooling`: a prefill node of a model that embeds or scores."""
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode", "redis")
 """Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
 
@@ -130,8 +130,8 @@ def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[
 
 
 def _of_pooling(sources: Mapping[str, Source], *, is_alone: bool) -> dict[str, Source]:
-    """The options that a pooling model's nodes get as flags. Beside generating models most are for these; what variables
-    say, which may be meant for several nodes, is inherited."""
+    """The options that a pooling model's nodes get as flags. Beside generating models, most options are meant for those. Environment
+    variables may be meant for several nodes and are inherited."""
     return {
         name: source for name, source in sources.items() if name in OF_PROCESS or (is_alone and source != "environment")
     }
@@ -149,7 +149,7 @@ def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[s
 
 
 def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> dict[str, str]:
-    """What a node is told about the others on this host, and about the supervisor's patience."""
+    """A node's options that depend on the other nodes of this host and on the supervisor's start timeout."""
     options: dict[str, str] = {}
     if _YIELDING_ROLE.get(config.favor) == cls.section:
         options["nice"] = str(_YIELDING_NICE)

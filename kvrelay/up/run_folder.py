@@ -7,10 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
+from common.base.errors import ConfigError
 from common.base.file_lock import try_lock
 from common.base.temporary_folder import temporary_folder
+from common.config.sources import CONFIG_FILE_VARIABLE
+from kvrelay.up.plan import ChildSpec
 
 _PREFIX = "kvrelay-up-"
 _MARK = "locked"
@@ -49,3 +53,18 @@ def _remove_dead() -> None:
                     shutil.rmtree(mark.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def with_config_copy(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
+    """Give the children a copy of the configuration file as it is now, for every restart.
+
+    Raises: ConfigError if the file cannot be copied.
+    """
+    file = os.environ.get(CONFIG_FILE_VARIABLE)
+    if not file:
+        return specs
+    try:
+        kept = shutil.copyfile(file, os.path.join(directory, "kvrelay.toml"))
+    except (OSError, shutil.SpecialFileError) as error:
+        raise ConfigError(f"{file} cannot be copied for the services, it must be a regular file: {error}") from error
+    return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]

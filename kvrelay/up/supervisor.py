@@ -30,7 +30,6 @@ from common.security.tls import Credentials
 from kvrelay.up.certificates import refuse_given, with_certificates
 from kvrelay.up.child import Child
 from kvrelay.up.child_health import ChildHealth
-from kvrelay.up.config_copy import with_config_copy
 from kvrelay.up.console import Console, banner, failure_line
 from kvrelay.up.fork_client import ForkServer, watch_orphans
 from kvrelay.up.gpus import VISIBLE, find_gpus
@@ -41,7 +40,7 @@ from kvrelay.up.pid_file import PidEntry, PidFile
 from kvrelay.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
 from kvrelay.up.restarts import EndCluster, describe_exit
 from kvrelay.up.routers import router_places
-from kvrelay.up.run_folder import run_folder
+from kvrelay.up.run_folder import run_folder, with_config_copy
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
@@ -294,7 +293,7 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S)
 
     async def _look_at(self, child: Child) -> None:
-        """Note that a child is ready, unless it ended meanwhile."""
+        """Probe a child and note that it is ready, unless it ended meanwhile."""
         pid = child.pid
         if not await self._health.is_usable(child):
             self._end_if_overdue(child)

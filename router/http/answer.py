@@ -11,12 +11,11 @@ from functools import partial
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import DisconnectListener
-from router.fast.yield_turn import yield_turn
 from router.http.format import Format
 from router.http.json_body import Json, to_json
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.base_format import usage
 from router.http.openai.samples import most_likely
+from router.http.turns import maybe_on_thread, yield_turn
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
 
@@ -34,7 +33,7 @@ class Answer:
         self.generations: list[Generation] = []
         self._news = asyncio.Event()
         self._for_ends = False
-        """Wake up only when a generation ends."""
+        """Whether to wake up only when a generation ends."""
         self._client: DisconnectListener | None = None
 
     def on_news(self) -> None:

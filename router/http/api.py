@@ -22,7 +22,6 @@ from router.http.adapter_routes import add_adapter_routes
 from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
-from router.http.model_choice import model_for
 from router.http.ollama.routes import add_ollama_routes
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_format import ChatFormat
@@ -99,7 +98,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         """Continue each prompt, like OpenAI's endpoint of the same name."""
         assign_ids(request, "cmpl-")
         body, size = await parse(request, services, CompletionRequest)
-        model = model_for(services.catalog, body.model, "generate")
+        model = services.catalog.model_for(body.model, "generate")
         caller = caller_of(request.scope, body.user, body.priority)
         count, most = len(body.prompt) * body.num_samples, services.dispatcher.max_waiting
         if len(body.prompt) > most:

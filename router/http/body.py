@@ -13,7 +13,7 @@ from router.http.request_headers import header
 from router.requests.deadlines import Deadlines
 
 _DRAIN_BYTES = 64 * 2**20
-"""How much of a body that turns out too large is read and discarded before the router stops reading."""
+"""Most bytes of a too large body that are read and discarded before the router stops reading."""
 _MOST_DIGITS = 18
 """Digits of a declared length that are converted."""
 _SIMPLE = ("", "application/x-www-form-urlencoded", "text/plain")

@@ -16,7 +16,7 @@ _USED_TOKENS = "kvrelay.used_tokens"
 
 
 class Client(NamedTuple):
-    """A client as the router tells it from others."""
+    """A client, as the router distinguishes it from others."""
 
     name: str
     """A hash of its API key, or its address (the /64 network of IPv6) where there are no keys."""
@@ -51,7 +51,7 @@ def has_client(scope: Scope) -> bool:
 
 
 def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
-    """When the request is over, its key is charged with `used()` tokens."""
+    """Register the function `used`: when the request is over, its key is charged with `used()` tokens."""
     scope[_USED_TOKENS] = used
 
 

@@ -10,7 +10,7 @@ from common.base.errors import KvRelayError, PromptTooLong
 from router.http.json_body import Json, error_body
 
 MESSAGES_PATH = "/v1/messages"
-"""Begin of the paths of Anthropic's calls."""
+"""Path prefix of Anthropic's calls."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -94,6 +94,6 @@ class Format(Protocol):
         ...
 
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
-        """The non-streamed response, with null for log-probabilities, of which there can be millions
-        (`router.http.answer`)."""
+        """The non-streamed response, with null in place of log-probabilities: there can be millions, and `router.http.answer`
+        inserts them."""
         ...

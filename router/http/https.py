@@ -21,7 +21,7 @@ class HttpsCertificate:
         self._latest = self._load()
 
     def make_context(self, *_: object) -> ssl.SSLContext:
-        """For one connection, as uvicorn's `ssl_context_factory`: with the certificate that the files hold now."""
+        """The TLS context of one connection, with the certificate that the files hold now; uvicorn's `ssl_context_factory`."""
         try:
             versions = self._current_versions()
             if versions != self._versions:
@@ -61,7 +61,7 @@ class HttpsCertificate:
 
 
 def https_certificate(certificate: str | None, key: str | None) -> HttpsCertificate | None:
-    """None without `--ssl-certfile`. Raises: ConfigError."""
+    """The certificate of the HTTP API; None without `--ssl-certfile`. Raises: ConfigError."""
     if certificate is None:
         if key is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")

@@ -25,8 +25,8 @@ def to_json(value: object) -> bytes:
 
 
 def large_json(value: object) -> bytes:
-    """As `to_json`, of objects, lists and iterators of such in pieces that each take little time: one call for millions of
-    numbers would hold all threads of the interpreter for as long."""
+    """JSON bytes of objects, lists and iterators, serialized in small pieces: one call for millions of numbers would stop all
+    threads of the interpreter for as long."""
     return b"".join(_pieces(value))
 
 
@@ -50,7 +50,7 @@ def _pieces(value: object) -> Iterator[bytes]:
 
 
 def _has_more_inside(value: object) -> bool:
-    """Whether it is a list of lists or of objects."""
+    """Whether a value is a list of lists or of objects."""
     items = cast("list[object]", value) if isinstance(value, list) else []
     return bool(items) and isinstance(items[0], list | Mapping)
 

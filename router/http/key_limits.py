@@ -30,7 +30,7 @@ from router.http.response_headers import RawHeaders
 log = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
-"""The file is looked at again after this many seconds."""
+"""Seconds between two checks whether the file has changed."""
 _MAX_LIMIT = 10**15
 _HASHED = "sha256:"
 _HEADER = "x-ratelimit-{}-{}"
@@ -60,7 +60,7 @@ class _Bucket:
     """`per_minute` tokens that come back evenly. What is taken may be more than there is: then others wait."""
 
     def __init__(self, per_minute: int, now_s: float, left: float = 1.0) -> None:
-        """left: the share of them that it begins with."""
+        """left: the share of `per_minute` that the bucket begins with."""
         self.per_minute = per_minute
         self._level = left * per_minute
         self._at_s = now_s
@@ -91,7 +91,7 @@ class KeyUse:
         self.change(key_class)
 
     def change(self, key_class: KeyClass) -> None:
-        """Other limits, of which the same share is left, so that the key waits as long as before."""
+        """Replace the limits. The same share of each is left, so that the key waits as long as before."""
         now = self._clock()
         left = {unit: bucket.left(now) for unit, bucket in self._buckets.items()}
         limits = {"requests": key_class.requests_per_minute, "tokens": key_class.tokens_per_minute}
@@ -182,7 +182,7 @@ class ApiKeys:
             self._complaint = str(error)
 
     def _take(self, classes: dict[str, KeyClass]) -> None:
-        """Keys that stay keep what they use, also if their class has other limits now."""
+        """Replace the keys. Those that stay keep their use, also if their class has other limits now."""
         known = dict(self._given)
         for digest, key_class in classes.items():
             use = self._known.get(digest)
@@ -231,7 +231,7 @@ def read_keys(file: Path) -> dict[str, KeyClass]:
     found: dict[str, KeyClass] = {}
     for number, (key, name) in enumerate(content.get("keys", {}).items(), 1):
         if not isinstance(name, str) or name not in classes:
-            # Not which: the two may be exchanged.
+            # Key and class may be swapped, so neither is echoed.
             defined = ", ".join(sorted(classes))
             raise ConfigError(f"{file}: key {number} has a class that is not defined; defined are: {defined}")
         digest = key.removeprefix(_HASHED).lower() if key.startswith(_HASHED) else digest_of(key)

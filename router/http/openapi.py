@@ -33,7 +33,7 @@ ERRORS = {
     503: "no node can serve this now; try again",
     504: "the request took longer than its limit",
 }
-"""What each status means."""
+"""Meaning of each status."""
 OF_BODIES = (400, 404, 408, 413, 415, 503)
 """Statuses of every call with a body."""
 OF_GENERATION = (*OF_BODIES, 429, 500, 504)
@@ -42,7 +42,7 @@ _GONE = "the client closed the connection before the answer; nobody receives thi
 
 
 class Described(NamedTuple):
-    """What `/openapi.json` says of a call besides its docstring."""
+    """Description of a call in `/openapi.json`, besides its docstring."""
 
     answer: Any = None
     """Type of the JSON answer; None: it has no body."""

@@ -1,4 +1,4 @@
-"""Errors of calls whose body becomes a chat request, told with the names of the fields that the client sent. Pure."""
+"""Rewrites errors of calls whose body becomes a chat request, with the field names that the client sent. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _pool: list[str] = []
 """Random parts of ids to come: the system is asked for many at once."""
 
 _DETAILS = "attempt policy reason prefill-mode decode-node prefill-node prefill-hit-tokens decode-hit-tokens relayed-bytes decision"
-"""What `headers` has beside ids."""
+"""Names of the headers that `headers` returns beside ids."""
 OWN_HEADERS = tuple(f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "fitted", "parts"))
 """All headers of this project that an answer may have."""
 

@@ -1,4 +1,4 @@
-"""Stored responses, in Redis: bounded in size, number and time, apart by tenant. Runs on the router's event loop.
+"""Stores responses in Redis: bounded in size, number and time, separately for each tenant. Runs on the router's event loop.
 
 A lost response is an error for the client that continues it, never for another one. Only calls that name a response wait
 for Redis, and those that store one, for at most `_TIMEOUT_S`.
@@ -28,7 +28,7 @@ MAX_ENTRY_BYTES = 256 * 1024
 TTL_S = 24 * 3600
 _TIMEOUT_S = 1.0
 _REST_S = 5.0
-"""How long nothing is stored after a failure: no answer waits for a Redis that is away."""
+"""Time after a failure in which nothing is stored, so that no answer waits for a Redis that is away."""
 
 # KEYS: response, responses, what the key of every response begins with. ARGV: name of the response, its data, seconds until
 # they expire, most responses.
@@ -70,7 +70,7 @@ class ResponseStore:
         self._rest_until_s = 0.0
 
     async def put(self, tenant: str, entry: StoredResponse) -> None:
-        """Store a response. One that cannot be stored is logged: its answer is given anyhow."""
+        """Store a response. A failure is only logged: the client gets the answer anyhow."""
         data = to_json({"response": entry.response, "messages": entry.messages})
         if len(data) > MAX_ENTRY_BYTES:
             log.info("%s is not stored: it has more than %d bytes", entry.response["id"], MAX_ENTRY_BYTES)
@@ -89,7 +89,7 @@ class ResponseStore:
         await self._client.eval(_PUT, len(names), *names, name, data, TTL_S, self._max_entries)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""
+        """The stored response. Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""
         data = await self._ask(self._client.get(self._key(tenant, response_id)))
         if data is None:
             raise _unknown(response_id)
@@ -99,7 +99,7 @@ class ResponseStore:
             raise _unknown(response_id) from None
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Raises: as `get`."""
+        """Delete a stored response. Raises: what `get` raises."""
         key = self._key(tenant, response_id)
         if not await self._ask(self._client.delete(key)):
             raise _unknown(response_id)

@@ -8,13 +8,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.base.errors import KvRelayError
-from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.error_shapes import MESSAGES_PATH, shaped_error
 from router.http.json_body import to_json
 from router.http.own_names import by_own_name
 from router.http.request_headers import header
 from router.http.response_headers import OF_MESSAGES, OF_REFUSALS, RawHeaders, RequestIds
+from router.http.turns import yield_turn
 
 
 class EventStream(Response):

@@ -12,13 +12,10 @@ from starlette.responses import Response
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
-from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
-from router.http.model_choice import model_for
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.base_format import usage
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
@@ -31,6 +28,7 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
+from router.http.turns import maybe_on_thread, yield_turn
 from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
@@ -73,14 +71,14 @@ def ids_of(request: Request) -> RequestIds | None:
 
 
 def parse(request: Request, services: Services, kind: type[RequestT]) -> Awaitable[tuple[RequestT, int]]:
-    """The body of a completion call, as `parse_as`."""
+    """The body of a completion call, checked, and its size in bytes."""
     return parse_as(request, services, kind, completion_request)
 
 
 def parse_as(
     request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], _T]
 ) -> Awaitable[tuple[_T, int]]:
-    """The body, made by `check`, and its size in bytes, as `parse_by`."""
+    """The body, made by `check`, and its size in bytes, which bounds all work on it."""
     return parse_by(request, services, lambda fields: kind, check)
 
 
@@ -119,7 +117,7 @@ async def read_and(request: Request, services: Services, work: Callable[[bytes],
 
 
 async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:
-    """`work()`, which makes the generations of a body of `size` bytes, as `maybe_on_thread`."""
+    """`work()`, which makes the generations of a body of `size` bytes; on a thread if it may take long."""
     return await (asyncio.to_thread(work) if body.has_grammar_text else maybe_on_thread(size, work))
 
 
@@ -140,7 +138,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
-    model = model_for(services.catalog, body.model, "generate")
+    model = services.catalog.model_for(body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
     chat = PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
@@ -230,7 +228,7 @@ async def serve(
 
 
 def _tried_tokens(generations: list[Generation], samples: int) -> int:
-    """Tokens that the request has used: those of a prompt without any attempt cost nothing. `samples`: as for `usage`."""
+    """Tokens that the request has used: those of a prompt without any attempt cost nothing. `samples`: answers to each prompt."""
     prompts = [generations[start : start + samples] for start in range(0, len(generations), samples)]
     tried = [sample for prompt in prompts if any(each.decision for each in prompt) for sample in prompt]
     return usage(tried, samples)["total_tokens"]

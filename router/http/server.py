@@ -22,10 +22,10 @@ from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
 from common.control.http_connection_limit import ConnectionLimit
 from common.control.http_server import HttpServer, listen
-from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.direct_endpoints import DirectEndpoints
 from router.http.https import https_certificate
 from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
@@ -45,7 +45,7 @@ _FEW_CONNECTIONS = 1024
 _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0
-"""The connection of a client that reads nothing for this long is closed, which frees its place."""
+"""Time without reading after which a client's connection is closed."""
 _IDLE_S = 65
 """Keep-alive timeout: longer than the minute that is usual for load balancers and clients. A request sent on a connection
 that the router closes at that moment is lost, and the user gets a 502.

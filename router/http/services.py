@@ -28,7 +28,7 @@ class Services:
     """What is wrong with Redis; empty if nothing is."""
     max_body_bytes: int
     body_deadlines: Deadlines[asyncio.Task[Any]]
-    """As `router.http.body.body_deadlines` makes them."""
+    """When each request body must have arrived; made by `router.http.body.body_deadlines`."""
     api_keys: ApiKeys
     responses: ResponseStore | None = None
     """Where responses of `/v1/responses` are stored; None: nowhere."""

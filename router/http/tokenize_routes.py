@@ -12,7 +12,6 @@ from common.base.errors import BadRequest
 from router.http.answer_types import Prompt, Tokens
 from router.http.body_model import BodyModel
 from router.http.json_body import Json, to_json
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import MAX_INT
@@ -21,6 +20,7 @@ from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
 from router.http.serve import parse_as, parse_by, warnings_of
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 from router.models.served_model import ServedModel
 
 

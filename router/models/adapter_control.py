@@ -18,13 +18,13 @@ from router.nodes.node_table import NodeTable
 log = logging.getLogger(__name__)
 
 _NODE_TIMEOUT_S = 90.0
-"""A node answers when its ranks have the adapter; it gives up earlier itself."""
+"""Time for a node's answer, which comes when its ranks have the adapter; the node's own limit is shorter."""
 _REGISTERED_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 
 class AdapterControl:
-    """What `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` do."""
+    """Implements `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
 
     def __init__(
         self, nodes: NodeTable, catalog: ModelCatalog, *, allowed: bool, admin_token: str, tls_dir: str | None
@@ -59,7 +59,7 @@ class AdapterControl:
             await self._until_registered(records, name, digests)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter from all nodes that have it; requests that run finish with it. Raises: as `load`."""
+        """Unload an adapter from all nodes that have it; requests that run finish with it. Raises: what `load` raises."""
         self._check_allowed()
         async with self._lock:
             records = [

@@ -23,6 +23,7 @@ from router.output.formats import check_names
 
 REMEMBERED_S = 600.0
 """How long a model without nodes is known: requests for it get 503 that long, then 404."""
+_DOES = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 
 class ModelCatalog:
@@ -66,7 +67,7 @@ class ModelCatalog:
         self._by_name: dict[str, ServedModel] = {}
         """The loaded models under each name that clients may use; those of the main one first."""
         self._forget_timers: dict[str, asyncio.TimerHandle] = {}
-        """One for each registered model without nodes."""
+        """A timer for each registered model without nodes."""
 
     async def load_configured(self) -> None:
         """Load the configured model, if there is one; begin to load those that nodes will register.
@@ -146,6 +147,23 @@ class ModelCatalog:
         if model is None:
             raise self._unknown(name)
         return model
+
+    def model_for(self, name: str | None, *tasks: Task) -> ServedModel:
+        """The model `name`, which must do one of `tasks`; without a name or with an empty one, `default(*tasks)`.
+
+        Raises: NotFound, Unavailable; BadRequest for a model that does something else, with those that would do.
+        """
+        model = self.get(name) if name else self.default(*tasks)
+        if model.task in tasks:
+            return model
+        wanted = " or ".join(_DOES[task] for task in tasks)
+        names = ", ".join(repr(each.name) for each in self.models if each.task in tasks)
+        raise BadRequest(
+            f"the model {model.name!r} {_DOES[model.task]}; this call needs one that {wanted}: "
+            + (names or "this server has none"),
+            param="model",
+            code="wrong_model",
+        )
 
     def default(self, *tasks: Task) -> ServedModel:
         """The model for a call that names none and needs one of `tasks`, the first if there is such a model: the only one with

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Preloads:
-    """The models at these paths, loaded with these options from `start` on. Each is given away once."""
+    """The models at these paths, loaded with these options from `start` on. Each is handed out once."""
 
     def __init__(self, paths: Sequence[str], options: LoadOptions) -> None:
         self._paths = paths

@@ -1,4 +1,4 @@
-"""A model that nodes registered: what their records say of it, and its files as this router loaded them.
+"""A model that nodes registered: the facts in their records, and its files as loaded by this router.
 
 Runs on the router's event loop; files are loaded on a thread.
 """
@@ -47,10 +47,10 @@ class RegisteredModel:
         self._on_loaded = on_loaded
         self._given: ServedModel | None = None
         self._files: ServedModel | None = None
-        """As loaded from the nodes' path."""
+        """The model as loaded from the nodes' path."""
         self._loading: asyncio.Task[None] | None = None
         self._wanted: ModelInfo | None = None
-        """What the nodes' latest records say."""
+        """The facts in the nodes' latest records."""
         self._updated = asyncio.Event()
         """Set when there are other records than those of the last attempt to load."""
         self._told: set[str] = set()
@@ -58,7 +58,7 @@ class RegisteredModel:
 
     @property
     def task(self) -> Task:
-        """What its nodes do."""
+        """The task of its nodes."""
         return self.records[0].model.task if self.records else "generate" if self.served is None else self.served.task
 
     def use(self, options: LoadOptions, given: ServedModel | None) -> None:

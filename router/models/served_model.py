@@ -36,7 +36,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     sampling_defaults: SamplingDefaults = NEUTRAL
     tokenizer_digest: str = ""
-    """As `common.model.fingerprint.tokenizer_digest`."""
+    """Digest of the tokenizer's files, from `common.model.fingerprint.tokenizer_digest`; empty if unknown."""
     output_formats: OutputFormats = field(default_factory=OutputFormats)
     marker_ids: frozenset[int] = frozenset()
     """The special tokens that the parsers of `output_formats` must see."""
@@ -47,7 +47,7 @@ class ServedModel:
     root: str = ""
     """The first of its names, also for an adapter of it: that of its metrics."""
     adapter: Adapter | None = None
-    """The LoRA adapter that this name stands for."""
+    """The LoRA adapter with this name; None for a model without adapter."""
     path: str = ""
     """Where it was loaded from: a folder, a file or a name."""
     hidden_size: int = 0
@@ -55,11 +55,11 @@ class ServedModel:
     changed_s: float = 0.0
     """When its folder was last changed, at the time of loading; Unix time."""
     architecture: str = ""
-    """As `common.model.facts.ModelFacts.architecture`."""
+    """Name of the architecture, from `common.model.facts.ModelFacts`."""
 
 
 class LoadOptions(NamedTuple):
-    """How the files of a model are used; the parsers are as in `router.output.formats.choose_formats`."""
+    """How the files of a model are used. The parsers are names of formats, or "none" (`router.output.formats`)."""
 
     chat_template: str | None = None
     generation_config: GenerationConfig = "auto"

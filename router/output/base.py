@@ -38,12 +38,12 @@ class ParsedDelta(NamedTuple):
 
     @property
     def content(self) -> str:
-        """The content, whatever stands between."""
+        """All content, joined; reasoning and calls in between are left out."""
         return "".join([part.text for part in self.parts if isinstance(part, Text) and not part.reasoning])
 
     @property
     def reasoning(self) -> str:
-        """The reasoning, whatever stands between."""
+        """All reasoning, joined; content and calls in between are left out."""
         return "".join([part.text for part in self.parts if isinstance(part, Text) and part.reasoning])
 
     @property

@@ -30,12 +30,12 @@ class ToolFormat(NamedTuple):
 
 
 def _always(read: Format) -> Callable[[Collection[str]], Format]:
-    """The same format whatever the functions are."""
+    """The same format for all functions."""
     return lambda names: read
 
 
 _HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)
-"""It also separates reasoning from content."""
+"""Whether the format also separates reasoning from content."""
 _TOOL_FORMATS = {
     each.name: each
     for each in (
@@ -105,7 +105,7 @@ class OutputFormats(NamedTuple):
 
     @property
     def separate_reasoning(self) -> bool:
-        """Whether reasoning is told from content."""
+        """Whether reasoning is separated from content."""
         return self.reasoning is not None or self.tools is _HARMONY
 
     @property

@@ -37,7 +37,7 @@ class TextReader:
         self._at = 0
         self._mark: int | None = None
         self._reread_chars = 0
-        """What `rewind` has gone back, in all."""
+        """Number of characters that `rewind` has gone back in all."""
         self._ended = False
 
     def feed(self, text: str) -> None:

@@ -27,7 +27,7 @@ class _Compilation:
 
     work: asyncio.Task[str]
     waiting: int = 0
-    """How many wait for it; without any it is cancelled."""
+    """Number of requests that wait for it; at zero it is cancelled."""
 
 
 class GrammarChecker:
@@ -36,9 +36,9 @@ class GrammarChecker:
     def __init__(self, tokenizer: LLTokenizer | ConfigError) -> None:
         self._tokenizer = tokenizer
         self._results: OrderedDict[str, str] = OrderedDict()
-        """What is wrong with a source, empty if nothing is; least recently used first."""
+        """The error of each source, empty if it is valid; least recently used first."""
         self._unknown: dict[str, _Compilation] = {}
-        """The sources whose result somebody waits for."""
+        """The sources for whose result requests wait."""
         self._one_at_a_time = asyncio.Lock()
 
     async def check(self, source: str, place: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
 
 _ANY_TEXT = frozenset({"binary", "password", "path", "file-path", "directory-path"})
-"""Formats of OpenAPI and pydantic that say what a string is for, not which strings there are."""
+"""Formats of OpenAPI and pydantic that describe a string's purpose and restrict nothing."""
 _FORMATS = frozenset(
     {
         *("date-time", "date", "time", "duration", "uuid", "regex"),

@@ -32,12 +32,12 @@ properties for further ones, which may have any value."""
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")
 """A control character in JSON that has no shorter escape, or DEL, which llguidance escapes, too."""
 _NEGATED = re.compile(r"\\.|\[\^[]-]?", re.DOTALL)
-"""The begin of a negated class, `[^`, maybe with a bracket or hyphen as its first character; or anything escaped."""
+"""The beginning of a negated class, `[^`, maybe with a bracket or hyphen as its first character; or anything escaped."""
 _REAL_DAYS = (
     r"^([0-9]{4}-(0[13-9]|1[0-2])|[0-9]{4}-02-([01][0-9]|2[0-8])|"
     r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
 )
-"""How a date begins. llguidance takes 29 February for a day of every year."""
+"""The beginning of a date. llguidance accepts 29 February in every year."""
 _IGNORED = ("divisibleBy", "disallow", "extends", "x-guidance")
 _SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -176,8 +176,8 @@ class _Unions:
 
 
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
-    """Make `anyOf` of a `oneOf` whose branches are told apart. What is no object is in every branch that does not name its type,
-    and so in more than one: only objects are left then."""
+    """Turn a `oneOf` whose branches exclude each other into `anyOf`. A value that is no object matches every branch that does
+    not name its type, and so more than one: only objects remain then."""
     branches = [referred(branch, root) for branch in schema["oneOf"]]
     kinds = schema.get("type", "object")
     if len(branches) > 1 and any(branch.get("type") != "object" for branch in branches):

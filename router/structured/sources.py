@@ -17,8 +17,8 @@ MAX_CHOICES = 1024
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 65_536, 512
 """llguidance converts GBNF in Python, in time that grows with the square of the number of rules."""
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
-"""As llguidance's own expression, but that takes a rule `start` of GBNF for Lark, and its time grows with the square of the number
-of line breaks in a row."""
+"""Finds Lark grammars. llguidance's own expression takes a rule `start` of GBNF for Lark, and its time grows with the square of
+the number of line breaks in a row."""
 _CONTROL = re.compile("[\x7f-\x9f]")
 _NUMBERED = re.compile(r"\\\\|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}")
 """A character of GBNF by its number; or an escaped backslash."""

@@ -18,9 +18,9 @@ from router.structured.json_schema import embedded_schema
 _MAX_CALLS = 32
 _OTHERWISE = "otherwise"
 _ARGUMENTS = "\0"
-"""Stands for a function's arguments in a call's markup."""
+"""Placeholder of a function's arguments in a call's markup."""
 _NAME = "\1"
-"""Stands for a function's name."""
+"""Placeholder of a function's name."""
 _LINE_BREAKS = "/\\n{0,2}/"
 _ANYTHING = r"(.|\n)*"
 _NO_KEYWORD = re.compile(r"""[\s=:"'()\[\]{},<>\\/]|^$""")
@@ -127,7 +127,7 @@ _UNMARKED = {
 
 
 class Vocabulary(NamedTuple):
-    """`grammar_id`: as `Tokenizer.grammar_id`. `token_id`: the id of any token; None: the text is none."""
+    """Look-ups of tokens. `grammar_id`: `Tokenizer.grammar_id`. `token_id`: the id of any token; None if the text is no token."""
 
     grammar_id: Callable[[str], int | None]
     token_id: Callable[[str], int | None]

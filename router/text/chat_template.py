@@ -23,7 +23,7 @@ from common.base.errors import BadRequest, ConfigError
 from router.text.conversation_fit import ConversationFit
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""What templates call a message's reasoning."""
+"""Names of a message's reasoning in templates."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
@@ -106,7 +106,7 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
 
     def effort(self, effort: str) -> dict[str, Any]:
-        """The template's variables for this reasoning effort, of which `none` means no reasoning.
+        """The template's variables for this reasoning effort; `none` means no reasoning.
 
         Raises: BadRequest when the template has none.
         """

@@ -30,7 +30,7 @@ Kind = Literal["bytes", "fallback", "text"]
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """The byte of each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -85,7 +85,7 @@ class TokenPieces:
         return None
 
     def raw_byte(self, token_id: int) -> int | None:
-        """The byte that a `fallback` token <0xXX> stands for; None for every other token."""
+        """The byte of a `fallback` token <0xXX>; None for every other token."""
         return self._raw_bytes.get(token_id)
 
     def last_ordinary(self, token_ids: Sequence[int]) -> int | None:

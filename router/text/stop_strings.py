@@ -124,7 +124,7 @@ class TextStream:
 
 
 class NoText:
-    """In place of a `TextStream` for a client that wants token ids only."""
+    """Replaces a `TextStream` for a client that wants token ids only."""
 
     def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
         """Take the next tokens."""

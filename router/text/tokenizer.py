@@ -29,7 +29,7 @@ _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE
 
 
 class FimIds(NamedTuple):
-    """The tokens that stand before the text before the gap, the text after it, and the text that fills it."""
+    """The tokens that precede the text before the gap, the text after it, and the text that fills it."""
 
     prefix: int
     suffix: int
@@ -37,7 +37,7 @@ class FimIds(NamedTuple):
 
 
 def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two texts after the longer one was cut so that both fit; as the tokenizers library's `longest_first`."""
+    """Lengths of two texts after the longer one was cut so that both fit; like `longest_first` of the tokenizers library."""
     if first + second <= room:
         return first, second
     if first > second:
@@ -84,7 +84,7 @@ class Tokenizer:
         vocab = self._raw.get_vocab(with_added_tokens=True)
         strips = any(each.lstrip or each.rstrip for each in added.values())
         self._longest_token = 0 if strips else max(map(len, vocab), default=0)
-        """Characters; 0: a token may stand for any number, of spaces beside it."""
+        """Most characters of a token; 0: unlimited, because a token may cover any number of spaces beside it."""
 
     def for_grammars(self, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
         """The same tokens for checking grammars. Raises: ConfigError if llguidance cannot use them."""
@@ -107,12 +107,12 @@ class Tokenizer:
         return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, for each of several texts."""
+        """Token ids of several plain texts, each encoded as by `encode`."""
         return [each.ids for each in self._raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def cut(self, ids: list[int], limit: int, *, keep_last: bool = False) -> list[int]:
-        """The token ids of a text, as `encode` returns them with special tokens, cut to at most `limit`: the special tokens and
-        the first (or last) ones of the text stay.
+        """Cut the token ids of a text to at most `limit`. The special tokens that `encode` put around it stay, and its first
+        (or last) tokens.
         """
         before, after = self._special_around
         end = len(ids) - after

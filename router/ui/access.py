@@ -46,7 +46,7 @@ class Access:
             raise Unauthorized("the admin token is missing or wrong")
 
     def check_chat(self, scope: Scope) -> None:
-        """As `check`, for a conversation: anyone who reaches a public port without keys may have one.
+        """Check access to the playground's chat: everyone who reaches a public port without keys may use it.
 
         Raises: Unauthorized, Forbidden.
         """
@@ -59,7 +59,7 @@ class Access:
         return self.trusts_loopback and is_local(scope)
 
     def may_operate(self, scope: Scope) -> bool:
-        """Whether the caller may see what nodes tell operators, and change them."""
+        """Whether the caller may change nodes, and see what they report to operators."""
         return (self.trusts_loopback and is_local(scope)) or self._has_token(Headers(scope=scope))
 
     def _has_token(self, headers: Headers) -> bool:
@@ -69,8 +69,8 @@ class Access:
 
 
 def is_local(scope: Scope) -> bool:
-    """The caller is on this host and names it so: a page of another site whose name was rebound to this host does not. What a
-    proxy on this host passes on may come from anywhere."""
+    """Whether the caller is on this host and addresses it by a local name: a page of another site whose name was rebound to this host
+    does not. Requests that a proxy on this host forwards may come from anywhere."""
     headers, client = Headers(scope=scope), scope.get("client")
     host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
     by_proxy = any(name in headers for name in _SET_BY_PROXIES)

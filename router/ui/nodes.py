@@ -1,4 +1,4 @@
-"""What the dashboard asks of one node: its own status, draining. Through the node's admin port. Router process, event loop."""
+"""Asks a node for its status and drains it for the dashboard, through the node's admin port. Router process, event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the playground does beside reading: conversations without an API key, and killing a node. Router process, event loop."""
+"""Actions of the playground: conversations without an API key, and killing a node. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 class Chat:
-    """ASGI application: the router's own chat endpoint for callers whom `access` admits. They need no API key,
-    and are told apart by their address, as the API tells clients without keys.
-    """
+    """ASGI application: the router's own chat endpoint for callers whom `access` admits. They need no API key and are distinguished by their address, like the API's clients without keys."""
 
     def __init__(self, access: Access, endpoint: Callable[[], ASGIApp]) -> None:
         """`endpoint`: the application that answers `CHAT_PATH`, once it exists."""

@@ -89,7 +89,7 @@ class DashboardRoutes:
         return json_response(story)
 
     async def _node(self, request: Request, access: Access) -> Response:
-        """What this router knows of a node, and to operators what the node itself says."""
+        """The router's view of a node, and for operators also the node's own report."""
         node = self._nodes.find(request.path_params["name"])
         about = describe_node(node, monotonic())
         about["breaker"] = dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation))

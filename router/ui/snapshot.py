@@ -16,7 +16,7 @@ from common.base.clock import Clock, monotonic
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from router.admin import node_state
-from router.fast.metrics import Counter, Histogram
+from router.counters import Counter, Histogram
 from router.nodes.node import Node
 from router.router import Router
 
@@ -110,7 +110,7 @@ class Snapshots:
         }
 
     def _relays(self, nodes: Collection[Node], now_s: float) -> list[dict[str, Any]]:
-        """Bytes relayed so far, and per second, by pair of nodes that are there."""
+        """Bytes relayed so far, and per second, by pair of present nodes."""
         known = {node.incarnation for node in nodes}
         found = {
             (source, node.incarnation): size_bytes

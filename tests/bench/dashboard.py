@@ -14,7 +14,7 @@ from support.mock_clock import MockClock
 from support.simulated_nodes import SimulatedNodes
 
 from common.config.service_configs import RouterConfig
-from router.fast import gc_policy
+from router import gc_policy
 from router.router import Router
 from router.ui.snapshot import Snapshots
 

@@ -100,7 +100,7 @@ def test_the_readme_is_read_in_one_go() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("package", ["router", "kvtransfer", "common"])
+@pytest.mark.parametrize("package", ["kvrelay", "router", "kvtransfer", "common"])
 def test_architecture_lists_every_folder_of_a_package(package: str) -> None:
     (row,) = re.findall(rf"^    {package}/ +(.*)$", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
     folders = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).glob("*/**/*.py")}

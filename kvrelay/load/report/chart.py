@@ -99,7 +99,7 @@ class Axis:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most some thousand points, evenly taken: a report is to be mailed."""
+    """At most some thousand points, evenly spaced, so that a report is small enough for a mail."""
     stride = math.ceil(len(points) / _MOST_POINTS)
     return points[::stride] if stride > 1 else points
 

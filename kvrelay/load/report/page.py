@@ -85,7 +85,7 @@ def run_charts(result: Mapping[str, Any]) -> list[Chart]:
 
 
 def _succeeded(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """The columns without the requests that failed."""
+    """The columns of the requests that succeeded."""
     return {
         name: [value for value, error in zip(column, samples["error"], strict=True) if not error]
         for name, column in samples.items()

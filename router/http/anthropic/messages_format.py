@@ -25,7 +25,7 @@ class MessagesFormat(ParsedFormat):
     _block = -1
     """Index of the newest block."""
     _open: str | None = None
-    """Its type, while it is open."""
+    """The type of the newest block while it is open."""
     _called = False
 
     def opening(self, generation: Generation, index: int) -> list[Json]:

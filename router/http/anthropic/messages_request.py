@@ -204,7 +204,7 @@ class CountTokensRequest(_Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What `output_config.format` was called earlier."""
+    """The earlier name of `output_config.format`."""
 
     @staticmethod
     def left_out(body: Json) -> list[str]:

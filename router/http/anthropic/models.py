@@ -13,7 +13,7 @@ from router.models.served_model import ServedModel
 
 
 def is_of_anthropic(scope: Scope) -> bool:
-    """Whether a request is that of an Anthropic client, which always says which version of the API it speaks."""
+    """Whether a request comes from an Anthropic client, which always sends the version of the API."""
     return header(scope, b"anthropic-version") != ""
 
 
@@ -30,7 +30,7 @@ def model_info(model: ServedModel, created_s: int) -> AnthropicModel:
 
 
 def model_page(models: Sequence[ServedModel], created_s: int) -> AnthropicModelList:
-    """All of them on one page, whatever its `limit`: clients ask for no other where there is none."""
+    """All models on one page, regardless of `limit`: clients ask for no further page if `has_more` is false."""
     return {
         "data": [model_info(model, created_s) for model in models],
         "has_more": False,

@@ -10,7 +10,6 @@ from router.http.anthropic.messages_format import MessagesFormat
 from router.http.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from router.http.error_shapes import AnthropicError
 from router.http.json_body import Json
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
@@ -19,6 +18,7 @@ from router.http.response_headers import OF_MESSAGES
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 
 
 def add_anthropic_routes(app: FastAPI, services: Services) -> None:

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
-from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaModel, OllamaModels, OllamaVersion
 from router.http.ollama.requests import ShowRequest
 from router.http.openai.parse_body import validated
@@ -24,7 +23,7 @@ from router.models.served_model import ServedModel
 _VERSION = "0.11.0"
 """The first ollama with all that its calls take here (efforts in `think`): clients ask what they may send."""
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC).isoformat()
-"""About what ollama says of a model that it keeps."""
+"""About ollama's value for a model that stays loaded."""
 
 
 def add_ollama_model_routes(app: FastAPI, services: Services) -> None:
@@ -51,7 +50,7 @@ def add_ollama_model_routes(app: FastAPI, services: Services) -> None:
         """Describe a model, like ollama's endpoint of the same name."""
         assign_ids(request, "ollama-")
         body, _ = await parse_as(request, services, ShowRequest, validated)
-        model = model_for(catalog, body.wanted, "generate", "embed", "score")
+        model = catalog.model_for(body.wanted, "generate", "embed", "score")
         return JsonResponse(_shown(model), headers=warnings_of(request))
 
     @app.get("/api/version", openapi_extra=described(OllamaVersion, error=OllamaError))
@@ -105,7 +104,7 @@ def _shown(model: ServedModel) -> Json:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """What clients may ask of it by ollama's calls, in ollama's words."""
+    """The model's capabilities in ollama's terms."""
     if model.task != "generate":
         return ["embedding"] if model.task == "embed" else []
     formats = model.output_formats
@@ -114,7 +113,7 @@ def _capabilities(model: ServedModel) -> list[str]:
 
 
 def _family(model: ServedModel) -> str:
-    """Such as `llama`, of `LlamaForCausalLM`; empty if unknown."""
+    """The model family, for example `llama` for `LlamaForCausalLM`; empty if unknown."""
     return re.sub(r"(Model|LMHeadModel|For[A-Z]\w*)$", "", model.architecture).lower()
 
 

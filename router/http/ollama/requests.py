@@ -202,7 +202,7 @@ class GenerateRequest(_Call):
 
 
 class ShowRequest(_Named):
-    """Body of `POST /api/show`. `name`: what `model` was called earlier."""
+    """Body of `POST /api/show`. `name`: the earlier name of `model`."""
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"options", "system", "template"})
     name: Annotated[str, Field(max_length=1024)] | None = None

@@ -10,13 +10,11 @@ from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
-from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaAnswer
 from router.http.ollama.embeddings import add_ollama_embedding_routes
 from router.http.ollama.model_routes import add_ollama_model_routes
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
@@ -25,6 +23,7 @@ from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 
 _LINES = "application/x-ndjson"
 
@@ -53,7 +52,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         if not body.raw:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = as_far_as_there_is_room(completion_request(body.completion_request(), CompletionRequest))
-        model = model_for(services.catalog, raw.model, "generate")
+        model = services.catalog.model_for(raw.model, "generate")
         caller = caller_of(request.scope, raw.user, raw.priority)
         services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
@@ -67,7 +66,7 @@ def _generates(body: Any) -> dict[str, Any]:
 
 def _loaded(services: Services, body: OllamaChatRequest | GenerateRequest, shown: Json) -> Response:
     """The answer to a client that wants a model to be loaded, which it is."""
-    model = model_for(services.catalog, body.model, "generate")
+    model = services.catalog.model_for(body.model, "generate")
     return JsonResponse(
         {
             "model": model.name,

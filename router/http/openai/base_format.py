@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
-from router.fast.text_events import TextEvents
 from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import DONE, Json, error_body, sse, to_json
 from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
@@ -13,6 +12,9 @@ from router.http.response_headers import serving_details
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
 from router.text.tokenizer import Tokenizer
+
+_MARKER = "\0text\0"
+"""Marks the place of the text in a serialized event."""
 
 
 def usage(generations: Sequence[Generation], samples: int = 1, completion: int | None = None) -> Json:
@@ -50,7 +52,8 @@ class BaseFormat:
             "created": options.created,
             "model": options.model,
         }
-        self._text_events = TextEvents()
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: the bytes of a text event before and after the text."""
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
         raise NotImplementedError
@@ -69,11 +72,13 @@ class BaseFormat:
             ]
 
     def text_event(self, text: str, index: int) -> bytes:
-        return self._text_events.event(index, to_json(text), self._whole_text_event)
-
-    def _whole_text_event(self, text: str, index: int) -> bytes:
-        (chunk,) = self.delta(Delta(text, [], None), index)
-        return sse(chunk)
+        """An event that contains only text. Events of a choice differ only in it, so just the first one is serialized whole."""
+        around = self._around_text.get(index)
+        if around is None:
+            (chunk,) = self.delta(Delta(_MARKER, [], None), index)
+            before, _, after = sse(chunk).partition(to_json(_MARKER))
+            around = self._around_text[index] = before, after
+        return b"".join((around[0], to_json(text), around[1]))
 
     def chunk(self, choice: Json) -> Json:
         body: Json = {**self._head, "choices": [choice]}

@@ -37,7 +37,7 @@ _MAX_TRACEPARENT_CHARS, _MAX_TRACESTATE_CHARS = 55, 512
 
 class Caller(NamedTuple):
     """`tenant`: the fair share that a request counts against. `session`: requests of one session go to the same nodes.
-    `priority`: what the body asks for, as far as the client may.
+    `priority`: that of the body, limited to what the client may use.
     """
 
     tenant: Tenant = NOBODY
@@ -80,7 +80,7 @@ class ChatPrompt(NamedTuple):
 def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
     """The prompt of a conversation.
 
-    Raises: BadRequest, as `Tokenizer.render_chat`, and for tools whose calls could not be read.
+    Raises: BadRequest for what `Tokenizer.render_chat` refuses, and for tools whose calls could not be read.
     """
     tools = body.offered_tools
     if tools and model.output_formats.tools is None:

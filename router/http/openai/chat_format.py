@@ -147,5 +147,5 @@ def _message(message: ParsedMessage) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names that clients read: the field's usual one, and that of newer versions of vLLM."""
+    """The reasoning under both names that clients read: the usual one, and that of newer versions of vLLM."""
     return {"reasoning_content": text, "reasoning": text}

@@ -75,13 +75,13 @@ class Message(BodyModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(exclude=True)] = None
-    """What newer versions of vLLM call it. Answers have both, and clients may send both back."""
+    """Its name in newer versions of vLLM. Answers have both, and clients may send both back."""
     thinking: Annotated[str | None, Field(exclude=True)] = None
-    """What the templates of some models call it."""
+    """Its name in the templates of some models."""
     refusal: Annotated[str | None, Field(exclude=True)] = None
-    """What an assistant that refused said in place of content."""
+    """Text of an assistant that refused, in place of content."""
     function_call: None = None
-    """What `tool_calls` were called earlier."""
+    """Earlier form of `tool_calls`."""
     audio: None = None
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[str | TextPart] | None)

@@ -93,7 +93,7 @@ class ChatRequest(CompletionRequestBase):
 
     @property
     def must_call(self) -> list[Tool]:
-        """The functions one of which the model must call; empty: it may also answer in words."""
+        """The model must call one of these functions; empty: it may also answer in words."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
         return self.may_call if mode == "required" or isinstance(mode, NamedToolChoice) else []

@@ -10,7 +10,7 @@ ECHO_CHARS = 200
 """Error messages quote at most this much of the client's input."""
 
 MAX_INT = 2**31 - 1
-"""Upper limit for all integers except the seed: those of JSON are unbounded, those of the wire protocol are not."""
+"""Upper limit for all integers except the seed: integers of JSON are unbounded, integers of the wire protocol are not."""
 
 MAX_CONTENT_PARTS = 4096
 """Maximum for one message."""
@@ -26,7 +26,7 @@ _excerpt.maxlong = 40
 
 
 class FieldsError(ValueError):
-    """A check of several fields failed. `param`: the one of them that clients are told."""
+    """A check of several fields failed. `param`: the field that the answer to the client names."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

@@ -17,7 +17,7 @@ RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _UNKNOWN = object()
-"""What a body has where its check looked at something else, such as a list without the items that are left out."""
+"""Placeholder for a value that its check saw in another form, such as a list without the items that are left out."""
 
 
 def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:

@@ -28,8 +28,8 @@ def samples(request: GenerationRequest, count: int, *, ranked: bool) -> list[Gen
 
 
 def most_likely(deltas: Sequence[list[Delta]], computed: int, returned: int) -> list[int]:
-    """The answers to return of each prompt, whose `computed` answers follow each other: those with the highest mean
-    log-probability per token, the best first.
+    """The answers to return for each prompt: those with the highest mean log-probability per token, the best first. The `computed`
+    answers to one prompt follow each other.
     """
     kept: list[int] = []
     for start in range(0, len(deltas), computed):

@@ -14,7 +14,7 @@ from router.http.openai.shared_fields import CompletionRequestBase
 from router.models.sampling_defaults import NEUTRAL, SamplingDefaults
 
 _LEAST_TOP_P = 1e-6
-"""What 0 means: less than the probability of the most likely token, whatever the vocabulary."""
+"""Replaces 0: less than the probability of the most likely token in any vocabulary."""
 
 
 def sampling_params(

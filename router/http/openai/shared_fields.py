@@ -155,7 +155,7 @@ class CompletionRequestBase(StructuredFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As in `SamplingParams.logprobs`."""
+        """Number of alternatives per token with log-probabilities; None: no log-probabilities."""
         return None
 
     @property
@@ -165,7 +165,7 @@ class CompletionRequestBase(StructuredFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As in `SamplingParams.prompt_logprobs`."""
+        """The same for the tokens of the prompt."""
         return self.prompt_logprobs
 
     @property

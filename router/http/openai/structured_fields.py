@@ -21,7 +21,7 @@ _Wanted = list[tuple[str, Callable[[], str]]]
 
 
 class JsonSchemaFormat(BodyModel):
-    """`json_schema` of a `response_format`. The answer always follows the schema, whatever `strict` says."""
+    """`json_schema` of a `response_format`. The answer always follows the schema, also without `strict`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -78,7 +78,7 @@ class StructuredOutputs(BodyModel):
 
 
 class StructuredFields(BodyModel):
-    """The fields, of which at most one asks for something."""
+    """The fields that ask for a form of the answer; at most one may be set."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

@@ -18,7 +18,7 @@ _FLOAT32 = np.dtype("<f4")
 
 
 def head(request_id: str, model: str, work: PoolWork) -> Json:
-    """What the answers in OpenAI's shape begin with."""
+    """The first fields of answers in OpenAI's shape."""
     return {"id": request_id, "object": "list", "created": int(time.time()), "model": model, "usage": usage(work)}
 
 

@@ -146,7 +146,7 @@ Pairs = Sequence[tuple[str, Sequence[str]]]
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> Pairs:
-    """What a body wants compared."""
+    """The pairs of texts that a body compares."""
     if isinstance(body, RerankRequest):
         return [(body.query, body.documents)]
     if len(body.text_1) == 1:
@@ -186,7 +186,7 @@ def _pair_work(
 def _compared_work(
     body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller, first_numbers: tuple[int, int]
 ) -> PoolWork:
-    """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others."""
+    """What an embedding model computes to compare texts: the vectors of `text_1`, or the query, then those of the others."""
     pairs = pairs_of(body)
     cut = body.truncate_prompt_tokens
     texts = [first for first, _ in pairs], [second for _, seconds in pairs for second in seconds]

@@ -96,7 +96,7 @@ class RerankRequest(PoolingFields):
     query: str
     documents: Annotated[list[str], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Return only so many, the best ones; 0: all."""
+    """Number of best documents to return; 0: all."""
     return_documents: bool | None = True
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
@@ -110,7 +110,7 @@ class RerankRequest(PoolingFields):
 
 
 _NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
-"""What vLLM calls the two fields of `/v1/score`."""
+"""vLLM's names of the two fields of `/v1/score`."""
 
 
 class ScoreRequest(PoolingFields):
@@ -138,12 +138,12 @@ class ScoreRequest(PoolingFields):
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the client calls the two fields."""
+        """The client's names of the two fields."""
         return self._names
 
 
 def check_lengths(first: int, second: int, names: tuple[str, str] = ("text_1", "text_2")) -> None:
-    """Raises: FieldsError if so many texts cannot be compared."""
+    """Check that the numbers of texts fit together: one and any number, or equal numbers. Raises: FieldsError."""
     if first not in (1, second):
         one, other = names
         raise FieldsError(

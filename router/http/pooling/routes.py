@@ -13,8 +13,6 @@ from starlette.responses import Response
 
 from common.base.errors import BadRequest
 from router.http.json_body import Json
-from router.http.model_choice import model_for
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.parse_body import validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.pooling.answer_types import Embeddings, PoolingAnswer, Ranking, Scores
@@ -24,6 +22,7 @@ from router.http.pooling.requests import EmbeddingRequest, PoolingRequest, Reran
 from router.http.pooling.serve import EmbeddedInputs, admitted_caller, serve_embeddings, serve_pooled
 from router.http.serve import assign_ids, parse_as
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 
 _Endpoint = Callable[[Request], Any]
 
@@ -73,7 +72,7 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         """The documents that fit the query best, like the endpoints of Cohere and Jina."""
         assign_ids(request, "rerank-")
         body, size = await parse_as(request, services, RerankRequest, validated)
-        model = model_for(services.catalog, body.model, "score", "embed")
+        model = services.catalog.model_for(body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)
         work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
 
@@ -87,7 +86,7 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         """How well pairs of texts fit: by a cross-encoder, or the cosine of their embeddings; like vLLM's endpoint."""
         assign_ids(request, "score-")
         body, size = await parse_as(request, services, ScoreRequest, validated)
-        model = model_for(services.catalog, body.model, "score", "embed")
+        model = services.catalog.model_for(body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)
         work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
 

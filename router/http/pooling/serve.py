@@ -14,8 +14,6 @@ from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
 from router.http.client import count_tokens
 from router.http.json_body import Json, large_json
-from router.http.model_choice import model_for
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import Caller, caller_of
 from router.http.pooling.inputs import embedding_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
@@ -23,6 +21,7 @@ from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
 from router.http.serve import warnings_of, with_client_id
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 from router.models.served_model import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
@@ -50,7 +49,7 @@ async def serve_embeddings(
     per_token: bool = False,
 ) -> Response:
     """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
-    model = model_for(services.catalog, body.model, "embed")
+    model = services.catalog.model_for(body.model, "embed")
     ids, caller = admitted_caller(request, services, body, model)
     work = await maybe_on_thread(size, lambda: embedding_work(body, model, caller, per_token=per_token))
     return await serve_pooled(
@@ -61,7 +60,7 @@ async def serve_embeddings(
 def admitted_caller(
     request: Request, services: Services, body: PoolingFields, model: ServedModel
 ) -> tuple[RequestIds, Caller]:
-    """The request's ids and who sends it. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
+    """The request's ids and who sends it. Raises: what `Dispatcher.check_room` raises, before anything is tokenized."""
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
     return with_client_id(request, body.request_id), caller

@@ -32,7 +32,7 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """An answer, with what it repeats of its request."""
+    """An answer, and the fields that it repeats from its request."""
 
     id: str
     object: Literal["response"]

@@ -149,8 +149,8 @@ InputItem = Annotated[
 
 
 def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
-    """The chat messages of these items, none of which is a reference: reasoning, text and calls of the model that follow each
-    other are one message.
+    """The chat messages of these items, which hold no references. Reasoning, text and calls of the model that follow each
+    other become one message.
     """
     messages: list[Json] = []
     answer: Json | None = None

@@ -31,7 +31,7 @@ def item_id(kind: str, response_id: str, place: int | str) -> str:
 async def looked_up(
     items: Sequence[InputItem], store: ResponseStore, tenant: str, max_bytes: int
 ) -> tuple[list[InputItem], int]:
-    """The items, with what references mean in place of them, and the bytes of that.
+    """The items with references replaced by the items that they name, and the bytes of those.
 
     Raises: NotFound, also for an item of another tenant; BadRequest or PayloadTooLarge for too many; Unavailable.
     """

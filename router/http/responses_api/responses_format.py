@@ -20,7 +20,7 @@ _OWN_FIELDS: dict[str, Json] = {"message": {"role": "assistant"}, "reasoning": {
 
 
 class ResponsesFormat(ParsedFormat):
-    """`shown`: what the response repeats of its request. `response` is the whole one, once there is one.
+    """Builds one response. `shown`: the fields that it repeats from its request. `response`: the whole response at the end.
 
     Invariant: at most one item is open; it is the last one of `_items`.
     """

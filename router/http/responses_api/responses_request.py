@@ -36,7 +36,7 @@ _ABSENT = frozenset(
         "message.input_image.image_url",
     }
 )
-"""What no answer has, because reasoning is not encrypted and only functions are called: clients may ask to include it."""
+"""Parts that no answer has, because reasoning is not encrypted and only functions are called. Clients may ask to include them."""
 
 
 class _Body(BodyModel):
@@ -163,7 +163,7 @@ class ResponsesRequest(BodyModel):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """What is left out of a body: tools that are not functions, beside functions, as `tools.KIND`; items of other
+        """What is ignored of a body: tools that are not functions, if there are functions, as `tools.KIND`; items of other
         servers, as `input.KIND`."""
         found = [f"input.{kind}" for kind in left_out_items(body.get("input"))]
         kinds = dict.fromkeys(_kind(tool) for tool in items(body.get("tools")) or ())
@@ -240,7 +240,7 @@ class ResponsesRequest(BodyModel):
         return _function_choice(choice) if isinstance(choice, FunctionChoice) else choice
 
     def shown(self) -> Json:
-        """What a response repeats of its request."""
+        """The fields that a response repeats from its request."""
         text = {"type": "text"}
         if self.text is not None and self.text.format is not None:
             text = self.text.format.model_dump(by_alias=True)
@@ -276,7 +276,7 @@ def _functions_of(value: Any) -> Any:
 
 
 def _function_choice(choice: FunctionChoice) -> Json:
-    """As the chat call has it."""
+    """The same choice in the form of the chat call."""
     return {"type": choice.type, "function": {"name": choice.name}}
 
 

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from common.base.errors import BadRequest, NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
-from router.http.on_thread import maybe_on_thread
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
@@ -28,6 +27,7 @@ from router.http.responses_api.responses_request import ResponsesRequest
 from router.http.responses_api.stored_input import answer_messages, item_page
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
+from router.http.turns import maybe_on_thread
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
@@ -102,7 +102,7 @@ def _tenant_of(request: Request, services: Services) -> str:
 
 
 class _Conversation(NamedTuple):
-    """A body, the messages before it, the chat request that means both, and the bytes that bound all work on it."""
+    """A body, the messages before it, the equivalent chat request, and the bytes that bound all work on it."""
 
     body: ResponsesRequest
     earlier: list[Json]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from kvrelay.load import show
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.summary import distribution, percentile, summarise
+from kvrelay.load.summary import LiveFigures, distribution, percentile, summarise
 
 
 def test_percentiles_are_interpolated() -> None:
@@ -54,3 +54,13 @@ def test_a_run_in_which_nothing_succeeded_has_a_summary_too() -> None:
     assert (summary["ttft_s"], summary["hit_rate"], summary["requests_per_s"]) == (None, None, 0.0)
     Console(quiet=True).print(show.run({"summary": summary, "left_out": 0}))
     assert summarise([], None, None)["error_rate"] == 0.0
+
+
+def test_figures_cover_the_last_requests_and_all_errors() -> None:
+    figures = LiveFigures()
+    assert figures.describe() == ""
+    figures.take(RequestOutcome(0, 0.0, error="timeout"))
+    for number in range(1100):
+        ttft_s = 9.0 if number < 100 else 0.1
+        figures.take(RequestOutcome(number, 0.0, ended_s=ttft_s + 0.9, ttft_s=ttft_s, output_tokens=10))
+    assert figures.describe() == "TTFT p50 100.0 p99 100.0 ms, TPOT p50 100.0 p99 100.0 ms, 1 errors"

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from common.config.service_configs import RouterConfig
 from common.control.http_connection_limit import ConnectionLimit
-from router.fast.endpoints import DirectEndpoints
+from router.http.direct_endpoints import DirectEndpoints
 from router.http.server import http_server
 from router.router import Router
 

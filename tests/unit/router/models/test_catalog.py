@@ -16,7 +16,6 @@ from common.control.identities import Adapter, PeerRef
 from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
-from router.http.model_choice import model_for
 from router.models import registered_model, served_model
 from router.models.catalog import ModelCatalog
 from router.models.served_model import LoadOptions, ServedModel
@@ -125,7 +124,7 @@ def test_a_request_without_a_name_gets_the_only_generating_model(monkeypatch: py
         catalog.accept([embeds, record("a0", "a", started_at=1.0)])
         await listed(catalog, "a", "e")
         assert (catalog.get(None).name, catalog.default("score", "embed").name) == ("a", "e")
-        assert (catalog.get("").name, model_for(catalog, "", "embed").name) == ("a", "e")
+        assert (catalog.get("").name, catalog.model_for("", "embed").name) == ("a", "e")
         catalog.accept([embeds, record("a0", "a", started_at=1.0), record("b0", "b", started_at=2.0)])
         await listed(catalog, "a", "e", "b")
         with pytest.raises(BadRequest, match="model is required: this server has 'a', 'b'"):

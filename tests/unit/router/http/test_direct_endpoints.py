@@ -14,8 +14,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from common.base.errors import BadRequest
-from router.fast.endpoints import DirectEndpoints
 from router.http.api_keys import KeyGuard
+from router.http.direct_endpoints import DirectEndpoints
 from router.http.format import FormatOptions
 from router.http.json_body import sse, to_json
 from router.http.key_limits import ApiKeys

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.fast import metrics
+from router import counters as metrics
 
 BOUNDS = (0.001, 0.5, 1, 2.5, 160)
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from router.fast import gc_policy
+from router import gc_policy
 
 
 @pytest.fixture
