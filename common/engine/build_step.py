@@ -10,8 +10,8 @@ Rows = tuple[Sequence, int]
 """A sequence of a step and its number of rows."""
 
 
-def build_step(step_id: int, rows: list[Rows], num_decodes: int, copies: list[BlockCopy]) -> StepInput:
-    """The next rows of each sequence, from `num_scheduled` on; the first `num_decodes` sequences decode.
+def build_step(step_id: int, rows: list[Rows], num_decode_seqs: int, copies: list[BlockCopy]) -> StepInput:
+    """The next rows of each sequence, from `num_scheduled` on; the first `num_decode_seqs` sequences decode.
 
     A row is sampled if its next token is unknown. All pending tokens come from one earlier step.
     """
@@ -50,7 +50,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int, copies: list[Bl
         query_lens=[count for _, count in rows],
         context_lens=[seq.num_scheduled + count for seq, count in rows],
         block_tables=[[list(seq.block_tables[table]) for seq, _ in rows] for table in range(num_tables)],
-        num_decodes=num_decodes,
+        num_decode_seqs=num_decode_seqs,
         samples=samples,
         relay=[
             RelayProgress(seq.key, _final_blocks(seq, seq.num_scheduled + count)) for seq, count in rows if seq.relays

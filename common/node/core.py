@@ -333,15 +333,19 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def _step_done(self, output: StepOutput) -> None:
         scheduled = self._scheduled.pop(output.step_id)
-        counts, num_decodes = scheduled.step.query_lens, scheduled.step.num_decodes
+        counts, num_decode_seqs = scheduled.step.query_lens, scheduled.step.num_decode_seqs
         self._timer.end(
-            output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts), tokens=sum(counts)
+            output.step_id,
+            self.clock(),
+            decodes=num_decode_seqs > 0,
+            prompts=num_decode_seqs < len(counts),
+            tokens=sum(counts),
         )
-        self._prompt_tokens += sum(counts[num_decodes:])
+        self._prompt_tokens += sum(counts[num_decode_seqs:])
         self._prompt_tokens += sum(
-            n for seq, n in zip(scheduled.seqs, counts[:num_decodes], strict=False) if seq.relays
+            n for seq, n in zip(scheduled.seqs, counts[:num_decode_seqs], strict=False) if seq.relays
         )
-        for seq in scheduled.seqs[num_decodes:]:
+        for seq in scheduled.seqs[num_decode_seqs:]:
             if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
                 attempt.mark("chunk", self.clock(), seq.num_scheduled)
         for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):

@@ -55,7 +55,7 @@ def test_drafts_add_rows_that_each_draw_the_token_after_them() -> None:
     scheduler = decoding(drafting, plain)
     drafting.draft_ids = [8, 8]
     step = start(scheduler).step
-    assert (step.query_lens, step.num_decodes, step.context_lens) == ([3, 1], 2, [23, 21])
+    assert (step.query_lens, step.num_decode_seqs, step.context_lens) == ([3, 1], 2, [23, 21])
     assert (step.token_ids, step.positions) == ([7, 8, 8, 7], [20, 21, 22, 20])
     assert [(s.seq_index, s.row, s.position, s.num_generated) for s in step.samples] == [
         (0, 0, 21, 1),
@@ -113,7 +113,7 @@ def test_a_prompt_chunk_of_one_row_is_no_decode_row() -> None:
     scheduler.update(start(scheduler), [SampledToken(7)])
     scheduler.add(prompt)
     step = start(scheduler).step
-    assert (step.query_lens, step.num_decodes, len(step.samples)) == ([1, 1], 1, 1)
+    assert (step.query_lens, step.num_decode_seqs, len(step.samples)) == ([1, 1], 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
