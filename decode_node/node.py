@@ -145,12 +145,12 @@ class DecodeNode(NodeCore[_Attempt]):
         if not self.adapters.is_settled:
             for attempt in self.attempts.values():
                 if attempt.phase is Phase.WAITING and self.adapters.makes_room(attempt.seq.request.adapter):
-                    attempt.seq.adapter_id = 0  # its offer may have to wait for who waits for the room
+                    attempt.seq.adapter_id = 0  # its offer may queue behind requests that wait for an adapter slot
         super().on_time(now_s)
 
     @property
     def has_deadlines(self) -> bool:
-        """As `EngineCore.has_deadlines`."""
+        """Whether `on_time` may have something to do before the next event."""
         return bool(self.early) or super().has_deadlines
 
     def step(self) -> bool:
@@ -224,8 +224,8 @@ class DecodeNode(NodeCore[_Attempt]):
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant deferred offers by priority, then in their order, as far as there is room. Those without their adapter get no
-        blocks: who uses the adapter that makes room may need them."""
+        """Grant deferred offers by priority, then in their order, as far as there is room. Those that wait for an
+        adapter get no blocks: the requests that still use the adapter to be evicted may need them."""
         self.scheduler.next_reserved = None
         for attempt in [each for each in self.deferred if each.seq.state is not SequenceState.AWAITING_ADAPTER]:
             first_blocks = self.scheduler.reserve(attempt.seq)

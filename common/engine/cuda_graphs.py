@@ -147,7 +147,7 @@ class DecodeGraphs:
         block_size: int,
         num_tables: int = 1,
     ) -> None:
-        """`pad_block`: a block of the KV memory that belongs to no pool. `num_tables`: as `KVSpec.num_tables`."""
+        """`pad_block`: a block of the KV memory that belongs to no pool. `num_tables`: block tables of a sequence."""
         self._model = model
         self._attention = attention
         self._pad_block = pad_block

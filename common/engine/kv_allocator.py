@@ -1,12 +1,12 @@
 """Gives sequences their KV blocks and takes them back. Pure; owned by the engine's thread.
 
 A sequence has a block table for each window of the model (`KVSpec.windows`), all of the same length: entry i is the block of
-tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and a sequence that has the
-same full blocks before it (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
+tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and what another sequence with the
+same full blocks needs (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
 
 Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
 its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
-all h of a table without a window, those within the window else. So a shorter prompt never reads what is gone; it computes.
+all h of a table without a window, otherwise those within the window. So a shorter prompt never reads what is gone; it computes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KVAllocator:
 
     @property
     def room(self) -> int:
-        """By how many blocks all tables of one sequence together can grow."""
+        """Blocks that can be added to each table of one sequence."""
         return self.pool.num_idle // self.pool.num_tables
 
     def hit_blocks(self, hashes: Seq[BlockHash]) -> int:

@@ -36,7 +36,7 @@ class NativeStep:
         backends: Sequence[tuple[NativeAttention, int]],
         sampler: HostSampler,
     ) -> None:
-        """`backends`: all that attend, each with the number of its block table. `memory`: what they have for each layer."""
+        """`backends`: the attention backends, each with the number of its block table. `memory`: what they have for each layer."""
         self._parts = parts  # keeps the memory that the struct points to
         self._memory = memory
         self._native = parts.stack.native
@@ -80,7 +80,7 @@ class NativeStep:
             slots = array("q", step.slot_mapping[table])
             backend.plan_rows(step.context_lens, step.block_tables[table], slots)
         if rows > len(self._logits):
-            self._logits = torch.empty(rows, self._vocab_size).numpy()  # at a cache line, as NumPy's memory is not
+            self._logits = torch.empty(rows, self._vocab_size).numpy()  # cache-line aligned; NumPy's memory is not
             self._logits_address = self._logits.ctypes.data
         token_ids, positions = array("q", step.token_ids), array("q", step.positions)
         rotation = self._struct.rotation

@@ -44,7 +44,7 @@ class Scheduler:
     """Holds the sequences that wait, that run, and that have blocks reserved for KV still to arrive (`reserve`)."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, windows: Seq[int | None] = (None,)) -> None:
-        """`windows`: as `KVSpec.windows`, one for each block table of the pool."""
+        """`windows`: the sliding window of each block table of the pool, None for a table without one."""
         self.config = config
         self.pool = pool
         self.allocator = KVAllocator(pool, windows)
@@ -53,7 +53,7 @@ class Scheduler:
         """By priority, then oldest first; the last is preempted first. With those that have ended and are in a step in flight."""
         self.reserved: dict[AttemptKey, Sequence] = {}
         self.next_reserved: Sequence | None = None
-        """Next sequence to `reserve`, if it had to wait; later ones must not take its blocks or sequence slot."""
+        """The sequence to `reserve` next, if it had to wait; later ones must not take its blocks or its sequence slot."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -130,9 +130,11 @@ class Scheduler:
         elif seq.state is _RESERVED:
             del self.reserved[seq.key]
         elif seq.state in (_RUNNING, _YIELDING):
-            seq.enter(_HELD if seq.relays else _ENDING, reason)
-            self._leave(seq)
-            return
+            if seq.relays or seq.progress.in_flight:
+                seq.enter(_HELD if seq.relays else _ENDING, reason)
+                self._leave(seq)
+                return
+            del self.running[seq.key]
         self._release(seq, reason)
 
     def free(self, seq: Sequence) -> None:
@@ -147,7 +149,7 @@ class Scheduler:
         if not seq.progress.in_flight:
             del self.running[seq.key]
             if seq.state is _ENDING:
-                self._release(seq, "in no step")
+                self._release(seq, "its last step is over")
 
     def _release(self, seq: Sequence, reason: str) -> None:
         self.allocator.free(seq)

@@ -35,8 +35,8 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     _S.AWAITING_GRAMMAR: frozenset({_S.ACCEPTED, _S.AWAITING_ADAPTER, _S.RESERVED, _S.ENDED}),
     _S.WAITING: frozenset({_S.RUNNING, _S.ENDED}),
     _S.RESERVED: frozenset({_S.RUNNING, _S.ENDED}),
-    _S.RUNNING: frozenset({_S.WAITING, _S.YIELDING, _S.HELD, _S.ENDING}),  # to WAITING: preempted
-    _S.YIELDING: frozenset({_S.RUNNING, _S.WAITING, _S.HELD, _S.ENDING}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.YIELDING, _S.HELD, _S.ENDING, _S.ENDED}),  # to WAITING: preempted
+    _S.YIELDING: frozenset({_S.RUNNING, _S.WAITING, _S.HELD, _S.ENDING, _S.ENDED}),
     _S.HELD: frozenset({_S.ENDING, _S.ENDED}),
     _S.ENDING: frozenset({_S.ENDED}),
     _S.ENDED: frozenset(),

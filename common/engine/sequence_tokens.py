@@ -1,7 +1,14 @@
-"""The tokens of a sequence: those that are known, those that it drafts, and those that it may draw. Engine thread; pure."""
+"""The tokens of a sequence: those that are known, those that it drafts, and those that it may draw. Engine thread; pure.
+
+All of this is a function of the request and of the tokens before a draw, so that every attempt and node agree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
 from llguidance import LLMatcher
 
 from common.control.ids import pack_ids
@@ -9,7 +16,6 @@ from common.control.item_count import SENT_ITEMS
 from common.control.messages import FinishReason, SamplingParams, items_of
 from common.engine.grammar.state import GrammarState
 from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
-from common.engine.token_constraints import both, completed_by, mask_of
 
 
 class SequenceTokens:
@@ -26,7 +32,7 @@ class SequenceTokens:
         self.grammar: GrammarState | None = None
         """Set by `set_grammar`, for a request with a grammar before its first draw."""
         self.mask: bytes | None = mask_of(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
-        """The tokens that the request allows at each draw, as `SampleSpec.mask`."""
+        """A bit mask of the tokens that the request allows at each draw (`SampleSpec.mask`); None: all."""
         self.draw_params = sampling
         """Parameters sent to ranks, without the fields that every draw carries itself."""
         if sampling.allowed_token_ids or sampling.bad_words or sampling.grammar:
@@ -70,7 +76,7 @@ class SequenceTokens:
         return [*by_grammar, *completed_by(self.sampling.bad_words, known)]
 
     def mask_after(self, num_drafts: int) -> bytes | None:
-        """The tokens that can be drawn after the first drafts, as `SampleSpec.mask`."""
+        """A bit mask of the tokens that can be drawn after the first drafts (`SampleSpec.mask`); None: all."""
         return self.mask if self.grammar is None else both(self.mask, self.grammar.mask(num_drafts))
 
     @property
@@ -87,7 +93,7 @@ class SequenceTokens:
         self.advance_grammar()
 
     def advance_grammar(self) -> None:
-        """Bring its grammar, if it has one, up to tokens that were drawn elsewhere. Raises: BadRequest as `set_grammar`."""
+        """Take in, if it has a grammar, tokens that were drawn elsewhere. Raises: BadRequest if the grammar forbids them."""
         if self.grammar is not None:
             self.grammar.take(self.ids)
             self.prepare_grammar()
@@ -122,3 +128,29 @@ class SequenceTokens:
         if length - self.prompt_len >= sampling.max_tokens or length >= max_model_len:
             return "length"
         return None
+
+
+def mask_of(token_ids: Iterable[int]) -> bytes:
+    """A bit mask that allows only these tokens (`SampleSpec.mask`)."""
+    ids = np.array(list(token_ids), np.int64)
+    bits = np.zeros((int(ids.max()) // 32 + 1) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).tobytes()
+
+
+def both(mask: bytes | None, other: bytes | None) -> bytes | None:
+    """The tokens that both masks allow."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    size = min(len(mask), len(other))
+    return (np.frombuffer(mask[:size], np.int32) & np.frombuffer(other[:size], np.int32)).tobytes()
+
+
+def completed_by(words: Seq[Seq[int]], generated: Seq[int]) -> list[int]:
+    """The tokens that would complete one of `words` (token sequences) after the `generated` tokens."""
+    size = len(generated)
+    return [
+        word[-1]
+        for word in words
+        if len(word) <= size + 1 and list(word[:-1]) == list(generated[size - len(word) + 1 :])
+    ]

@@ -87,7 +87,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks // parts.scheduler.pool.num_tables)
         self.rests_until_s = 0.0
-        """As `EngineCore.rests_until_s`."""
+        """Time at which `step` may have work again without an event; a time in the past means nothing."""
         self._scheduled: dict[int, ScheduledStep] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
@@ -156,7 +156,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @property
     def has_deadlines(self) -> bool:
-        """As `EngineCore.has_deadlines`."""
+        """Whether `on_time` may have something to do before the next event."""
         return bool(self.attempts) or not self.adapters.is_settled
 
     def describe_attempts(self) -> list[dict[str, Any]]:
@@ -346,7 +346,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         """The present load. `waiting`: attempts that are not in the scheduler yet; `own`: fields that only a role knows."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
-        # A generating sequence always lacks the KV of its last token.
+        # The KV of a generating sequence's last token is never computed yet.
         begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
         return NodeLoad(
             running=len(scheduler.running),

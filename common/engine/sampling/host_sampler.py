@@ -63,7 +63,7 @@ class HostSampler:
         return self.sample_rows(np.ascontiguousarray(logits.cpu().numpy()), specs)
 
     def sample_rows(self, rows: NDArray[np.float32], specs: list[SampleSpec]) -> HostSamplerOutput:
-        """As `sample`, of [n, vocab] on the host."""
+        """Draw a token for each row of logits on the host, [n, vocab]."""
         bests: list[int] = rows.argmax(-1).tolist()
         highest = [rows.item(index, best) for index, best in enumerate(bests)]
         # argmax takes a NaN for the maximum.

@@ -30,7 +30,7 @@ class ScoredPrompts:
         self._arrived = recorded_event(slices[-1][1][0]) if slices else None
 
     def wait(self) -> list[list[PromptLogprobs]]:
-        """As `StepOutput.prompt_logprobs`. Any thread."""
+        """The log-probabilities for each `ScoredRows` of the step (`StepOutput.prompt_logprobs`). Any thread."""
         if self._arrived is not None:
             self._arrived.synchronize()
         out: list[list[PromptLogprobs]] = [[] for _ in range(self._count)]

@@ -13,7 +13,7 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.sequence import Sequence
-from common.engine.token_constraints import both, completed_by, mask_of
+from common.engine.sequence_tokens import both, completed_by, mask_of
 
 
 def bits(mask: bytes, vocab: int) -> set[int]:
