@@ -131,7 +131,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
-            "state": attempt.seq.state if attempt.phase is Phase.ACTIVE else attempt.phase.value,
+            "state": (attempt.seq.state if attempt.phase is Phase.ACTIVE else attempt.phase).value,
             "prompt_tokens": attempt.seq.tokens.prompt_len,
             "generated_tokens": attempt.seq.tokens.num_generated,
             "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,

@@ -101,7 +101,7 @@ class PrefillNode(NodeCore[_Attempt]):
 
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
-            "state": attempt.phase.value,
+            "state": (attempt.seq.state if attempt.phase is Phase.QUEUED else attempt.phase).value,
             "prompt_tokens": attempt.seq.num_tokens,
             "computed_tokens": attempt.seq.progress.num_computed,
             "decode_node": attempt.request.decode.node_id,

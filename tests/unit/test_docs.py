@@ -12,7 +12,7 @@ import typer.main
 from support.paths import ROOT
 
 from common.base.errors import ConfigError, KvRelayError, RestartRequested
-from common.base.variables import CACHE, CPU_KERNELS
+from common.base.variables import CACHE, CPU_KERNELS, STRICT_STATES
 from common.cli import app
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES, RouterConfig
@@ -65,7 +65,7 @@ def _unknown_options(line: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_variables_that_exist(page: Path) -> None:
     options = {ENV_PREFIX + name.upper() for service in SERVICES for name in field_infos(service)}
-    others = {ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, CACHE, CPU_KERNELS, "KVRELAY_PREBUILT"}
+    others = {ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, CACHE, CPU_KERNELS, STRICT_STATES, "KVRELAY_PREBUILT"}
     assert not set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", page.read_text("utf-8"))) - options - others
 
 
