@@ -263,7 +263,7 @@ class NoFiniteLogits(KvRelayError):
 
 
 class InvalidTransition(KvRelayError):
-    """A state machine met an event that its table does not have. The message has the story of what it happened to."""
+    """A state machine met an event that its table does not have: only tests raise it. The message has its story."""
 
     code = "invalid_transition"
 

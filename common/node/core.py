@@ -218,8 +218,10 @@ class NodeCore(ABC, Generic[AttemptT]):
         Raises: AdapterMissing.
         """
         seq, adapter = attempt.seq, attempt.seq.request.adapter
-        if adapter is None or seq.adapter_id or seq.state is SequenceState.AWAITING_ADAPTER:
-            return seq.state is not SequenceState.AWAITING_ADAPTER
+        if adapter is None or seq.adapter_id:
+            return True
+        if seq.state is SequenceState.AWAITING_ADAPTER:
+            return False
         self.adapters.check(adapter)
         tell = partial(self._adapter_loaded, seq.key)
         seq.adapter_id = self.adapters.take(adapter, self.clock(), tell, lambda: seq.key in self.attempts) or 0
@@ -325,8 +327,9 @@ class NodeCore(ABC, Generic[AttemptT]):
             if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
                 attempt.mark("chunk", self.clock(), seq.progress.num_scheduled)
         for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
-            for chunk in prompt_chunks(done):
-                self.send_buffer.reply(self.attempts[done.seq.key].identity, TokenBatch([chunk]))
+            if done.prompt_logprobs:
+                for chunk in prompt_chunks(done):
+                    self.send_buffer.reply(self.attempts[done.seq.key].identity, TokenBatch([chunk]))
             if done.error is not None:
                 self._fail(self.attempts[done.seq.key], done.error)
             elif done.tokens:

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from support.paths import ROOT
 
-from common.base.errors import ConfigError, KvRelayError, RestartRequested
+from common.base.errors import ConfigError, InvalidTransition, KvRelayError, RestartRequested
 from common.base.variables import CACHE, CPU_KERNELS, STRICT_STATES
 from common.cli import app
 from common.config.fields import field_infos
@@ -114,7 +114,7 @@ def _codes(error: type[KvRelayError]) -> set[str]:
 
 def test_every_status_and_code_that_clients_may_get_is_documented() -> None:
     given = {code for file in (ROOT / "router").rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
-    codes = given | _codes(KvRelayError) - {ConfigError.code, RestartRequested.code}
+    codes = given | _codes(KvRelayError) - {ConfigError.code, RestartRequested.code, InvalidTransition.code}
     section = (ROOT / "docs/api.md").read_text("utf-8").partition("## Errors")[2].partition("\n## ")[0]
     assert not codes - set(re.findall(r"`(\w+)`", section))
     rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", section, re.M)
