@@ -138,7 +138,7 @@ class EngineLoop:
             self._idle_work_at_s = math.inf if wait_s is None else monotonic() + wait_s
 
     def _receive(self, *, wait: bool) -> None:
-        """Hand over all events that are there. wait: for the first one, in idle time with other work."""
+        """Pass all events that have come to the core. wait: if there is none, do other work and sleep until one comes."""
         if wait and not self._core.has_deadlines and self._inbox.empty():
             self._work_in_idle_time()
         try:
