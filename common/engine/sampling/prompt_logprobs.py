@@ -16,7 +16,7 @@ from common.engine.sampling.logprobs import logprobs_of, recorded_event, to_host
 from common.engine.step import ScoredRows
 
 _SLICE_LOGITS = 2**22
-"""Logits that are in memory at a time: 16 MB, and some times that for what is computed from them."""
+"""Logits that are in memory at a time: 16 MB, and several times that for intermediates."""
 
 
 class ScoredPrompts:
