@@ -40,9 +40,11 @@ from common.control.messages import (
 )
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
 from common.engine.priority import insert_by_priority
-from common.engine.scheduled_step import Progress
+from common.engine.scheduled_step import SequenceOutput
+from common.engine.sequence_state import SequenceState
 from common.kv.rank_layout import check_compatible
-from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
+from common.node.attempt import Attempt, token_chunk
+from common.node.core import CoreParts, NodeCore
 from common.node.events import ClientLost, FromClient
 from decode_node.early import EarlyMessages, Messages
 from decode_node.pacing import rest_s
@@ -76,11 +78,11 @@ class _Attempt(Attempt):
     """For each block table, the first block that the prefill node sends."""
     first_token: int | None = None
     first_token_s: float = 0.0
-    spoke: bool = False
+    has_reported: bool = False
     """A token was sent to the router."""
     received_bytes: int | None = None
     """Set once every slice has arrived."""
-    why_due_s: float = math.inf
+    withdrawal_deadline_s: float = math.inf
     """Deadline for its prefill node's reason for withdrawing the blocks."""
 
 
@@ -110,7 +112,7 @@ class DecodeNode(NodeCore[_Attempt]):
             case FromClient(_, TransferAbort(key, code, message)):
                 self._prefill_gave_up(key, code, message)
             case FromClient(_, Abort(key)):
-                self._end(self.attempts.get(key))
+                self._end(self.attempts.get(key), "aborted")
             case Opened(key):
                 self._send_grant(self.attempts[key])
             case Received(key) as received:
@@ -129,31 +131,26 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
-            "state": self._state(attempt),
-            "prompt_tokens": attempt.seq.prompt_len,
-            "generated_tokens": attempt.seq.num_generated,
+            "state": (attempt.seq.state if attempt.phase is Phase.ACTIVE else attempt.phase).value,
+            "prompt_tokens": attempt.seq.tokens.prompt_len,
+            "generated_tokens": attempt.seq.tokens.num_generated,
             "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,
         }
 
-    def _state(self, attempt: _Attempt) -> str:
-        if attempt.phase is not Phase.ACTIVE:
-            return attempt.phase.value
-        return "running" if attempt.seq.key in self.scheduler.running else "waiting"
-
     def on_time(self, now_s: float) -> None:
         self._refuse_early(self.early.expired(now_s))
-        for attempt in [a for a in self.attempts.values() if now_s > a.why_due_s]:
+        for attempt in [a for a in self.attempts.values() if now_s > a.withdrawal_deadline_s]:
             self._transfers_failed += 1
             self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
         if not self.adapters.is_settled:
             for attempt in self.attempts.values():
                 if attempt.phase is Phase.WAITING and self.adapters.makes_room(attempt.seq.request.adapter):
-                    attempt.seq.adapter_id = 0  # its offer may have to wait for who waits for the room
+                    attempt.seq.adapter_id = 0  # its offer may queue behind requests that wait for an adapter slot
         super().on_time(now_s)
 
     @property
     def has_deadlines(self) -> bool:
-        """As `EngineCore.has_deadlines`."""
+        """Whether `on_time` may have something to do before the next event."""
         return bool(self.early) or super().has_deadlines
 
     def step(self) -> bool:
@@ -169,12 +166,14 @@ class DecodeNode(NodeCore[_Attempt]):
     def _num_in_prefill(self) -> int:
         """Prompts to be computed elsewhere; those not begun may wait there for room while one begun waits for it here."""
         coming = [a for a in self.attempts.values() if a.phase not in (Phase.ACTIVE, Phase.DRAINING)]
-        return sum(a.first_token is None and (a.offer is not None or self.scheduler.due is None) for a in coming)
+        return sum(
+            a.first_token is None and (a.offer is not None or self.scheduler.next_reserved is None) for a in coming
+        )
 
     # ------------------------------------------------------------ admission
 
     def _accept(self, identity: Identity, request: DecodeRequest) -> None:
-        seq = self._take(identity, request)
+        seq = self.admit(identity, request)
         if seq is None:
             return
         attempt = _Attempt(identity, seq, seq.arrival_s + request.timeout_s, request)
@@ -182,7 +181,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if request.prefill is None:
             self._local_prefills += 1
             attempt.phase = Phase.ACTIVE
-        self._begin(attempt)
+        self.prepare(attempt)
         for prefill_identity, message in self.early.take(request.key):
             self._from_prefill(prefill_identity, message)
 
@@ -207,7 +206,7 @@ class DecodeNode(NodeCore[_Attempt]):
         attempt.prefill_identity, attempt.offer = identity, offer
         attempt.mark("offer", self.clock())
         seq = attempt.seq
-        hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
+        hashes = hash_blocks(seq.root, seq.tokens.ids, parents=seq.full_block_hashes(), include_partial=True)
         try:
             expected = attempt.request.prefill
             if expected is None or offer.src.incarnation != expected.incarnation:
@@ -217,7 +216,7 @@ class DecodeNode(NodeCore[_Attempt]):
             check_compatible(offer.layout, self.layout)
             if offer.num_tokens != seq.num_tokens or offer.last_hash != hashes[-1]:
                 raise HandshakeRefused("the offered block hashes do not match this request's tokens")
-            self._take_adapter(attempt)
+            self._has_adapter(attempt)
         except KvRelayError as error:
             self._fail(attempt, error)
             return
@@ -225,13 +224,13 @@ class DecodeNode(NodeCore[_Attempt]):
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant deferred offers by priority, then in their order, as far as there is room. Those without their adapter get no
-        blocks: who uses the adapter that makes room may need them."""
-        self.scheduler.due = None
-        for attempt in [each for each in self.deferred if each.seq.key not in self._without_adapter]:
+        """Grant deferred offers by priority, then in their order, as far as there is room. Those that wait for an
+        adapter get no blocks: the requests that still use the adapter to be evicted may need them."""
+        self.scheduler.next_reserved = None
+        for attempt in [each for each in self.deferred if each.seq.state is not SequenceState.AWAITING_ADAPTER]:
             first_blocks = self.scheduler.reserve(attempt.seq)
             if first_blocks is None:
-                self.scheduler.due = attempt.seq
+                self.scheduler.next_reserved = attempt.seq
                 return
             self.deferred.remove(attempt)
             self._grant(attempt, first_blocks)
@@ -246,7 +245,7 @@ class DecodeNode(NodeCore[_Attempt]):
                 key=attempt.seq.key,
                 src=offer.src,
                 src_layout=offer.layout,
-                dst_blocks=[list(blocks) for blocks in attempt.seq.block_tables],
+                dst_blocks=[list(blocks) for blocks in attempt.seq.blocks.tables],
                 block_hashes=attempt.block_hashes,
                 first_blocks=first_blocks,
                 timeout_s=self.transfer_timeout_s,
@@ -259,7 +258,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _send_grant(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.RECEIVING:
-            blocks = [pack_ids(each) for each in attempt.seq.block_tables]
+            blocks = [pack_ids(each) for each in attempt.seq.blocks.tables]
             grant = Grant(attempt.seq.key, self.me, self.layout, attempt.first_blocks, blocks)
             self.send_buffer.reply(attempt.prefill_identity, grant)
 
@@ -267,7 +266,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _prefill_done(self, attempt: _Attempt, done: PrefillDone) -> None:
         if done.finish_reason is not None:
-            self._end(attempt)  # the router has the whole answer from the prefill node
+            self._end(attempt, "first token")  # the router has the whole answer from the prefill node
             return
         if not 0 <= done.token_id < self.vocab_size:
             self._fail(attempt, ProtocolError(f"the first token {done.token_id} is outside the vocabulary"))
@@ -289,7 +288,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
             # The prefill node's attempt is over, perhaps with the whole answer, which comes over the slower control link.
             attempt.phase = Phase.WITHDRAWN
-            attempt.why_due_s = self.clock() + self.early.keep_s
+            attempt.withdrawal_deadline_s = self.clock() + self.early.keep_s
             self.receiver.abort(attempt.seq.key)
             return
         self._transfers_failed += 1
@@ -297,16 +296,16 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _destination_released(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.DRAINING:
-            self.scheduler.abort(attempt.seq)
+            self.scheduler.end(attempt.seq, "ended before its KV was complete")
             del self.attempts[attempt.seq.key]
             return
         if attempt.phase is Phase.WITHDRAWN:
-            self.scheduler.abort(attempt.seq)
+            self.scheduler.end(attempt.seq, "withdrawn by its prefill node")
             return
         attempt.phase = Phase.ARRIVED
         self._join_if_complete(attempt)
 
-    def _ready(self, attempt: _Attempt) -> None:
+    def on_ready(self, attempt: _Attempt) -> None:
         if attempt.request.prefill is None:
             self.scheduler.add(attempt.seq)
         else:
@@ -315,23 +314,23 @@ class DecodeNode(NodeCore[_Attempt]):
     def _join_if_complete(self, attempt: _Attempt) -> None:
         """Let it generate, if its KV, its first token, its adapter and its grammar are here."""
         seq, first_token = attempt.seq, attempt.first_token
-        if attempt.phase is not Phase.ARRIVED or first_token is None or self._prepares(seq.key):
+        if attempt.phase is not Phase.ARRIVED or first_token is None or seq.tokens.lacks_grammar:
             return
         attempt.phase = Phase.ACTIVE
         seq.first_step_s = self.clock()
         self.scheduler.join(seq, first_token)
         try:
-            seq.take_tokens()
+            seq.tokens.advance_grammar()
         except KvRelayError as error:
             self._fail(attempt, error)
 
     # ------------------------------------------------------------ tokens
 
-    def _tokens(self, attempt: _Attempt, done: Progress) -> None:
+    def on_tokens(self, attempt: _Attempt, done: SequenceOutput) -> None:
         self._generated_tokens += len(done.tokens)
         seq = attempt.seq
-        stats = None if attempt.spoke else self._stats(attempt)
-        attempt.spoke = True
+        stats = None if attempt.has_reported else self._stats(attempt)
+        attempt.has_reported = True
         self.send_buffer.tokens(attempt.identity, token_chunk(done, stats))
         if done.finish_reason is not None:
             del self.attempts[seq.key]
@@ -358,7 +357,7 @@ class DecodeNode(NodeCore[_Attempt]):
         attempt = self.attempts.get(key)
         if attempt is not None and attempt.phase is not Phase.ACTIVE:
             log.warning("%s: aborted by the prefill node: %s: %s", key, code, message)
-            self._end(attempt)
+            self._end(attempt, code)
 
     def _prefill_lost(self, attempt: _Attempt) -> None:
         """Its prefill node sends nothing more; an attempt that is in the scheduler needs nothing more from it."""
@@ -374,9 +373,9 @@ class DecodeNode(NodeCore[_Attempt]):
         self.send_buffer.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
         if attempt.offer is not None and attempt.phase is not Phase.ACTIVE:
             self.send_buffer.reply(attempt.prefill_identity, TransferAbort(key, error.code, error.message))
-        self._end(attempt)
+        self._end(attempt, error.code)
 
-    def _end(self, attempt: _Attempt | None) -> None:
+    def _end(self, attempt: _Attempt | None, reason: str) -> None:
         """Forget an attempt and free its blocks; blocks that are being written are freed when the receiver releases them."""
         if attempt is None or attempt.phase is Phase.DRAINING:
             return
@@ -385,12 +384,11 @@ class DecodeNode(NodeCore[_Attempt]):
             self.receiver.abort(attempt.seq.key)
             return
         if attempt.phase is Phase.WITHDRAWN and attempt.seq.key in self.scheduler.reserved:
-            attempt.phase, attempt.why_due_s = Phase.DRAINING, math.inf
+            attempt.phase, attempt.withdrawal_deadline_s = Phase.DRAINING, math.inf
             return
         if attempt.phase is Phase.DEFERRED:
             self.deferred.remove(attempt)
-        if attempt.phase in (Phase.ACTIVE, Phase.ARRIVED):
-            self.scheduler.abort(attempt.seq)
+        self.scheduler.end(attempt.seq, reason)
         del self.attempts[attempt.seq.key]
 
     def _measure_load(self, **own: Any) -> NodeLoad:

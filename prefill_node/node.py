@@ -33,9 +33,11 @@ from common.control.messages import (
 )
 from common.engine.kv_allocator import first_kept
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
-from common.engine.scheduled_step import Progress
+from common.engine.scheduled_step import SequenceOutput
+from common.engine.sequence_state import SequenceState
 from common.kv.rank_layout import check_compatible
-from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
+from common.node.attempt import Attempt, token_chunk
+from common.node.core import CoreParts, NodeCore
 from common.node.events import FromClient, FromPeer, PeerGone
 from kvtransfer.traffic import count_bytes
 
@@ -80,7 +82,7 @@ class PrefillNode(NodeCore[_Attempt]):
             case FromClient(identity, PrefillRequest() as request):
                 self._accept(identity, request)
             case FromClient(_, Abort(key)):
-                self._end(self.attempts.get(key))
+                self._end(self.attempts.get(key), "aborted")
             case FromPeer(incarnation, Grant() as grant):
                 self._granted(incarnation, grant)
             case FromPeer(_, TransferAbort(key, code, message)):
@@ -99,40 +101,40 @@ class PrefillNode(NodeCore[_Attempt]):
 
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
-            "state": attempt.phase.value,
+            "state": (attempt.seq.state if attempt.phase is Phase.QUEUED else attempt.phase).value,
             "prompt_tokens": attempt.seq.num_tokens,
-            "computed_tokens": attempt.seq.num_computed,
+            "computed_tokens": attempt.seq.progress.num_computed,
             "decode_node": attempt.request.decode.node_id,
         }
 
     # ------------------------------------------------------------ one attempt
 
     def _accept(self, identity: Identity, request: PrefillRequest) -> None:
-        seq = self._take(identity, request)
+        seq = self.admit(identity, request)
         if seq is None:
             return
         attempt = _Attempt(identity, seq, seq.arrival_s + request.timeout_s, request)
         self.attempts[request.key] = attempt
-        self._begin(attempt)
+        self.prepare(attempt)
 
-    def _ready(self, attempt: _Attempt) -> None:
+    def on_ready(self, attempt: _Attempt) -> None:
         self.scheduler.add(attempt.seq)
 
-    def _admitted(self, attempt: _Attempt) -> None:
+    def on_started(self, attempt: _Attempt) -> None:
         """Offer it to the decode node."""
         seq = attempt.seq
-        hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
+        hashes = hash_blocks(seq.root, seq.tokens.ids, parents=seq.full_block_hashes(), include_partial=True)
         attempt.phase = Phase.COMPUTING
         self.sender.open(
             OutgoingTransfer(
                 key=seq.key,
                 src_incarnation=self.me.incarnation,
-                src_blocks=[list(blocks) for blocks in seq.block_tables],
+                src_blocks=[list(blocks) for blocks in seq.blocks.tables],
                 first_blocks=[first_kept(seq.num_tokens, window) for window in self.layout.spec.windows],
                 block_hashes=hashes,
                 num_tokens=seq.num_tokens,
                 timeout_s=self.transfer_timeout_s,
-                final_blocks=seq.num_computed // BLOCK_SIZE,
+                final_blocks=seq.progress.num_computed // BLOCK_SIZE,
             )
         )
         attempt.mark("offer", self.clock())
@@ -152,7 +154,7 @@ class PrefillNode(NodeCore[_Attempt]):
         attempt.mark("grant", self.clock())
         self.sender.grant(grant)
 
-    def _tokens(self, attempt: _Attempt, done: Progress) -> None:
+    def on_tokens(self, attempt: _Attempt, done: SequenceOutput) -> None:
         seq, now_s = attempt.seq, self.clock()
         started_s = seq.first_step_s if seq.first_step_s is not None else now_s
         stats = AttemptStats(
@@ -169,7 +171,7 @@ class PrefillNode(NodeCore[_Attempt]):
         if attempt.phase is Phase.COMPUTING and done.finish_reason is None:
             attempt.phase = Phase.RELAYING
         else:
-            self._end(attempt)
+            self._end(attempt, "first token")
 
     def _received(self, attempt: _Attempt | None) -> None:
         """The decode node has every slice: it no longer matters whether the last acknowledgements arrive."""
@@ -178,7 +180,7 @@ class PrefillNode(NodeCore[_Attempt]):
         if attempt.phase is Phase.COMPUTING:
             attempt.phase = Phase.RECEIVED
         elif attempt.phase is Phase.RELAYING:
-            self._end(attempt)
+            self._end(attempt, "all KV received")
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
         """The sender no longer reads the source blocks."""
@@ -191,7 +193,7 @@ class PrefillNode(NodeCore[_Attempt]):
                 attempt, error if isinstance(error, KvRelayError) else EngineError(f"the transfer failed: {error}")
             )
         elif was in (Phase.RELAYING, Phase.ENDING):
-            self._end(attempt)
+            self._end(attempt, "relayed")
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
         """Tell both the router and the decode node, then end it."""
@@ -201,17 +203,18 @@ class PrefillNode(NodeCore[_Attempt]):
         log.warning("%s failed: %s", key, error.message)
         self.send_buffer.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
         self.send_buffer.to_peer(attempt.request.decode, TransferAbort(key, error.code, error.message))
-        self._end(attempt)
+        self._end(attempt, error.code)
 
-    def _end(self, attempt: _Attempt | None) -> None:
+    def _end(self, attempt: _Attempt | None, reason: str) -> None:
         """Free what the attempt holds; blocks that the sender still reads are freed when it releases them."""
         if attempt is None or attempt.phase is Phase.ENDING:
             return
-        if attempt.seq.key in self.scheduler.running or attempt.seq in self.scheduler.waiting:
-            self.scheduler.abort(attempt.seq)
+        seq = attempt.seq
+        self.scheduler.end(seq, reason)
         if attempt.phase in _READ_BY_SENDER:
             attempt.phase = Phase.ENDING
-            self.sender.abort(attempt.seq.key)
-        else:
-            self.scheduler.free(attempt.seq)
-            del self.attempts[attempt.seq.key]
+            self.sender.abort(seq.key)
+            return
+        if seq.state is SequenceState.HELD:
+            self.scheduler.free(seq)
+        del self.attempts[seq.key]

@@ -27,7 +27,7 @@ class Pooler(Protocol):
     """Computes vectors."""
 
     def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
-        """The vector of each input, as `PoolResult` carries it, as its request asks for it."""
+        """The vector of each input, with the request's number of dimensions and encoded for `PoolResult`."""
         ...
 
 
@@ -72,7 +72,7 @@ class PoolingNode:
         self._timer = StepTimer()
         self._steps = self._computed_tokens = 0
         self.rests_until_s = 0.0
-        """As `EngineCore.rests_until_s`: never."""
+        """A time in the past: this core never rests (`EngineCore`)."""
 
     def handle(self, event: Any) -> None:
         match event:
@@ -84,7 +84,7 @@ class PoolingNode:
                 error = BadRequest("this node's model does not generate")
                 self._send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             case ClientLost(identity):
-                # As in `NodeCore`: the router may only have been slow.
+                # The router may only have been slow: then it must learn that its attempts are over.
                 lost = Unavailable("the router was silent past its lease")
                 for attempt in [each for each in self._attempts.values() if each.identity == identity]:
                     self._end(attempt, AttemptFailed(attempt.request.key, lost.code, lost.message))
@@ -123,7 +123,7 @@ class PoolingNode:
         inputs = [(each.attempt.request, each.attempt.request.inputs[each.place]) for each in batch]
         try:
             vectors = self._pooler.compute(inputs)
-        except Exception as error:  # as in `NodeCore`: whatever it was, it ends these requests only
+        except Exception as error:  # one step's failure must not end the node
             log.exception("a step failed")
             self._timer.drop(self._steps)
             failure = EngineError(f"the step failed: {str(error).partition(chr(10))[0]}")
@@ -181,7 +181,7 @@ class PoolingNode:
 
     @property
     def has_deadlines(self) -> bool:
-        """As `EngineCore.has_deadlines`."""
+        """Whether `on_time` may have something to do before the next event."""
         return bool(self._attempts)
 
     def describe_attempts(self) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ class AttentionMetadata:
     block_tables: list[list[int]]
     slot_mapping: Tensor
     """[T], int64, on the cache's device."""
-    num_decodes: int = 0
-    """The first `num_decodes` entries are decode rows: one row each, even if several belong to one sequence. The others
+    num_decode_rows: int = 0
+    """The first `num_decode_rows` entries are decode rows: one row each, even if several belong to one sequence. The others
     are prompt chunks."""
     others: tuple[AttentionMetadata, ...] = ()
     """The same batch for block tables 1, 2, ... of `LayerGroup.table`; this is the one for table 0."""

@@ -86,7 +86,7 @@ class CpuAttention:
         entries = zip(metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True)
         for index, (query_len, whole, table) in enumerate(entries):
             blocks, context_len = blocks_in_window(self._shape, query_len, whole, table)
-            if index < metadata.num_decodes:
+            if index < metadata.num_decode_rows:
                 decodes.append((row, context_len, blocks))
             else:
                 self._prefills.append(_Prefill(row, row + query_len, context_len, self._rows_of_blocks([blocks])))

@@ -121,14 +121,14 @@ class FlashInferAttention:
         )
         self._max_blocks = longest_table(shape, kv.num_blocks)
         self._graph_blocks = torch.empty(0, dtype=torch.int32, device=device)
-        self._num_decodes = 0
+        self._num_decode_rows = 0
         self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping.to(self._cache.device, torch.int32)
         self._sequence = torch.zeros_like(self._slots)
-        self._num_decodes = n = metadata.num_decodes
+        self._num_decode_rows = n = metadata.num_decode_rows
         self._fence.wait()
         if n:
             lists = self._lists(metadata, slice(0, n))
@@ -172,7 +172,7 @@ class FlashInferAttention:
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
         Returns [T, q_heads/tp, head_dim], q's dtype.
         """
-        cache, n = self._cache, self._num_decodes
+        cache, n = self._cache, self._num_decode_rows
         cache.append(layer, k, v, self._slots, self._sequence)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         k_scale, v_scale = cache.scales[layer]

@@ -112,7 +112,7 @@ class SdpaAttention:
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping
-        n = metadata.num_decodes
+        n = metadata.num_decode_rows
         self._decodes = _decodes(metadata, n, self._shape, self._device) if n else None
         self._prefills = []
         row = n

@@ -5,3 +5,5 @@ CACHE = "KVRELAY_CACHE"
 CPU_KERNELS = "KVRELAY_CPU_KERNELS"
 """Best instruction set that native kernels may use: avx512bf16, avx512, avx2, neonbf16 or portable; "torch" means PyTorch's
 operations instead of native kernels."""
+STRICT_STATES = "KVRELAY_STRICT_STATES"
+"""Set by tests: an event that a state machine's table does not have raises (`common.base.transitions`)."""

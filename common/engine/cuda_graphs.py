@@ -191,7 +191,7 @@ class DecodeGraphs:
     def takes(self, step: StepInput) -> bool:
         """Whether all sequences of `step` decode, in not too many rows, and none has an adapter or is to be relayed."""
         few = len(step.token_ids) <= self.sizes[-1]
-        return few and step.num_decodes == len(step.query_lens) and not (step.relay or step.adapters)
+        return few and step.num_decode_seqs == len(step.query_lens) and not (step.relay or step.adapters)
 
     def size_for(self, num_rows: int) -> int:
         """The size that `num_rows` rows are padded to."""

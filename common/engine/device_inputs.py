@@ -75,7 +75,7 @@ def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, p
 
     `pad` decode rows follow, with a context of one token in `pad_block`; then all sequences must decode.
     """
-    query_lens, context_lens, num_seqs = step.query_lens, step.context_lens, step.num_decodes
+    query_lens, context_lens, num_seqs = step.query_lens, step.context_lens, step.num_decode_seqs
     lens = query_lens[:num_seqs]
     num_rows = sum(lens)
     tables = step.block_tables

@@ -52,7 +52,7 @@ class RunningStep(Protocol):
 
 
 class Runner(Protocol):
-    """One rank's model, as `common.engine.runner.ModelRunner` implements it."""
+    """One rank's model: `common.engine.runner.ModelRunner`."""
 
     def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> RunningStep: ...
 

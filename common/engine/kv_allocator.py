@@ -1,12 +1,12 @@
 """Gives sequences their KV blocks and takes them back. Pure; owned by the engine's thread.
 
 A sequence has a block table for each window of the model (`KVSpec.windows`), all of the same length: entry i is the block of
-tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and a sequence that has the
-same full blocks before it (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
+tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and what another sequence with the
+same full blocks needs (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
 
 Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
 its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
-all h of a table without a window, those within the window else. So a shorter prompt never reads what is gone; it computes.
+all h of a table without a window, otherwise those within the window. So a shorter prompt never reads what is gone; it computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first_kept(num_tokens: int, window: int | None) -> int:
 
 class KVAllocator:
     """The blocks of all sequences. Invariant: a sequence holds no table, or in each table t one reference to every entry
-    from `Sequence.first_blocks[t]` on."""
+    from `BlocksHeld.first[t]` on."""
 
     def __init__(self, pool: BlockPool, windows: Seq[int | None]) -> None:
         assert len(windows) == pool.num_tables
@@ -48,7 +48,7 @@ class KVAllocator:
 
     @property
     def room(self) -> int:
-        """By how many blocks all tables of one sequence together can grow."""
+        """Blocks that can be added to each table of one sequence."""
         return self.pool.num_idle // self.pool.num_tables
 
     def hit_blocks(self, hashes: Seq[BlockHash]) -> int:
@@ -73,8 +73,8 @@ class KVAllocator:
         found = [self.pool.match(hashes[start:hit], table) for table, start in enumerate(first)]
         if not self._take(seq, first, found, spare_blocks):
             return False
-        seq.num_computed = seq.num_scheduled = hit * BLOCK_SIZE
-        seq.num_published = hit
+        seq.progress.num_computed = seq.progress.num_scheduled = hit * BLOCK_SIZE
+        seq.blocks.num_published = hit
         return True
 
     def copy_begun_block(self, seq: Sequence, others: Iterable[Sequence], num_usable: int) -> list[BlockCopy]:
@@ -85,20 +85,20 @@ class KVAllocator:
         `num_usable`: leading tokens whose KV may come from others. Returns the copies that the sequence's first step must
         make; their sources are referenced until the caller releases them.
         """
-        start, at = seq.num_computed, seq.num_computed // BLOCK_SIZE
-        begun = seq.token_ids[start : min(start + BLOCK_SIZE, num_usable)]
+        start, at = seq.progress.num_computed, seq.progress.num_computed // BLOCK_SIZE
+        begun = seq.tokens.ids[start : min(start + BLOCK_SIZE, num_usable)]
         end = start + len(begun)
         for other in others if begun else ():
             if (
-                other.num_computed >= end
-                and other.token_ids[start:end] == begun
-                and (other.root == seq.root if at == 0 else other.block_hashes[at - 1] == seq.block_hashes[at - 1])
-                and all(first <= at for first in other.first_blocks)
+                other.progress.num_computed >= end
+                and other.tokens.ids[start:end] == begun
+                and (other.root == seq.root if at == 0 else other.blocks.hashes[at - 1] == seq.blocks.hashes[at - 1])
+                and all(first <= at for first in other.blocks.first)
             ):
-                sources = [blocks[at] for blocks in other.block_tables]
+                sources = [blocks[at] for blocks in other.blocks.tables]
                 self.pool.acquire(sources)
-                seq.num_scheduled = end
-                return [BlockCopy(t, source, seq.block_tables[t][at]) for t, source in enumerate(sources)]
+                seq.progress.num_scheduled = end
+                return [BlockCopy(t, source, seq.blocks.tables[t][at]) for t, source in enumerate(sources)]
         return []
 
     def take_for_arrival(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> list[int] | None:
@@ -111,8 +111,8 @@ class KVAllocator:
         if not self._take(seq, first, found, spare_blocks):
             return None
         missing = [start + len(blocks) for start, blocks in zip(first, found, strict=True)]
-        seq.num_published = min(missing)
-        seq.num_computed = seq.num_scheduled = seq.num_published * BLOCK_SIZE
+        seq.blocks.num_published = min(missing)
+        seq.progress.num_computed = seq.progress.num_scheduled = seq.blocks.num_published * BLOCK_SIZE
         return missing
 
     def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
@@ -123,8 +123,8 @@ class KVAllocator:
             return False
         for blocks in found:
             pool.acquire(blocks)
-        seq.first_blocks, seq.num_slots = first, total * BLOCK_SIZE
-        seq.block_tables = [
+        seq.blocks.first, seq.blocks.num_slots = first, total * BLOCK_SIZE
+        seq.blocks.tables = [
             [0] * start + blocks + pool.allocate(count)
             for start, blocks, count in zip(first, found, missing, strict=True)
         ]
@@ -132,38 +132,41 @@ class KVAllocator:
 
     def grow(self, seq: Sequence) -> None:
         """Add a block to each table of a sequence. Raises: NoFreeBlocks if there is no `room`."""
-        for table in seq.block_tables:
+        for table in seq.blocks.tables:
             table += self.pool.allocate(1)
-        seq.num_slots += BLOCK_SIZE
+        seq.blocks.num_slots += BLOCK_SIZE
 
     def advance(self, seq: Sequence) -> None:
         """Enter the blocks that are full now in the prefix cache, and release those that need not be kept."""
-        full = seq.num_computed // BLOCK_SIZE
-        if full <= seq.num_published:
+        held, num_computed = seq.blocks, seq.progress.num_computed
+        full = num_computed // BLOCK_SIZE
+        if full <= held.num_published:
             return
         hashes = seq.full_block_hashes()
-        for table, blocks in enumerate(seq.block_tables):
-            for index in range(max(seq.num_published, seq.first_blocks[table]), full):
+        for table, blocks in enumerate(held.tables):
+            for index in range(max(held.num_published, held.first[table]), full):
                 self.pool.publish(blocks[index], hashes[index], table)
-        seq.num_published = full
+        held.num_published = full
         for table, window in self._limited:
-            first = first_kept(seq.num_computed, window)
-            if first > seq.first_blocks[table]:
-                self.pool.release(seq.block_tables[table][seq.first_blocks[table] : first])
-                seq.first_blocks[table] = first
+            first = first_kept(num_computed, window)
+            if first > held.first[table]:
+                self.pool.release(held.tables[table][held.first[table] : first])
+                held.first[table] = first
 
     def free(self, seq: Sequence) -> None:
         """Return all blocks of a sequence to the pool."""
-        for blocks, first in zip(seq.block_tables, seq.first_blocks, strict=True):
+        held = seq.blocks
+        for blocks, first in zip(held.tables, held.first, strict=True):
             self.pool.release(blocks[first:])
-        seq.block_tables, seq.first_blocks, seq.num_slots = [], [], 0
+        held.tables, held.first, held.num_slots = [], [], 0
 
     def check_integrity(self, seq: Sequence, next_row: int) -> None:
         """Assert that a sequence, whose next row is at position `next_row`, holds what that row sees."""
-        lengths = {len(blocks) * BLOCK_SIZE for blocks in seq.block_tables}
-        assert lengths == {seq.num_slots}, f"{seq.key} has tables for {lengths} tokens, not {seq.num_slots}"
-        assert seq.num_slots >= seq.num_scheduled >= seq.num_computed, f"{seq.key} ran past its blocks"
-        assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} published uncomputed blocks"
-        for blocks, first, window in zip(seq.block_tables, seq.first_blocks, self.windows, strict=True):
+        held, progress = seq.blocks, seq.progress
+        lengths = {len(blocks) * BLOCK_SIZE for blocks in held.tables}
+        assert lengths == {held.num_slots}, f"{seq.key} has tables for {lengths} tokens, not {held.num_slots}"
+        assert held.num_slots >= progress.num_scheduled >= progress.num_computed, f"{seq.key} ran past its blocks"
+        assert held.num_published * BLOCK_SIZE <= progress.num_computed, f"{seq.key} published uncomputed blocks"
+        for blocks, first, window in zip(held.tables, held.first, self.windows, strict=True):
             assert first <= first_seen(next_row, window), f"{seq.key} lacks what it will read"
             assert not any(map(self.pool.is_idle, blocks[first:])), f"{seq.key} holds blocks that the pool would reuse"

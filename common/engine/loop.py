@@ -113,12 +113,11 @@ class EngineLoop:
             raise EngineError(f"the engine's step did not end within {timeout_s:.0f} s")
 
     def _run(self) -> None:
+        """The rounds: receive, then `NodeCore.step` (schedule, forward, process), then send."""
         busy, look_at_s = False, -math.inf
         try:
             while not self._stopping:
-                if not busy and not self._core.has_deadlines and self._inbox.empty():
-                    self._work_in_idle_time()
-                self._drain(block=not busy)
+                self._receive(wait=not busy)
                 now_s = self.last_round_s = monotonic()
                 if not busy or now_s >= look_at_s:
                     self._core.on_time(now_s)
@@ -138,9 +137,12 @@ class EngineLoop:
             wait_s = self._use_idle_time()
             self._idle_work_at_s = math.inf if wait_s is None else monotonic() + wait_s
 
-    def _drain(self, *, block: bool) -> None:
+    def _receive(self, *, wait: bool) -> None:
+        """Pass all events that have come to the core. wait: if there is none, do other work and sleep until one comes."""
+        if wait and not self._core.has_deadlines and self._inbox.empty():
+            self._work_in_idle_time()
         try:
-            event = self._inbox.get(timeout=self._wait_s()) if block else self._inbox.get_nowait()
+            event = self._inbox.get(timeout=self._wait_s()) if wait else self._inbox.get_nowait()
             while True:
                 if isinstance(event, _Question):
                     event.put()

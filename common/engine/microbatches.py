@@ -12,7 +12,7 @@ from common.engine.sequence import Sequence
 from common.kv.rank_layout import blocks_for
 
 _ROW_BLOCKS = 32
-"""Blocks of attention that cost about as much as the linear layers of one row (a 0.5B model: 67 on one core)."""
+"""Blocks of attention that cost about as much as the linear layers of one row. A 0.5B model on one core: 67."""
 
 
 def weight_of(seq: Sequence) -> int:

@@ -60,7 +60,7 @@ class NativeStep:
     def takes(self, step: StepInput) -> bool:
         """Whether all sequences decode one known token each, and none has an adapter or is to be relayed."""
         rows = len(step.token_ids)
-        return rows == step.num_decodes == len(step.samples) and not (
+        return rows == step.num_decode_seqs == len(step.samples) and not (
             step.relay or step.adapters or step.placeholders or step.scored
         )
 

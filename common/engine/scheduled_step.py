@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.base.errors import KvRelayError
+from common.base.errors import BadRequest, KvRelayError, from_code
 from common.control.messages import FinishReason, PromptLogprobs
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, StepInput
 
 
-class Progress(NamedTuple):
+class SequenceOutput(NamedTuple):
     """The result of a step for one sequence."""
 
     seq: Sequence
@@ -19,7 +19,7 @@ class Progress(NamedTuple):
     """Appended to the sequence, in order; none after a chunk that does not end its prompt."""
     finish_reason: FinishReason | None = None
     error: KvRelayError | None = None
-    """Why a token could not be drawn. The sequence got no tokens, and is the caller's to abort."""
+    """Why a token could not be drawn. The sequence got no tokens, and the caller must end it."""
     prompt_logprobs: list[PromptLogprobs] = []
     """The next ones of its prompt, from the second token on."""
 
@@ -33,3 +33,28 @@ class ScheduledStep:
     admitted: list[Sequence]
     """The `seqs` that got their blocks in this step."""
     group: int
+
+
+def take_output(
+    seq: Sequence, drawn: list[SampledToken], scored: list[PromptLogprobs], max_model_len: int
+) -> SequenceOutput:
+    """Append the tokens that a step drew for a sequence, up to the one that ends it; take in its prompt's log-probabilities."""
+    tokens = seq.tokens
+    seq.progress.num_pending -= len(drawn)
+    seq.progress.num_scored += len(scored)
+    reason: FinishReason | None = None
+    try:
+        for count, token in enumerate(drawn, 1):
+            if token.error is not None:
+                return SequenceOutput(seq, [], error=from_code(token.error_code, token.error))
+            tokens.ids.append(token.token_id)
+            reason = tokens.finish_reason(max_model_len)
+            if reason is not None:
+                del drawn[count:]
+                break
+        if drawn and reason is None and not seq.relays:
+            tokens.prepare_grammar()
+    except BadRequest as error:
+        return SequenceOutput(seq, [], error=error)
+    tokens.draft_ids = []
+    return SequenceOutput(seq, drawn, reason, None, scored)

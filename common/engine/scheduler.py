@@ -20,35 +20,40 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
 
-from common.base.errors import BadRequest, from_code
+from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE
-from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
-from common.engine.build_step import Rows, build_step
+from common.control.messages import AttemptKey, PromptLogprobs
+from common.engine.build_step import Rows, build_step, record_rows
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.priority import goes_first, insert_by_priority, insert_preempted
-from common.engine.scheduled_step import Progress, ScheduledStep
+from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_output
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.sequence_state import END_IGNORED, SequenceState
 from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
+
+# Read for every sequence of every step: from an enum's class it takes longer.
+_WAITING, _RESERVED, _RUNNING = SequenceState.WAITING, SequenceState.RESERVED, SequenceState.RUNNING
+_YIELDING, _HELD, _ENDING = SequenceState.YIELDING, SequenceState.HELD, SequenceState.ENDING
 
 
 class Scheduler:
     """Holds the sequences that wait, that run, and that have blocks reserved for KV still to arrive (`reserve`)."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, windows: Seq[int | None] = (None,)) -> None:
-        """`windows`: as `KVSpec.windows`, one for each block table of the pool."""
+        """`windows`: the sliding window of each block table of the pool, None for a table without one."""
         self.config = config
         self.pool = pool
         self.allocator = KVAllocator(pool, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[AttemptKey, Sequence] = {}
-        """By priority, then oldest first; the last is preempted first."""
+        """By priority, then oldest first; the last is preempted first. With those that have ended and are in a step in flight."""
         self.reserved: dict[AttemptKey, Sequence] = {}
-        self.due: Sequence | None = None
-        """Next sequence to `reserve`, if it had to wait; later ones must not take its blocks or sequence slot."""
+        self.next_reserved: Sequence | None = None
+        """The sequence to `reserve` next, if it had to wait; later ones must not take its blocks or its sequence slot."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -60,25 +65,16 @@ class Scheduler:
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
         self._yielding: list[Sequence | None] = [None] * config.num_groups
-        """By group, the running sequence that gets no rows until the group is scheduled again: it gives its blocks to one of that
-        group once its steps in flight are done."""
+        """By group, the sequence that yields its blocks to one of that group; until the group is scheduled again."""
 
     # ------------------------------------------------------------ sequences in and out
-
-    def check_length(self, num_tokens: int) -> None:
-        """Raises: BadRequest if a sequence of so many tokens leaves no room for an answer."""
-        if num_tokens >= self.config.max_model_len:
-            raise BadRequest(
-                f"This model's maximum context length is {self.config.max_model_len} tokens, "
-                f"the request has {num_tokens} before anything is generated."
-            )
 
     def check_fits(self, seq: Sequence) -> None:
         """Refuse a sequence that could never run here, before it waits.
 
         Raises: BadRequest naming the sizes.
         """
-        self.check_length(seq.num_tokens)
+        self.config.check_length(seq.num_tokens)
         needed = blocks_for(seq.num_tokens) if seq.relays else seq.max_blocks(self.config.max_model_len)
         needed *= self.pool.num_tables
         if needed > self.pool.num_blocks:
@@ -89,12 +85,9 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence whose KV is to be computed here, by priority, then by arrival."""
-        seq.likely_cached = self.likely_cached(seq)
+        seq.likely_cached = self.allocator.hit_blocks(seq.usable_hashes(spare_tokens=1)) * BLOCK_SIZE
+        seq.enter(_WAITING, "queued")
         insert_by_priority(self.waiting, seq, lambda each: each.request.priority)
-
-    def likely_cached(self, seq: Sequence) -> int:
-        """Tokens of a sequence that are in the prefix cache now."""
-        return self.allocator.hit_blocks(seq.usable_hashes(spare_tokens=1)) * BLOCK_SIZE
 
     def reserve(self, seq: Sequence) -> list[int] | None:
         """Give a sequence the blocks for KV that another node will send.
@@ -109,35 +102,58 @@ class Scheduler:
         first = self.allocator.take_for_arrival(seq, hashes, spare_blocks=len(self.running) + 1 if busy else 0)
         if first is None:
             return None
-        held = min(missing - start for missing, start in zip(first, seq.first_blocks, strict=True))
+        held = min(missing - start for missing, start in zip(first, seq.blocks.first, strict=True))
         self._count_hits(seq, held * BLOCK_SIZE)
+        seq.enter(_RESERVED, "blocks for its KV")
         self.reserved[seq.key] = seq
         return first
 
     def join(self, seq: Sequence, first_token: int) -> None:
         """Run a reserved sequence, whose KV is complete now, from its first generated token on."""
         del self.reserved[seq.key]
-        seq.num_computed = seq.num_scheduled = seq.num_tokens
+        seq.progress.num_computed = seq.progress.num_scheduled = seq.num_tokens
         self.allocator.advance(seq)
-        seq.token_ids.append(first_token)
-        self._run(seq, self._lightest_group())
+        seq.tokens.ids.append(first_token)
+        weights = group_weights(self.running.values(), self.config.num_groups)
+        self._run(seq, weights.index(min(weights)), "its KV is complete")
 
-    def abort(self, seq: Sequence) -> None:
-        """Drop a sequence, after the last of its steps in flight. Its blocks are freed unless it relays.
+    def end(self, seq: Sequence, reason: str) -> None:
+        """End a sequence, whatever its state; nothing happens in those of `END_IGNORED`.
 
-        For a reserved sequence the caller has made sure that nothing writes to its blocks any more.
+        Its blocks are freed after the last of its steps in flight. If it relays and ran, its owner also has to `free` it. For a
+        reserved sequence the caller has made sure that nothing writes to its blocks any more.
         """
-        if seq in self.waiting:
+        if seq.state in END_IGNORED:
+            return
+        if seq.state is _WAITING:
             self.waiting.remove(seq)
-        else:
-            self._leave(seq)
+        elif seq.state is _RESERVED:
+            del self.reserved[seq.key]
+        elif seq.state in (_RUNNING, _YIELDING):
+            if seq.relays or seq.progress.in_flight:
+                seq.enter(_HELD if seq.relays else _ENDING, reason)
+                self._leave(seq)
+                return
+            del self.running[seq.key]
+        self._release(seq, reason)
 
     def free(self, seq: Sequence) -> None:
-        """Return the blocks of a sequence that no longer runs to the pool, once no step in flight writes to them."""
-        if seq.in_flight:
-            seq.free_after_steps = True
-            return
+        """Return the blocks of a held sequence to the pool: its transfer has released them. Waits for its steps in flight."""
+        if seq.progress.in_flight:
+            seq.enter(_ENDING, "released by its transfer")
+        else:
+            self._release(seq, "released by its transfer")
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take an ended sequence out of the running ones, unless it is in a step in flight."""
+        if not seq.progress.in_flight:
+            del self.running[seq.key]
+            if seq.state is _ENDING:
+                self._release(seq, "its last step is over")
+
+    def _release(self, seq: Sequence, reason: str) -> None:
         self.allocator.free(seq)
+        seq.enter(SequenceState.ENDED, reason)
 
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
@@ -155,8 +171,8 @@ class Scheduler:
         return None
 
     def _schedule_group(self, group: int) -> ScheduledStep | None:
-        self._yielding[group] = None
-        decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
+        self._resume(group)
+        decodes: list[Rows] = [(seq, 1 + len(seq.tokens.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
         admitted: list[Sequence] = []
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
@@ -190,108 +206,99 @@ class Scheduler:
         step = build_step(self._steps, rows, len(decodes), self._copies)
         self._copies = []
         self._in_flight[group] += 1
-        for seq, count in rows:
-            seq.in_flight += 1
-            seq.num_scheduled += count
-        for index, spec in enumerate(step.samples):
-            seq = rows[spec.seq_index][0]
-            seq.num_pending += 1
-            seq.last_draw = (self._steps, index)
+        record_rows(step, rows)
         return ScheduledStep(step, [seq for seq, _ in rows], admitted, group)
 
     def update(
         self, scheduled: ScheduledStep, sampled: list[SampledToken], scored: Iterable[list[PromptLogprobs]] = ()
-    ) -> list[Progress]:
+    ) -> list[SequenceOutput]:
         """Record what a step computed and drew (`StepOutput`). A group's steps must come in the order of their start.
 
-        A finished sequence is removed, and tokens drawn after its end are dropped.
+        A finished sequence ends, and tokens drawn after its end are dropped.
         """
-        self._end(scheduled)
+        self._step_over(scheduled)
         drawn: list[list[SampledToken]] = [[] for _ in scheduled.seqs]
         for spec, token in zip(scheduled.step.samples, sampled, strict=True):
             drawn[spec.seq_index].append(token)
         prompts = {rows.seq_index: found for rows, found in zip(scheduled.step.scored, scored, strict=True)}
-        progress: list[Progress] = []
+        outputs: list[SequenceOutput] = []
         for index, (seq, tokens) in enumerate(zip(scheduled.seqs, drawn, strict=True)):
-            seq.in_flight -= 1
-            if seq.over:
+            seq.progress.in_flight -= 1
+            if seq.state in END_IGNORED:
                 self.num_wasted_rows += scheduled.step.query_lens[index]
                 self._leave(seq)
             else:
-                progress.append(self._advance(seq, scheduled.step.context_lens[index], tokens, prompts.get(index, [])))
-        return progress
+                output = take_output(seq, tokens, prompts.get(index, []), self.config.max_model_len)
+                self._advance(output, scheduled.step.context_lens[index])
+                outputs.append(output)
+        return outputs
 
-    def _end(self, scheduled: ScheduledStep) -> None:
+    def _step_over(self, scheduled: ScheduledStep) -> None:
         self._in_flight[scheduled.group] -= 1
         self.pool.release([copy.source for copy in scheduled.step.copies])
 
-    def _advance(
-        self, seq: Sequence, context_len: int, tokens: list[SampledToken], scored: list[PromptLogprobs]
-    ) -> Progress:
-        """After a step a sequence has KV of `context_len` tokens; the step drew `tokens`."""
-        seq.num_pending -= len(tokens)
-        seq.num_scored += len(scored)
-        reason: FinishReason | None = None
-        try:
-            for count, token in enumerate(tokens, 1):
-                if token.error is not None:  # its KV must not be cached either
-                    return Progress(seq, [], error=from_code(token.error_code, token.error))
-                seq.token_ids.append(token.token_id)
-                reason = seq.finish_reason(self.config.max_model_len)
-                if reason is not None:
-                    del tokens[count:]
-                    break
-            if tokens and reason is None and not seq.relays:
-                seq.prepare_grammar()
-        except BadRequest as error:
-            return Progress(seq, [], error=error)
-        seq.draft_ids = []
-        seq.num_computed = min(context_len, len(seq.token_ids))
+    def _advance(self, output: SequenceOutput, context_len: int) -> None:
+        """After a step a sequence has KV of `context_len` tokens, of those whose ids are known."""
+        seq = output.seq
+        if output.error is not None:
+            return  # the KV must not be cached either
+        seq.progress.num_computed = min(context_len, len(seq.tokens.ids))
         self.allocator.advance(seq)
-        if reason is not None or (tokens and seq.relays):
-            self._leave(seq)
-        return Progress(seq, tokens, reason, None, scored)
+        if output.finish_reason is not None or (output.tokens and seq.relays):
+            self.end(seq, output.finish_reason or "first token")
 
     def fail(self, scheduled: ScheduledStep) -> None:
-        """Drop the sequences of a step that raised. The others are untouched."""
-        self._end(scheduled)
+        """End the sequences of a step that raised. The others are untouched."""
+        self._step_over(scheduled)
         for seq in scheduled.seqs:
-            seq.in_flight -= 1
-            self.abort(seq)
+            seq.progress.in_flight -= 1
+            if seq.state in END_IGNORED:
+                self._leave(seq)
+            else:
+                self.end(seq, f"step {scheduled.step.step_id} failed")
 
     def check_integrity(self) -> None:
-        """Assert that sequences, block tables and pool agree."""
+        """Assert that states, containers, blocks and pool agree."""
         self.pool.check_integrity()
         for seq in self.running.values():
-            self.allocator.check_integrity(seq, next_row=seq.num_computed)
+            ended = seq.state in (_HELD, _ENDING)
+            assert ended or seq.state in (_RUNNING, _YIELDING), f"{seq.key} runs and is {seq.state}"
+            assert seq.progress.in_flight or not ended, f"{seq.key} has ended, is in no step, and runs"
+            assert (seq.state is not _YIELDING) or seq in self._yielding, f"{seq.key} yields to no group"
+            self.allocator.check_integrity(seq, next_row=seq.progress.num_computed)
         for seq in self.reserved.values():
+            assert seq.state is _RESERVED, f"{seq.key} is reserved and is {seq.state}"
             self.allocator.check_integrity(seq, next_row=seq.num_tokens)
         for seq in self.waiting:
-            assert not seq.block_tables, f"{seq.key} waits and holds blocks"
+            assert seq.state is _WAITING, f"{seq.key} waits and is {seq.state}"
+            assert not seq.blocks.tables, f"{seq.key} waits and holds blocks"
 
     # ------------------------------------------------------------ inside
 
     def _can_run(self, seq: Sequence, group: int) -> bool:
+        tokens = seq.tokens
         return (
-            seq.group == group
-            and not seq.over
-            and seq not in self._yielding
-            and not (seq.num_pending and (seq.draft_ids or seq.needs_known_tokens))
-            and not seq.ends_in_flight(self.config.max_model_len)
+            seq.state is _RUNNING
+            and seq.group == group
+            and not (
+                seq.progress.num_pending
+                and (tokens.draft_ids or tokens.needs_known or seq.ends_in_flight(self.config.max_model_len))
+            )
         )
 
     def _decoding(self, group: int) -> Iterator[Sequence]:
-        """Running sequences of `group` that decode, with blocks for their rows; preempts where blocks lack."""
+        """Running sequences of `group` that decode, with blocks for their rows; preempts others if there are not enough."""
         drafts = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
         for seq in list(self.running.values()):
-            if not (seq.block_tables and seq.is_decoding and self._can_run(seq, group)):  # no blocks: preempted here
+            if not (seq.is_decoding and self._can_run(seq, group)):
                 continue
-            if seq.grammar is not None:  # its drafts take no other sequence's blocks
-                spare = seq.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
-                seq.draft_forced_tokens(min(drafts, spare), self.config.max_model_len)
-                drafts -= len(seq.draft_ids)
-            needed = seq.num_expected + len(seq.draft_ids)
-            if seq.num_slots < needed and not self._grow(seq, needed):
+            tokens = seq.tokens
+            if tokens.grammar is not None and not seq.relays:  # its drafts take no other sequence's blocks
+                spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
+                tokens.draft_forced(min(drafts, spare), self.config.max_model_len)
+                drafts -= len(tokens.draft_ids)
+            needed = seq.num_expected + len(tokens.draft_ids)
+            if seq.blocks.num_slots < needed and not self._grow(seq, needed):
                 continue
             yield seq
 
@@ -302,11 +309,11 @@ class Scheduler:
         A victim that is in flight gets no rows until it can release its blocks. Of another group, which takes longer, only one
         of a lower priority.
         """
-        while seq.num_slots < num_tokens:
+        while seq.blocks.num_slots < num_tokens:
             while self.allocator.room == 0:
                 victim = next(each for each in reversed(self.running.values()) if self._may_take(seq, each))
-                if victim.in_flight:
-                    self._yielding[seq.group] = victim
+                if victim.progress.in_flight:
+                    self._yield(victim, seq.group)
                     return False
                 self._preempt(victim)
                 if victim is seq:
@@ -314,17 +321,29 @@ class Scheduler:
             self.allocator.grow(seq)
         return True
 
+    def _yield(self, victim: Sequence, group: int) -> None:
+        if victim.state is _RUNNING:
+            victim.enter(_YIELDING, f"to group {group}")
+        self._yielding[group] = victim
+
+    def _resume(self, group: int) -> None:
+        """The sequence that yielded to `group` runs again, unless it also yields to another one."""
+        victim, self._yielding[group] = self._yielding[group], None
+        if victim is not None and victim.state is _YIELDING and victim not in self._yielding:
+            victim.enter(_RUNNING, f"group {group} is scheduled")
+
     def _may_take(self, seq: Sequence, other: Sequence) -> bool:
-        return other.group == seq.group or not other.in_flight or other.request.priority > seq.request.priority
+        return other.group == seq.group or not other.progress.in_flight or other.request.priority > seq.request.priority
 
     def _preempt(self, seq: Sequence) -> None:
-        self._remove(seq)
-        self.free(seq)
-        seq.num_computed = seq.num_scheduled = seq.num_published = 0
+        del self.running[seq.key]
+        self.allocator.free(seq)
+        seq.enter(_WAITING, "preempted")
+        seq.progress.num_computed = seq.progress.num_scheduled = seq.blocks.num_published = 0
         seq.preemptions += 1
         self.num_preemptions += 1
         seq.likely_cached = 0
-        seq.draft_ids = []
+        seq.tokens.draft_ids = []
         insert_preempted(self.waiting, seq)
 
     def _free_slots(self) -> int:
@@ -351,26 +370,23 @@ class Scheduler:
             yield seq
 
     def _admit(self, seq: Sequence, group: int) -> bool:
-        if self._free_slots() <= 0 or (self.due is not None and not goes_first(seq, self.due)):
+        if self._free_slots() <= 0 or (self.next_reserved is not None and not goes_first(seq, self.next_reserved)):
             return False
         hashes = seq.usable_hashes(spare_tokens=1)
         if not self.allocator.take(seq, hashes, spare_blocks=len(self.running)):
             return False
         self._copies += self.allocator.copy_begun_block(seq, self.running.values(), seq.num_usable(spare_tokens=1))
-        self._count_hits(seq, seq.num_scheduled)
-        self._run(seq, group)
+        self._count_hits(seq, seq.progress.num_scheduled)
+        self._run(seq, group, "admitted")
         return True
 
-    def _run(self, seq: Sequence, group: int) -> None:
+    def _run(self, seq: Sequence, group: int, reason: str) -> None:
+        seq.enter(_RUNNING, reason)
         seq.group = group
         last = next(reversed(self.running.values()), seq)
         self.running[seq.key] = seq
         if seq.request.priority < last.request.priority:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].request.priority))
-
-    def _lightest_group(self) -> int:
-        weights = group_weights(self.running.values(), self.config.num_groups)
-        return weights.index(min(weights))
 
     def _part_of_waiting(self, group: int) -> float:
         weights = group_weights(self.running.values(), self.config.num_groups)
@@ -382,15 +398,3 @@ class Scheduler:
             seq.cached_tokens = num_tokens
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += num_tokens
-
-    def _remove(self, seq: Sequence) -> None:
-        self.running.pop(seq.key, None)
-        self.reserved.pop(seq.key, None)
-
-    def _leave(self, seq: Sequence) -> None:
-        if seq.in_flight:
-            seq.over = True
-            return
-        self._remove(seq)
-        if not seq.relays or seq.free_after_steps:
-            self.free(seq)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.base.errors import BadRequest
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -23,3 +25,11 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         assert self.depth in (1, 2), self
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises: BadRequest if a sequence of `num_tokens` tokens leaves no room for an answer."""
+        if num_tokens >= self.max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens, "
+                f"the request has {num_tokens} before anything is generated."
+            )

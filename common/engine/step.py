@@ -83,8 +83,8 @@ class StepInput:
     """[num_seqs], KV length after this step, the new rows included."""
     block_tables: list[list[list[int]]]
     """[tables][num_seqs][blocks], at least enough blocks for `context_lens`; those behind the window are any blocks."""
-    num_decodes: int = 0
-    """The first `num_decodes` sequences decode: they have few rows, and draw at each. The others are prompt chunks."""
+    num_decode_seqs: int = 0
+    """The first `num_decode_seqs` sequences decode: they have few rows, and draw at each. The others are prompt chunks."""
     samples: list[SampleSpec] = field(default_factory=list[SampleSpec])
     """In the order of sequences, then rows."""
     relay: list[RelayProgress] = field(default_factory=list[RelayProgress])

@@ -6,8 +6,8 @@ A role adds how it handles admission, tokens, failure and end of its attempts.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,70 +18,34 @@ from common.base.clock import Clock
 from common.base.counted import counted
 from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
-from common.control.attempt_stats import Mark
-from common.control.item_count import SENT_ITEMS
 from common.control.links import Identity
 from common.control.messages import (
     AttemptFailed,
     AttemptKey,
-    AttemptStats,
     DecodeRequest,
     NodeLoad,
     PeerRef,
     PrefillRequest,
     TokenBatch,
-    TokenChunk,
-    items_of,
 )
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
 from common.engine.grammar.compiler import GrammarCompiled, Grammars
-from common.engine.scheduled_step import Progress, ScheduledStep
+from common.engine.scheduled_step import ScheduledStep, SequenceOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
+from common.engine.sequence_state import SequenceState
 from common.engine.step import StepOutput
 from common.kv.rank_layout import KVLayout
 from common.node.adapter_table import AdapterLoaded, AdapterTable
+from common.node.attempt import Attempt, prompt_chunks
 from common.node.events import ClientLost, FromClient, FromPeer, SendBuffer, brief
 from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
-_MAX_MARKS = 300
-
-
-@dataclass(eq=False)
-class Attempt:
-    """State of an attempt that both roles keep."""
-
-    identity: Identity
-    """The router that sent the request."""
-    seq: Sequence
-    deadline_s: float
-    timeline: tuple[Mark, ...] = field(default=(), init=False)
-
-    def mark(self, name: str, now_s: float, number: int = 0) -> None:
-        """Add to the timeline, if the request asked for one."""
-        if self.seq.request.timeline and len(self.timeline) < _MAX_MARKS:
-            self.timeline += (Mark(name, now_s - self.seq.arrival_s, number),)
-
-    def mark_layers(self, layers: Iterable[tuple[int, float]]) -> None:
-        """Add when each layer had arrived, in seconds after the grant."""
-        granted_s = next((mark.at_s for mark in self.timeline if mark.name == "grant"), 0.0) + self.seq.arrival_s
-        for layer, after_s in sorted(layers, key=lambda each: each[1]):
-            self.mark("layer", granted_s + after_s, layer)
-
-
 AttemptT = TypeVar("AttemptT", bound=Attempt)
-
-
-def token_chunk(done: Progress, stats: AttemptStats | None) -> TokenChunk:
-    """The message with a step's new tokens for the router."""
-    seq, tokens = done.seq, done.tokens
-    logprobs = [token.logprobs for token in tokens if token.logprobs is not None] or None
-    token_ids = [token.token_id for token in tokens]
-    return TokenChunk(seq.key, seq.num_generated - len(tokens), token_ids, logprobs, done.finish_reason, stats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +86,8 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.transfer_timeout_s = parts.transfer_timeout_s
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks // parts.scheduler.pool.num_tables)
-        self._uncompiled: dict[AttemptKey, float] = {}
-        """Attempts that wait for their grammar, some of them ended meanwhile, and when they give up."""
-        self._without_adapter: set[AttemptKey] = set()
-        """Attempts that wait for their adapter, some of them ended meanwhile."""
         self.rests_until_s = 0.0
-        """As `EngineCore.rests_until_s`."""
+        """Time at which `step` may have work again without an event; a time in the past means nothing."""
         self._scheduled: dict[int, ScheduledStep] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
@@ -139,11 +99,11 @@ class NodeCore(ABC, Generic[AttemptT]):
     # ------------------------------------------------------------ what a role adds
 
     @abstractmethod
-    def _ready(self, attempt: AttemptT) -> None:
-        """The attempt can take part in steps from now on: its grammar, if it has one, is compiled."""
+    def on_ready(self, attempt: AttemptT) -> None:
+        """The attempt has its adapter and its grammar, if the request names any: it can take part in steps."""
 
     @abstractmethod
-    def _tokens(self, attempt: AttemptT, done: Progress) -> None:
+    def on_tokens(self, attempt: AttemptT, done: SequenceOutput) -> None:
         """A step sampled the attempt's next tokens, `done.tokens`, one or more."""
 
     @abstractmethod
@@ -151,14 +111,14 @@ class NodeCore(ABC, Generic[AttemptT]):
         """Report the failure to the router and the other node, then end the attempt. Ignored for None or an ended attempt."""
 
     @abstractmethod
-    def _end(self, attempt: AttemptT | None) -> None:
+    def _end(self, attempt: AttemptT | None, reason: str) -> None:
         """Free what the attempt holds, now or when its transfer releases it. Ignored for None or an ended attempt."""
 
     @abstractmethod
     def _describe(self, attempt: AttemptT) -> dict[str, Any]:
         """The attempt's state and progress, for operators."""
 
-    def _admitted(self, attempt: AttemptT) -> None:
+    def on_started(self, attempt: AttemptT) -> None:
         """The attempt's blocks are allocated and it is part of the step that starts now."""
 
     # ------------------------------------------------------------ events and time
@@ -167,7 +127,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         """Handle one event; a role handles its own events first."""
         match event:
             case StepDone(output):
-                self._step_done(output)
+                self.process(output)
             case StepFailed(step_id, error):
                 self._step_failed(step_id, error)
             case GrammarCompiled(key, result):
@@ -185,10 +145,9 @@ class NodeCore(ABC, Generic[AttemptT]):
     def on_time(self, now_s: float) -> None:
         """End attempts that are past their deadline; measure the load."""
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
-            self._end(attempt)
-        for key in [key for key, due_s in self._uncompiled.items() if now_s > due_s]:
-            del self._uncompiled[key]
-            self._fail(self.attempts.get(key), Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
+            self._end(attempt, "past its deadline")
+        for attempt in [a for a in self.attempts.values() if now_s > a.grammar_deadline_s]:
+            self._fail(attempt, Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
         if not self.adapters.is_settled:
             in_use = {attempt.seq.adapter_id for attempt in self.attempts.values()}
             in_use |= {seq.adapter_id for scheduled in self._scheduled.values() for seq in scheduled.seqs}
@@ -197,7 +156,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @property
     def has_deadlines(self) -> bool:
-        """As `EngineCore.has_deadlines`."""
+        """Whether `on_time` may have something to do before the next event."""
         return bool(self.attempts) or not self.adapters.is_settled
 
     def describe_attempts(self) -> list[dict[str, Any]]:
@@ -208,7 +167,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             for key, attempt in self.attempts.items()
         ]
 
-    def _take(self, identity: Identity, request: PrefillRequest | DecodeRequest) -> Sequence | None:
+    def admit(self, identity: Identity, request: PrefillRequest | DecodeRequest) -> Sequence | None:
         """The sequence of a new request; None, after reporting the reason to the router, if it cannot be served."""
         if request.key in self.attempts:
             log.warning("%s was received twice; the first one continues", request.key)
@@ -228,7 +187,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         if len(self.attempts) >= self.max_accepted:
             raise Overloaded(f"this node already has {counted(len(self.attempts), 'request')}, its maximum")
         request = message.request
-        self.scheduler.check_length(len(request.prompt_ids) + len(message.generated_ids))
+        self.scheduler.config.check_length(len(request.prompt_ids) + len(message.generated_ids))
         token_ids = list(message.token_ids)  # ten times the size of the message: its length is checked before
         if request.adapter is not None:
             self.adapters.check(request.adapter)
@@ -240,126 +199,141 @@ class NodeCore(ABC, Generic[AttemptT]):
             root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt, lora_id=request.lora_id),
             arrival_s=self.clock(),
             relays=isinstance(message, PrefillRequest),
-            num_scored=len(request.prompt_ids) if isinstance(message, DecodeRequest) and message.prefill else 0,
+            scored=len(request.prompt_ids) if isinstance(message, DecodeRequest) and message.prefill else 0,
         )
         self.scheduler.check_fits(sequence)
         return sequence
 
-    def _begin(self, attempt: AttemptT) -> None:
-        """`_ready`, at once or when its adapter is loaded and its grammar compiled. Until then it takes no part in steps;
-        all else goes on."""
-        if self._take_adapter(attempt):
-            self._begin_grammar(attempt)
+    def prepare(self, attempt: AttemptT) -> None:
+        """Get the attempt's adapter, then its grammar, then call `on_ready`: at once, or when what it waits for is there.
 
-    def _take_adapter(self, attempt: AttemptT) -> bool:
-        """Whether its adapter, if it has one, is in memory. If not, `_begin_grammar` follows when it is loaded.
+        Raises: AdapterMissing.
+        """
+        if self._has_adapter(attempt) and self._has_grammar(attempt):
+            self.on_ready(attempt)
+
+    def _has_adapter(self, attempt: AttemptT) -> bool:
+        """Whether its adapter, if it has one, is in memory. If not, it waits, and `prepare` follows when it is loaded.
 
         Raises: AdapterMissing.
         """
         seq, adapter = attempt.seq, attempt.seq.request.adapter
-        if adapter is not None and not seq.adapter_id and seq.key not in self._without_adapter:
-            self.adapters.check(adapter)
-            tell = partial(self._adapter_loaded, seq.key)
-            seq.adapter_id = self.adapters.take(adapter, self.clock(), tell, lambda: seq.key in self.attempts) or 0
-            if not seq.adapter_id:
-                self._without_adapter.add(seq.key)
-        return seq.key not in self._without_adapter
+        if adapter is None or seq.adapter_id:
+            return True
+        if seq.state is SequenceState.AWAITING_ADAPTER:
+            return False
+        self.adapters.check(adapter)
+        tell = partial(self._adapter_loaded, seq.key)
+        seq.adapter_id = self.adapters.take(adapter, self.clock(), tell, lambda: seq.key in self.attempts) or 0
+        if not seq.adapter_id:
+            seq.enter(SequenceState.AWAITING_ADAPTER, adapter.name)
+        return seq.adapter_id > 0
 
     def _adapter_loaded(self, key: AttemptKey, result: int | KvRelayError) -> None:
-        self._without_adapter.discard(key)
         attempt = self.attempts.get(key)
-        if attempt is None:
+        if attempt is None or attempt.seq.state is not SequenceState.AWAITING_ADAPTER:
             return  # ended meanwhile
         if isinstance(result, KvRelayError):
             self._fail(attempt, AdapterMissing(result.message))
-        else:
-            attempt.seq.adapter_id = result
-            self._begin_grammar(attempt)
+            return
+        attempt.seq.adapter_id = result
+        attempt.seq.enter(SequenceState.ACCEPTED, "adapter loaded")
+        self.prepare(attempt)
 
-    def _begin_grammar(self, attempt: AttemptT) -> None:
-        seq = attempt.seq
-        if seq.sampling.grammar is None:
-            self._ready(attempt)
-        elif (matcher := self.grammars.cached(seq.sampling.grammar.source)) is not None:
-            self._set_grammar(attempt, matcher)
-        else:
-            self._uncompiled[seq.key] = self.clock() + COMPILE_TIMEOUT_S
-            self.grammars.compile(seq.key, seq.sampling.grammar.source)
-
-    def _prepares(self, key: AttemptKey) -> bool:
-        """Whether `_ready` is still to come."""
-        return key in self._uncompiled or key in self._without_adapter
+    def _has_grammar(self, attempt: AttemptT) -> bool:
+        """Whether its grammar, if it has one, is set. If not, it waits until it is compiled, or fails."""
+        seq, grammar = attempt.seq, attempt.seq.request.sampling.grammar
+        if grammar is None or not seq.tokens.lacks_grammar:
+            return True
+        matcher = self.grammars.cached(grammar.source)
+        if matcher is not None:
+            return self._set_grammar(attempt, matcher)
+        seq.enter(SequenceState.AWAITING_GRAMMAR, "compiled elsewhere")
+        attempt.grammar_deadline_s = self.clock() + COMPILE_TIMEOUT_S
+        self.grammars.compile(seq.key, grammar.source)
+        return False
 
     def _grammar_compiled(self, key: AttemptKey, result: LLMatcher | KvRelayError) -> None:
         attempt = self.attempts.get(key)
-        if self._uncompiled.pop(key, None) is None or attempt is None:
+        if attempt is None or attempt.grammar_deadline_s == math.inf:
             return  # ended meanwhile
+        attempt.grammar_deadline_s = math.inf
         if isinstance(result, KvRelayError):
             self._fail(attempt, result)
-        else:
-            self._set_grammar(attempt, result)
+        elif self._set_grammar(attempt, result):
+            if attempt.seq.state is SequenceState.AWAITING_GRAMMAR:
+                attempt.seq.enter(SequenceState.ACCEPTED, "grammar compiled")
+            self.on_ready(attempt)
 
-    def _set_grammar(self, attempt: AttemptT, matcher: LLMatcher) -> None:
+    def _set_grammar(self, attempt: AttemptT, matcher: LLMatcher) -> bool:
         try:
-            attempt.seq.set_grammar(matcher, self.grammars.eos_ids)
+            attempt.seq.tokens.set_grammar(matcher, self.grammars.eos_ids)
         except KvRelayError as error:
             self._fail(attempt, error)
-        else:
-            self._ready(attempt)
+            return False
+        return True
 
     # ------------------------------------------------------------ steps
 
     def step(self) -> bool:
-        """Start a step if there is work. Returns whether there was."""
-        scheduled = self.scheduler.schedule()
+        """One round of the node, after `EngineLoop` has received events: schedule, forward, process. False if there was no step."""
+        scheduled = self.schedule()
         if scheduled is None:
             return False
-        step_id = scheduled.step.step_id
+        output = self.forward(scheduled)
+        if output is not None:  # else it is received later, as `StepDone` or `StepFailed`
+            self.process(output)
+        return True
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can run now."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return None
         for seq in scheduled.admitted:
             if seq.first_step_s is None:
                 seq.first_step_s = self.clock()
-            self._admitted(self.attempts[seq.key])
+            self.on_started(self.attempts[seq.key])
         self.send_buffer.flush()  # send offers and grants before the step: an answer may arrive before it is done
-        self._scheduled[step_id] = scheduled
-        self._timer.begin(step_id, self.clock())
-        try:
-            output = self.executor.submit(scheduled.step)
-        except Exception as error:  # one step's failure must not end the node
-            self._step_failed(step_id, error)
-            return True
-        if output is not None:
-            self._step_done(output)
-        return True
+        return scheduled
 
-    def _step_done(self, output: StepOutput) -> None:
+    def forward(self, scheduled: ScheduledStep) -> StepOutput | None:
+        """Have the ranks compute a step. Returns its output if they do that at once and it does not fail."""
+        step = scheduled.step
+        self._scheduled[step.step_id] = scheduled
+        self._timer.begin(step.step_id, self.clock())
+        try:
+            return self.executor.submit(step)
+        except Exception as error:  # one step's failure must not end the node
+            self._step_failed(step.step_id, error)
+            return None
+
+    def process(self, output: StepOutput) -> None:
+        """Pass what a step computed to its sequences, and their tokens to the role."""
         scheduled = self._scheduled.pop(output.step_id)
-        counts, num_decodes = scheduled.step.query_lens, scheduled.step.num_decodes
+        counts, num_decode_seqs = scheduled.step.query_lens, scheduled.step.num_decode_seqs
         self._timer.end(
-            output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts), tokens=sum(counts)
+            output.step_id,
+            self.clock(),
+            decodes=num_decode_seqs > 0,
+            prompts=num_decode_seqs < len(counts),
+            tokens=sum(counts),
         )
-        self._prompt_tokens += sum(counts[num_decodes:])
+        self._prompt_tokens += sum(counts[num_decode_seqs:])
         self._prompt_tokens += sum(
-            n for seq, n in zip(scheduled.seqs, counts[:num_decodes], strict=False) if seq.relays
+            n for seq, n in zip(scheduled.seqs, counts[:num_decode_seqs], strict=False) if seq.relays
         )
-        for seq in scheduled.seqs[num_decodes:]:
+        for seq in scheduled.seqs[num_decode_seqs:]:
             if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
-                attempt.mark("chunk", self.clock(), seq.num_scheduled)
+                attempt.mark("chunk", self.clock(), seq.progress.num_scheduled)
         for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
             if done.prompt_logprobs:
-                self._send_prompt_logprobs(done)
+                for chunk in prompt_chunks(done):
+                    self.send_buffer.reply(self.attempts[done.seq.key].identity, TokenBatch([chunk]))
             if done.error is not None:
                 self._fail(self.attempts[done.seq.key], done.error)
             elif done.tokens:
-                self._tokens(self.attempts[done.seq.key], done)
-
-    def _send_prompt_logprobs(self, done: Progress) -> None:
-        key, found = done.seq.key, done.prompt_logprobs
-        before = done.seq.num_scored - len(found)
-        size = max(1, SENT_ITEMS // items_of(1, len(found[0].top_ids)))
-        for start in range(0, len(found), size):
-            part = found[start : start + size]
-            chunk = TokenChunk(key, before + start, [], prompt_logprobs=part)
-            self.send_buffer.reply(self.attempts[key].identity, TokenBatch([chunk]))
+                self.on_tokens(self.attempts[done.seq.key], done)
 
     def _step_failed(self, step_id: int, error: Exception) -> None:
         if isinstance(error, RankLost):
@@ -375,7 +349,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         """The present load. `waiting`: attempts that are not in the scheduler yet; `own`: fields that only a role knows."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
-        # A generating sequence always lacks the KV of its last token.
+        # The KV of a generating sequence's last token is never computed yet.
         begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
         return NodeLoad(
             running=len(scheduler.running),

@@ -108,7 +108,7 @@ class SendBuffer:
 
 
 _CHUNK_ITEMS, _MARK_ITEMS = 20, 4
-"""About how many MessagePack items a chunk takes without its tokens, and each mark of its timeline."""
+"""MessagePack items of a chunk without its tokens, and of each mark of its timeline; estimates."""
 
 
 def batches(chunks: list[TokenChunk]) -> Iterator[list[TokenChunk]]:

@@ -56,6 +56,6 @@ def warm_up(num_tables: int = 1) -> StepInput:
         query_lens=[1],
         context_lens=[1],
         block_tables=[[[0]]] * num_tables,
-        num_decodes=1,
+        num_decode_seqs=1,
         samples=[sample],
     )

@@ -111,10 +111,10 @@ def largest_steps(largest: Largest) -> list[StepInput]:
 
 def decode_step(largest: Largest, num_seqs: int) -> StepInput:
     """Make a step with one row for each of `num_seqs` sequences."""
-    return _step([1] * num_seqs, largest, num_decodes=num_seqs)
+    return _step([1] * num_seqs, largest, num_decode_seqs=num_seqs)
 
 
-def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
+def _step(lens: list[int], largest: Largest, num_decode_seqs: int = 0) -> StepInput:
     rows = [at for length in lens for at in range(length)]
     last_rows = [end - 1 for end in accumulate(lens)]
     samples = [SampleSpec(i, last_rows[i], _MOST_MEMORY, length, 0, _SEEN) for i, length in enumerate(lens)]
@@ -128,7 +128,7 @@ def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
         query_lens=lens,
         context_lens=lens,
         block_tables=[[list(range(largest.blocks))] * len(lens)] * largest.num_tables,
-        num_decodes=num_decodes,
+        num_decode_seqs=num_decode_seqs,
         samples=samples,
     )
 

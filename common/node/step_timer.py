@@ -24,7 +24,7 @@ class StepTimer:
     prompt_busy_s: float = 0.0
     step_s: float = 0.0
     by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """As `NodeLoad.steps_by_tokens`."""
+    """Steps by their tokens: one number for each range between the bounds `STEP_TOKENS`."""
     tokens: int = 0
     _started: dict[int, float] = field(default_factory=dict[int, float])
     _last_end_s: float = 0.0
@@ -35,7 +35,7 @@ class StepTimer:
 
     def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool, tokens: int) -> None:
         """The step's output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of
-        prompts; `tokens`: how many it computed."""
+        prompts; `tokens`: rows that it computed."""
         self.by_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
         self.tokens += tokens
         started_s = self._started.pop(step_id, now_s)

@@ -88,8 +88,8 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
                 scheduler.add(seq)
             if abort_at == round_ and seq.key not in out.answers:
                 out.aborted.add(seq.key)
-                out.rows_of_aborted += seq.num_scheduled - seq.num_computed
-                scheduler.abort(seq)
+                out.rows_of_aborted += seq.progress.num_scheduled - seq.progress.num_computed
+                scheduler.end(seq, "aborted")
         scheduled = scheduler.schedule()
         if scheduled is not None:
             flying.append(scheduled)
@@ -103,7 +103,7 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
                 out.scored.setdefault(seq.key, []).extend(done.prompt_logprobs)
                 assert not done.tokens or not seq.scores_prompt, "a token came before the prompt's log-probabilities"
                 if done.finish_reason is not None:
-                    out.answers[seq.key] = seq.token_ids[seq.prompt_len :], done.finish_reason
+                    out.answers[seq.key] = seq.tokens.ids[seq.tokens.prompt_len :], done.finish_reason
                     out.stops += done.finish_reason == "stop"
         scheduler.check_integrity()
         if round_ > 120 and not flying and scheduler.is_idle():

@@ -63,7 +63,7 @@ def answer_all(schemas: dict[str, dict[str, Any]], runner: Any) -> dict[str, tup
         params = SamplingParams(number, 100, stop_token_ids=[EOS], grammar=grammar)
         request = EngineRequest(pack_ids([5, 6, number % 200]), params)
         seq = Sequence(AttemptKey(name, 1), request, list(request.prompt_ids), root_hash("f"), 0.0)
-        seq.set_grammar(compile_grammar(tokenizer, grammar.source), [EOS])
+        seq.tokens.set_grammar(compile_grammar(tokenizer, grammar.source), [EOS])
         scheduler.add(seq)
     answers: dict[str, tuple[list[int], FinishReason]] = {}
     while (plan := scheduler.schedule()) is not None:
@@ -71,6 +71,6 @@ def answer_all(schemas: dict[str, dict[str, Any]], runner: Any) -> dict[str, tup
             assert done.error is None, f"{done.error}: {schemas[done.seq.key.request_id]}"
             if done.finish_reason is not None:
                 seq = done.seq
-                answers[seq.key.request_id] = (seq.token_ids[seq.prompt_len :], done.finish_reason)
+                answers[seq.key.request_id] = (seq.tokens.ids[seq.tokens.prompt_len :], done.finish_reason)
     assert scheduler.pool.num_used == 0
     return answers

@@ -93,7 +93,7 @@ def run(runner: ModelRunner, requests: list[tuple[list[int], dict[str, Any]]], d
                 answer.reason = done.finish_reason
                 if done.error is not None:
                     answer.reason = done.error.code
-                    scheduler.abort(done.seq)
+                    scheduler.end(done.seq, done.error.code)
     assert scheduler.pool.num_used == 0
     return list(answers.values())
 

@@ -1,4 +1,5 @@
-"""The scheduler under random arrivals, aborts, relays and memory pressure, checked by a model that sees every wrong slot.
+"""The scheduler under random arrivals, aborts, relays, failed steps and memory pressure, checked by a model that sees every wrong
+slot. Any change of a sequence's state that the table does not have raises.
 
 With one step in flight, with several groups, and with the next step prepared while one runs; with one block table and with
 several, with and without sliding windows: whatever finishes must have the tokens and the reason of an undisturbed run. Steps
@@ -24,10 +25,25 @@ from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.sequence_state import END_IGNORED, SequenceState
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 
 PREFIXES = [list(range(n, n + 48)) for n in (0, 100, 200)]
+
+
+WITHOUT_BLOCKS = {SequenceState.ACCEPTED, SequenceState.WAITING, SequenceState.ENDED}
+IN_CONTAINERS = {
+    SequenceState.ACCEPTED: lambda _: [False, False, False],
+    SequenceState.WAITING: lambda _: [True, False, False],
+    SequenceState.RESERVED: lambda _: [False, True, False],
+    SequenceState.RUNNING: lambda _: [False, False, True],
+    SequenceState.YIELDING: lambda _: [False, False, True],
+    SequenceState.HELD: lambda seq: [False, False, seq.progress.in_flight > 0],
+    SequenceState.ENDING: lambda _: [False, False, True],
+    SequenceState.ENDED: lambda _: [False, False, False],
+}
+"""Whether a sequence in each state waits, is reserved, runs."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -73,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             BlockPool(num_blocks, len(windows)),
             windows,
         )
+        self.made: list[Sequence] = []
         self.live: dict[AttemptKey, tuple[Sequence, list[int]]] = {}
         self.held: list[Sequence] = []
         """Relayed or given up; a transfer may still read their blocks."""
@@ -89,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling = SamplingParams(
             seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens
         )
-        return Sequence(
+        seq = Sequence(
             key=AttemptKey(f"r{self.count}", 1),
             request=EngineRequest(pack_ids(tokens), sampling, priority=priority),
             token_ids=list(tokens),
@@ -99,6 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             else 0.0,  # of KV from elsewhere: some is due before those that wait
             relays=relays,
         )
+        self.made.append(seq)
+        return seq
 
     @rule(
         prefix=st.integers(0, 2),
@@ -142,8 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, data: st.DataObject) -> None:
         """A transfer fills the blocks of a reserved sequence, which then joins."""
         seq = self.arriving.pop(data.draw(st.integers(0, len(self.arriving) - 1)))
-        for table, (blocks, first) in enumerate(zip(seq.block_tables, self.wanted[seq.key], strict=True)):
-            self.runner.write(table, blocks, seq.token_ids, first * BLOCK_SIZE)
+        for table, (blocks, first) in enumerate(zip(seq.blocks.tables, self.wanted[seq.key], strict=True)):
+            self.runner.write(table, blocks, seq.tokens.ids, first * BLOCK_SIZE)
         self.scheduler.join(seq, self.live[seq.key][1][0])
 
     @precondition(lambda self: self.held)
@@ -158,11 +177,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq, _ = self.live.pop(key)
         if seq in self.arriving:
             self.arriving.remove(seq)
-        started = seq.key in self.scheduler.running
-        self.aborted_rows += seq.num_scheduled - seq.num_computed
-        self.scheduler.abort(seq)
-        if seq.relays and started:
+        self._lose(seq)
+        self.scheduler.end(seq, "aborted")
+        self._ended(seq)
+
+    def _lose(self, seq: Sequence) -> None:
+        self.aborted_rows += seq.progress.num_scheduled - seq.progress.num_computed
+
+    def _ended(self, seq: Sequence) -> None:
+        assert seq.state in END_IGNORED
+        if seq.state is SequenceState.HELD:
             self.held.append(seq)
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def end_again(self, data: st.DataObject) -> None:
+        """The owner of a sequence that has ended may hear of it later, or of something else."""
+        over = [seq for seq in self.made if seq.state in END_IGNORED]
+        if over:
+            self.scheduler.end(data.draw(st.sampled_from(over)), "again")
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def step_fails(self) -> None:
+        scheduled, sampled = self.flying.popleft()
+        if sampled is None:
+            self.runner.execute(scheduled.step)  # later steps may name its tokens
+        ending = [self.live.pop(seq.key)[0] for seq in scheduled.seqs if seq.state not in END_IGNORED]
+        for seq in ending:
+            self._lose(seq)
+        self.scheduler.fail(scheduled)
+        for seq in ending:
+            self._ended(seq)
 
     @rule(steps=st.integers(1, 10))
     def step(self, steps: int) -> None:
@@ -202,13 +248,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if done.finish_reason is None and not (done.tokens and done.seq.relays):
                 continue
             seq, expected = self.live.pop(done.seq.key)
-            assert seq.token_ids[seq.prompt_len :] == expected
-            stopped = expected[-1] in seq.sampling.stop_token_ids
+            assert seq.tokens.ids[seq.tokens.prompt_len :] == expected
+            stopped = expected[-1] in seq.request.sampling.stop_token_ids
             self.stopped += stopped and not seq.relays
             if not seq.relays:
                 assert done.finish_reason == ("stop" if stopped else "length")
-            else:
-                self.held.append(seq)
+            self._ended(seq)
         return True
 
     @invariant()
@@ -216,10 +261,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
+        for seq in self.made:
+            containers = self.scheduler.waiting, self.scheduler.reserved.values(), self.scheduler.running.values()
+            assert [seq in each for each in containers] == IN_CONTAINERS[seq.state](seq), f"{seq.key} is {seq.state}"
+            assert bool(seq.blocks.tables) == (seq.state not in WITHOUT_BLOCKS), f"{seq.key} is {seq.state}"
         owners = [*self.scheduler.running.values(), *self.scheduler.reserved.values(), *self.held]
         owners += [seq for scheduled, _ in self.flying for seq in scheduled.seqs]
-        tables = [(seq, table) for seq in owners for table in range(len(seq.block_tables))]
-        held = {block for seq, table in tables for block in seq.block_tables[table][seq.first_blocks[table] :]}
+        tables = [(seq, table) for seq in owners for table in range(len(seq.blocks.tables))]
+        held = {block for seq, table in tables for block in seq.blocks.tables[table][seq.blocks.first[table] :]}
         held |= {copy.source for scheduled, _ in self.flying for copy in scheduled.step.copies}
         assert self.scheduler.pool.num_used == len(held), "nobody's block"
         for scheduled, _ in self.flying:
@@ -249,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for seq in self.arriving:
             del self.live[seq.key]
-            self.scheduler.abort(seq)
+            self.scheduler.end(seq, "aborted")
         for _ in range(20_000):
             while self.held:
                 self.scheduler.free(self.held.pop())

@@ -134,9 +134,9 @@ class Case:
     def metadata(self) -> AttentionMetadata:
         slots = [slot for i, (n, context) in enumerate(self.lens) for slot in self.slots(i, context - n, context)]
         lens = [n for n, _ in self.lens]
-        num_decodes = next((i for i, n in enumerate(lens) if n != 1), len(lens))
+        num_decode_rows = next((i for i, n in enumerate(lens) if n != 1), len(lens))
         return AttentionMetadata(
-            lens, [c for _, c in self.lens], self.tables, torch.tensor(slots, device=self.device), num_decodes
+            lens, [c for _, c in self.lens], self.tables, torch.tensor(slots, device=self.device), num_decode_rows
         )
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ def random_decode(pool: int, max_pages: int, rng: random.Random, num_seqs: int, 
         query_lens=[1] * num_seqs,
         context_lens=lens,
         block_tables=[tables],
-        num_decodes=num_seqs,
+        num_decode_seqs=num_seqs,
         samples=[
             SampleSpec(i, i, SamplingParams(seed=i, max_tokens=9, temperature=0.7, logprobs=2), length, 0)
             for i, length in enumerate(lens)

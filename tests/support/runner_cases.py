@@ -121,7 +121,7 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
                 query_lens=lens,
                 context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
                 block_tables=[[list(s.tables[t]) for s in running] for t in range(len(windows))],
-                num_decodes=sum(len(s.tokens) - s.computed == 1 for s in running),
+                num_decode_seqs=sum(len(s.tokens) - s.computed == 1 for s in running),
                 samples=samples,
                 scored=scored,
             )

@@ -94,8 +94,8 @@ def answers(
             for done in scheduler.update(landing, launched.wait().sampled):
                 got.setdefault(done.seq.key, []).extend(done.tokens)
             for seq in scheduler.running.values():
-                if propose is not None and seq.num_pending == 0:
-                    seq.draft_ids = propose(seq)
+                if propose is not None and seq.progress.num_pending == 0:
+                    seq.tokens.draft_ids = propose(seq)
     assert scheduler.is_idle()
     assert scheduler.pool.num_used == 0
     return got, scheduler

@@ -11,8 +11,8 @@ import pytest
 import typer.main
 from support.paths import ROOT
 
-from common.base.errors import ConfigError, KvRelayError, RestartRequested
-from common.base.variables import CACHE, CPU_KERNELS
+from common.base.errors import ConfigError, InvalidTransition, KvRelayError, RestartRequested
+from common.base.variables import CACHE, CPU_KERNELS, STRICT_STATES
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES, RouterConfig
 from common.config.sources import ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, ENV_PREFIX
@@ -65,7 +65,7 @@ def _unknown_options(line: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_variables_that_exist(page: Path) -> None:
     options = {ENV_PREFIX + name.upper() for service in SERVICES for name in field_infos(service)}
-    others = {ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, CACHE, CPU_KERNELS, "KVRELAY_PREBUILT"}
+    others = {ADMIN_URL_VARIABLE, CONFIG_FILE_VARIABLE, CACHE, CPU_KERNELS, STRICT_STATES, "KVRELAY_PREBUILT"}
     assert not set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", page.read_text("utf-8"))) - options - others
 
 
@@ -114,7 +114,7 @@ def _codes(error: type[KvRelayError]) -> set[str]:
 
 def test_every_status_and_code_that_clients_may_get_is_documented() -> None:
     given = {code for file in (ROOT / "router").rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
-    codes = given | _codes(KvRelayError) - {ConfigError.code, RestartRequested.code}
+    codes = given | _codes(KvRelayError) - {ConfigError.code, RestartRequested.code, InvalidTransition.code}
     section = (ROOT / "docs/api.md").read_text("utf-8").partition("## Errors")[2].partition("\n## ")[0]
     assert not codes - set(re.findall(r"`(\w+)`", section))
     rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", section, re.M)

@@ -35,7 +35,7 @@ _LIMITS = LLParserLimits(
 )
 """Some 20 ms for compiling, 10 ms for the worst mask, 20 MB for a grammar's lexer."""
 _BEGINNING = "\x02"
-"""A character that no token joins with others."""
+"""A character that is always a token of its own."""
 _SPECIAL = b"\xff"
 """First byte of special tokens for llguidance."""
 
@@ -65,10 +65,10 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
 def checking_tokenizer(
     file: Path, tokenizer: Tokenizer, encode: Callable[[str], list[int]], vocab_size: int, eos_ids: Iterable[int]
 ) -> LLTokenizer:
-    """The same for a process that has loaded tokenizer.json (`file`), and compiles grammars but computes few masks: they are
-    right, but take longer. It takes less memory.
+    """The tokens of a model for a process that has loaded tokenizer.json (`file`), and compiles grammars but computes few masks:
+    these take longer, but the tokenizer takes less memory.
 
-    encode: the tokens of a text, none of them special. Raises: as `load_tokenizer`.
+    encode: the tokens of a text, none of them special. Raises: ConfigError if the tokenizer cannot be used.
     """
     with as_config_error(f"llguidance cannot use {file}", MAX_ERROR_CHARS):
         return _llguidance_tokenizer(tokenizer, encode, file, vocab_size, eos_ids, slices=[])
@@ -137,7 +137,7 @@ def is_special(token: AddedToken) -> bool:
 
 
 def _bytes_of(text: str) -> bytes | None:
-    """The bytes for which the characters of byte-level tokens stand; None if one stands for none."""
+    """The bytes that the characters of byte-level tokens stand for; None if a character stands for no byte."""
     try:
         return text.translate(_BYTE_OF_CHARACTER).encode("latin-1")
     except UnicodeEncodeError:
@@ -163,7 +163,7 @@ class _TextTokenizer:
     bos_token_id = None
 
     def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], ends: list[int]) -> None:
-        """`encode`: makes no tokens that tokenizer.json calls special; `tokens`: as `parsed_tokens`; `ends`: tokens that end an
+        """`encode`: makes no tokens that tokenizer.json calls special; `tokens`: see `parsed_tokens`; `ends`: tokens that end an
         answer."""
         self.tokens = [token.removeprefix(_SPECIAL) for token in tokens]
         adds_space = b"".join(self.tokens[token_id] for token_id in encode("a")) == b" a"
@@ -175,7 +175,7 @@ class _TextTokenizer:
     def __call__(self, text: str) -> list[int]:
         ids = self._encode(text)
         found = {self._special[each] for each in ids if each in self._special}
-        # Cut behind their first character, as `router.text.typed_tokens` does.
+        # Cut behind their first character: `router.text.typed_tokens` does the same.
         cuts = [f"(?<={re.escape(each[0])})(?={re.escape(each[1:])})" for each in found if len(each) > 1]
         parts = re.split("|".join(cuts), text) if cuts else [text]
         return ids if len(parts) == 1 else [token_id for part in parts for token_id in self(part)]
@@ -196,7 +196,7 @@ def without_space(encode: Callable[[str], list[int]]) -> Callable[[str], list[in
 def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     """A matcher at the start of a grammar. Sequences get a `deep_copy` of it.
 
-    source: as `common.control.messages.Grammar.source`.
+    source: the format of `common.control.messages.Grammar.source`.
     Raises: BadRequest with llguidance's message.
     """
     if len(source) > MAX_SOURCE_CHARS:
@@ -213,5 +213,5 @@ def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 
 def short_error(message: str) -> str:
-    """llguidance's message without what it says of its own state."""
+    """llguidance's message without its debug suffix."""
     return message.replace("<non-verbose/>", "").strip()[:MAX_ERROR_CHARS]

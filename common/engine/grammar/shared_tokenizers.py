@@ -1,5 +1,5 @@
-"""Tokenizers for grammars that a process loads once for all nodes that it forks: for a large vocabulary a second of processor
-time and 90 MB. No torch."""
+"""Tokenizers for grammars that a process loads once for all nodes that it forks. Saves each node a second of processor time and
+90 MB for a large vocabulary. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder
 
 _Key = tuple[str, list[dict[str, Any]], int, tuple[int, ...]]
-"""Digest of tokenizer.json, what other files say of tokens, size of the vocabulary, tokens that end an answer."""
+"""Digest of tokenizer.json, the contents of other files about tokens, size of the vocabulary, tokens that end an answer."""
 
 _shared: dict[Path, tuple[_Key, LLTokenizer]] = {}
 """By folder. Changes in the process that forks only."""
@@ -35,8 +35,8 @@ def share_tokenizer(path: Path) -> None:
 
 
 def get_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """The tokenizer that was shared before this process was forked; if there is none, or it was another one, as
-    `load_tokenizer`."""
+    """The tokenizer that was shared before this process was forked; without one, or if its
+    files have changed, it is loaded here. Raises: ConfigError if it cannot be used."""
     eos_ids = tuple(eos_ids)
     if folder in _shared:
         key, tokenizer = _shared[folder]

@@ -19,7 +19,7 @@ from common.engine.grammar.compile import short_error
 
 _BURST_S = 0.2
 _PER_TOKEN_S = 0.003
-"""Processor time that a sequence's grammar may take: so much at once, and so much for each token. Beyond it the request
+"""Processor time that a sequence's grammar may take: at once, and for each token in addition. Beyond it the request
 fails, so that a hostile grammar cannot slow down other requests. A usual grammar takes 0.1 ms for a token."""
 
 
@@ -46,7 +46,7 @@ class GrammarState:
         self.forced: list[int] = []
         """Tokens that must come next; the matcher has consumed them already."""
         self._mask: bytes | None = None
-        """What is allowed after the forced tokens."""
+        """Bit mask of the tokens allowed after the forced ones."""
         self.complete = False
         """Nothing may follow the tokens taken in."""
         if self.begun:
@@ -108,7 +108,7 @@ class GrammarState:
         self._check()
         self._spend(started_s)
         mask = _without(mask, self._eos_ids)
-        if self._is_short:  # of the client's stop tokens, some may be text that the grammar allows
+        if self._is_short:  # some of the client's stop tokens may be text that the grammar allows
             longer = _without(mask, self._sampling.stop_token_ids)
             mask = mask if _is_empty(longer) else longer
         if self._matcher.is_accepting():
@@ -135,8 +135,8 @@ class GrammarState:
         return [] if self.begun else self._eos_ids
 
     def mask(self, num_drafts: int = 0) -> bytes | None:
-        """The tokens allowed after the first `num_drafts` forced ones, as `SampleSpec.mask`; None: all but `banned` are, because
-        the grammar has not begun.
+        """A bit mask of the tokens allowed after the first `num_drafts` forced ones (`SampleSpec.mask`); None: all but `banned` are
+        allowed, because the grammar has not begun.
         """
         if num_drafts < len(self.forced):
             token_id = self.forced[num_drafts]

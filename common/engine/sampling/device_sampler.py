@@ -31,7 +31,7 @@ class DeviceSampler:
         self._thresholds: Thresholds = Bisection() if flashinfer is None else FlashInferThresholds(flashinfer)
 
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> DeviceSamplerOutput:
-        """See `Sampler.sample`."""
+        """Draw one token for each row of logits (`Sampler.sample`)."""
         highest, best = logits.max(-1)
         rows = DeviceRows(logits, specs, unseen, self._thresholds)
         _apply(GREEDY_STEPS, rows)
@@ -49,7 +49,7 @@ class DeviceSampler:
         return DeviceSamplerOutput(tokens, highest, left, specs, _logprobs(logits, highest, tokens, specs))
 
     def empty(self, device: torch.device) -> DeviceSamplerOutput:
-        """See `Sampler.empty`."""
+        """The output of a step without samples (`Sampler.empty`)."""
         nothing, logits = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device)
         return DeviceSamplerOutput(nothing, logits, logits, [], [])
 
@@ -85,7 +85,7 @@ class DeviceSamplerOutput:
         self._arrived = recorded_event(token_ids)
 
     def wait(self) -> list[SampledToken]:
-        """See `SamplerOutput.wait`."""
+        """The tokens on the host (`SamplerOutput.wait`)."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, highest, left, *logprobs = [each.tolist() for each in self._arriving]

@@ -63,7 +63,7 @@ class HostSampler:
         return self.sample_rows(np.ascontiguousarray(logits.cpu().numpy()), specs)
 
     def sample_rows(self, rows: NDArray[np.float32], specs: list[SampleSpec]) -> HostSamplerOutput:
-        """As `sample`, of [n, vocab] on the host."""
+        """Draw a token for each row of logits on the host, [n, vocab]."""
         bests: list[int] = rows.argmax(-1).tolist()
         highest = [rows.item(index, best) for index, best in enumerate(bests)]
         # argmax takes a NaN for the maximum.
@@ -87,7 +87,7 @@ class HostSampler:
     def _draw(
         self, rows: NDArray[np.float32], bests: list[int], specs: list[SampleSpec], indices: list[int]
     ) -> dict[int, int | None]:
-        """For rows that have a finite maximum: their tokens, None if the steps left none."""
+        """The tokens of rows that have a finite maximum; None where the steps left no token."""
         steps = steps_of(specs, rows.shape[1])
         drawn: dict[int, int | None] = {index: bests[index] for index in indices}
         changed = [index for index in indices if steps[index]]
@@ -115,7 +115,7 @@ class HostSampler:
 
 
 def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | Draw | None:
-    """A token; a draw from all tokens that the steps left; None if they left none."""
+    """A token, or a draw from all tokens that the steps left; None if they left no token."""
     for step in steps:
         step.on_host(row, spec)
     if spec.params.temperature < GREEDY_BELOW:
@@ -132,7 +132,7 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | Draw
 
 
 def _logprobs(row: Row, highest: float, found: Sum, token: int, spec: SampleSpec) -> TokenLogprobs:
-    """log-softmax of `row` at `token` and at the most likely, as many as are asked for, ties by lower id."""
+    """log-softmax of `row` at `token` and at the most likely tokens that the request asks for, ties by lower id."""
     norm = highest + found.value
     top_ids = most_likely(row, found.maxima, spec.params.logprobs or 0)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

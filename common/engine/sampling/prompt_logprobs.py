@@ -16,7 +16,7 @@ from common.engine.sampling.logprobs import logprobs_of, recorded_event, to_host
 from common.engine.step import ScoredRows
 
 _SLICE_LOGITS = 2**22
-"""Logits that are in memory at a time: 16 MB, and some times that for what is computed from them."""
+"""Logits that are in memory at a time: 16 MB, and several times that for intermediates."""
 
 
 class ScoredPrompts:
@@ -30,7 +30,7 @@ class ScoredPrompts:
         self._arrived = recorded_event(slices[-1][1][0]) if slices else None
 
     def wait(self) -> list[list[PromptLogprobs]]:
-        """As `StepOutput.prompt_logprobs`. Any thread."""
+        """The log-probabilities for each `ScoredRows` of the step (`StepOutput.prompt_logprobs`). Any thread."""
         if self._arrived is not None:
             self._arrived.synchronize()
         out: list[list[PromptLogprobs]] = [[] for _ in range(self._count)]

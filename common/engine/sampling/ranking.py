@@ -22,7 +22,7 @@ def ranked(row: NDArray[np.float32], cut: float) -> tuple[NDArray[np.int64], NDA
 
 def most_likely(row: NDArray[np.float32], maxima: NDArray[np.float32], count: int) -> list[int]:
     """Ids of the `count` highest entries, or of all, highest first, ties by lower id. maxima:
-    [vocab // MAXIMA_OF], the highest of as many entries each."""
+    [vocab // MAXIMA_OF], the highest of each `MAXIMA_OF` entries."""
     if count == 0:
         return []
     if count > maxima.size:

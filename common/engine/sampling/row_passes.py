@@ -1,4 +1,4 @@
-"""What reads whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. There
+"""Passes over whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. There
 is one implementation in NumPy and one in the native kernels, whose sums and draws use all of their threads. Runs on a rank's
 engine thread."""
 
@@ -27,7 +27,7 @@ class Sum(NamedTuple):
 
     value: float
     maxima: Row
-    """[vocab // MAXIMA_OF], each the highest of as many entries."""
+    """[vocab // MAXIMA_OF], the highest of each `MAXIMA_OF` entries."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Draw:
 
 
 class RowPasses(Protocol):
-    """Rows are treated alone: results do not depend on which are passed together."""
+    """Passes over rows. The result of a row does not depend on the rows that are passed with it."""
 
     def mask(self, row: Row, mask: bytes, out: Row) -> None:
         """Copy `row` to `out` with -inf for every token that `mask` does not allow; both are [vocab] and contiguous.
@@ -61,7 +61,7 @@ class RowPasses(Protocol):
 
 
 class NumpyPasses:
-    """By NumPy."""
+    """Row passes in NumPy."""
 
     def mask(self, row: Row, mask: bytes, out: Row) -> None:
         allowed = np.unpackbits(np.frombuffer(mask or b"\0", np.uint8), count=row.size, bitorder="little")
@@ -83,7 +83,7 @@ class NumpyPasses:
 
 
 class NativePasses:
-    """By the native kernels."""
+    """Row passes in the native kernels."""
 
     def __init__(self, native: NativeLibrary) -> None:
         self._native = native
@@ -124,7 +124,7 @@ class NativePasses:
 
 
 def choose_passes(native: NativeLibrary | None) -> RowPasses:
-    """The native kernels, if there are any."""
+    """Row passes in the native kernels, or in NumPy without them."""
     return NumpyPasses() if native is None else NativePasses(native)
 
 

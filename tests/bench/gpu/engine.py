@@ -140,7 +140,7 @@ class Engine:
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=[tables],
-            num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
+            num_decode_seqs=len(query_lens) if max(query_lens) == 1 else 0,
             samples=[
                 SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))
             ]

@@ -61,7 +61,7 @@ def test_given_up_at_any_moment_it_frees_both_nodes_within_a_step_and_disturbs_n
         pair.step_decode()
         for node in (pair.p, pair.d):
             assert set(node.attempts) <= {WANTED}, moment
-            held = {block for attempt in node.attempts.values() for block in chain(*attempt.seq.block_tables)}
+            held = {block for attempt in node.attempts.values() for block in chain(*attempt.seq.blocks.tables)}
             assert node.scheduler.pool.num_used == len(held), f"blocks of the unwanted are still used at {moment}"
             node.scheduler.check_integrity()
         pair.run(60)

@@ -78,7 +78,7 @@ def test_nothing_rests_for_streams_that_wait_for_room(monkeypatch: pytest.Monkey
     pair.step_prefill()
     pair.to_decode()
     pair.step_decode()
-    assert pair.d.scheduler.due is pair.d.attempts[LATER].seq
+    assert pair.d.scheduler.next_reserved is pair.d.attempts[LATER].seq
     assert pair.d.rests_until_s > pair.clock(), "its prompt is computed, with room or without"
     while pair.d.attempts[LATER].first_token is None:
         pair.step_prefill()

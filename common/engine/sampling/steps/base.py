@@ -53,7 +53,7 @@ class HostRow:
         self.none_left = False
         """Whether a random draw found all tokens masked or banned."""
         self.cut = -math.inf
-        """Scaled values below cannot be drawn."""
+        """Scaled values below this cannot be drawn."""
         self.candidates: NDArray[np.int64] | None = None
         """The only tokens that can be drawn; None: all that `cut` leaves."""
 
@@ -83,14 +83,14 @@ class DeviceRows:
         self.raw = raw
         """[n, vocab] float32, what the model computed; never changed."""
         self.values = raw
-        """[n, vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as each row's maximum."""
+        """[n, vocab], `raw` itself until the first change. `Temperature` scales it, so that each row's maximum is 0."""
         self.specs = specs
         self.unseen = unseen
         self.thresholds = thresholds
         self.most_likely = torch.empty(0, dtype=torch.int64)
         """[n], of `values` before scaling."""
         self.cut: Tensor | None = None
-        """[n, 1], values below cannot be drawn; None: not yet any."""
+        """[n, 1], values below cannot be drawn; None: all can."""
 
     @property
     def device(self) -> torch.device:
@@ -123,8 +123,8 @@ class LogitsStep(ABC):
 
     @abstractmethod
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        """For one draw that needs it."""
+        """Apply the step to one draw that needs it."""
 
     @abstractmethod
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
-        """For a batch in which the draws `asked` need it, at least one."""
+        """Apply the step to a batch in which the draws `asked`, at least one, need it."""

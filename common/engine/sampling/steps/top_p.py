@@ -19,7 +19,7 @@ _DEPTHS = (4.0, 8.0)
 _FEW = 4096
 """Values that are sorted in about the time of one pass over a vocabulary."""
 _PARTS_OF_ONE = 8
-"""Values are put into parts of equal width, of which only that with the nucleus's edge is sorted: 256 of 1 / 8."""
+"""Values are put into 256 parts of width 1 / 8; only the part with the nucleus's edge is sorted."""
 
 
 class TopP(LogitsStep):

@@ -53,9 +53,9 @@ def decoding(*seqs: Sequence, depth: int = 1, blocks: int = 64) -> Scheduler:
 def test_drafts_add_rows_that_each_draw_the_token_after_them() -> None:
     drafting, plain = sequence("a", frequency_penalty=1.0), sequence("b")
     scheduler = decoding(drafting, plain)
-    drafting.draft_ids = [8, 8]
+    drafting.tokens.draft_ids = [8, 8]
     step = start(scheduler).step
-    assert (step.query_lens, step.num_decodes, step.context_lens) == ([3, 1], 2, [23, 21])
+    assert (step.query_lens, step.num_decode_seqs, step.context_lens) == ([3, 1], 2, [23, 21])
     assert (step.token_ids, step.positions) == ([7, 8, 8, 7], [20, 21, 22, 20])
     assert [(s.seq_index, s.row, s.position, s.num_generated) for s in step.samples] == [
         (0, 0, 21, 1),
@@ -63,7 +63,7 @@ def test_drafts_add_rows_that_each_draw_the_token_after_them() -> None:
         (0, 2, 23, 3),
         (1, 3, 21, 1),
     ]
-    counter = TokenCounter(PROMPT, drafting.sampling)
+    counter = TokenCounter(PROMPT, drafting.request.sampling)
     for spec, token in zip(step.samples, (7, 8, 8), strict=False):
         counter.add([token])
         assert spec.seen == counter.seen(), "each draw counts the drafts before it"
@@ -72,20 +72,20 @@ def test_drafts_add_rows_that_each_draw_the_token_after_them() -> None:
 def test_all_tokens_of_a_step_are_entered_and_those_after_the_end_are_not() -> None:
     seq, stopping = sequence("a"), sequence("b", stop_token_ids=[9])
     scheduler = decoding(seq, stopping)
-    seq.draft_ids, stopping.draft_ids = [5, 6], [9, 6]
+    seq.tokens.draft_ids, stopping.tokens.draft_ids = [5, 6], [9, 6]
     tokens = [SampledToken(token) for token in (5, 6, 4, 9, 6, 4)]
     done = scheduler.update(start(scheduler), tokens)
     assert [[token.token_id for token in each.tokens] for each in done] == [[5, 6, 4], [9]]
     assert [each.finish_reason for each in done] == [None, "stop"]
-    assert (seq.token_ids[20:], seq.num_computed, seq.draft_ids) == ([7, 5, 6, 4], 23, [])
-    assert stopping.token_ids[20:] == [7, 9]
+    assert (seq.tokens.ids[20:], seq.progress.num_computed, seq.tokens.draft_ids) == ([7, 5, 6, 4], 23, [])
+    assert stopping.tokens.ids[20:] == [7, 9]
     scheduler.check_integrity()
 
 
 def test_a_token_that_could_not_be_drawn_enters_nothing() -> None:
     seq = sequence()
     scheduler = decoding(seq)
-    seq.draft_ids = [5]
+    seq.tokens.draft_ids = [5]
     (done,) = scheduler.update(start(scheduler), [SampledToken(-1, error="nan"), SampledToken(5)])
     assert (done.tokens, str(done.error)) == ([], "nan")
 
@@ -94,26 +94,26 @@ def test_drafts_get_the_blocks_for_all_their_rows_and_wait_for_pending_tokens() 
     seq = sequence()
     scheduler = decoding(seq, depth=2)
     pending = start(scheduler)
-    seq.draft_ids = list(range(30))
+    seq.tokens.draft_ids = list(range(30))
     assert scheduler.schedule() is None
     scheduler.update(pending, [SampledToken(3)])
-    assert not seq.draft_ids, "they followed another token"
-    seq.draft_ids = list(range(28))
+    assert not seq.tokens.draft_ids, "they followed another token"
+    seq.tokens.draft_ids = list(range(28))
     step = start(scheduler).step
     assert len(step.token_ids) == 29
-    assert seq.num_slots == 4 * 16
+    assert seq.blocks.num_slots == 4 * 16
     scheduler.check_integrity()
 
 
 def test_a_prompt_chunk_of_one_row_is_no_decode_row() -> None:
     scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 1), BlockPool(64))
     decode, prompt = sequence("a"), sequence("b")
-    prompt.token_ids[0] = 99
+    prompt.tokens.ids[0] = 99
     scheduler.add(decode)
     scheduler.update(start(scheduler), [SampledToken(7)])
     scheduler.add(prompt)
     step = start(scheduler).step
-    assert (step.query_lens, step.num_decodes, len(step.samples)) == ([1, 1], 1, 1)
+    assert (step.query_lens, step.num_decode_seqs, len(step.samples)) == ([1, 1], 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,15 +132,15 @@ def test_known_tokens_as_drafts_give_the_tokens_of_plain_decoding(seed: int) -> 
             )
         )
         scheduler.add(seqs[-1])
-    want = {seq.key: generate(seq.request.prompt_ids, seq.sampling.max_tokens) for seq in seqs}
+    want = {seq.key: generate(seq.request.prompt_ids, seq.request.sampling.max_tokens) for seq in seqs}
     most_draws = 0
     while (scheduled := scheduler.schedule()) is not None:
         most_draws = max(most_draws, *Counter(spec.seq_index for spec in scheduled.step.samples).values(), 0)
         scheduler.update(scheduled, runner.execute(scheduled.step).sampled)
         scheduler.check_integrity()
         for seq in scheduler.running.values():
-            seq.draft_ids = want[seq.key][seq.num_generated : -1][: draw.randrange(5)]
-    assert {seq.key: seq.token_ids[seq.prompt_len :] for seq in seqs} == want
+            seq.tokens.draft_ids = want[seq.key][seq.tokens.num_generated : -1][: draw.randrange(5)]
+    assert {seq.key: seq.tokens.ids[seq.tokens.prompt_len :] for seq in seqs} == want
     assert scheduler.pool.num_used == 0
     assert most_draws > 2
 
@@ -160,7 +160,7 @@ def test_a_real_model_verifies_drafts_with_the_tokens_of_plain_decoding(
 
     def propose(seq: Sequence) -> list[int]:
         known = [token.token_id for token in plain[seq.key]]
-        return known[seq.num_generated : -1][: draw.randrange(4)]
+        return known[seq.tokens.num_generated : -1][: draw.randrange(4)]
 
     drafted, several = answers(model_path, depth, sampler, propose)
     assert several.num_preemptions > 0, "the pool is not too small"

@@ -68,7 +68,7 @@ def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tupl
         for done in scheduler.update(scheduled, runner.execute(scheduled.step).sampled):
             logprobs += [token.logprobs for token in done.tokens if token.logprobs is not None]
             if done.finish_reason is not None:
-                return seq.token_ids[len(PROMPT) :], logprobs, done.finish_reason
+                return seq.tokens.ids[len(PROMPT) :], logprobs, done.finish_reason
     raise AssertionError("it never finished")
 
 

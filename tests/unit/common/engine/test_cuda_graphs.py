@@ -107,7 +107,7 @@ def padded(step: StepInput, size: int) -> StepInput:
         query_lens=[1] * size,
         context_lens=step.context_lens + [1] * pad,
         block_tables=[step.block_tables[0] + [[PAD]] * pad],
-        num_decodes=size,
+        num_decode_seqs=size,
         samples=step.samples,
     )
 
@@ -225,7 +225,7 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: 
     crowd = MAX_SEQS + 1
     assert not rig.graphs.takes(
         StepInput(
-            1, [1] * crowd, [0] * crowd, [[0] * crowd], [1] * crowd, [1] * crowd, [[[0]] * crowd], num_decodes=crowd
+            1, [1] * crowd, [0] * crowd, [[0] * crowd], [1] * crowd, [1] * crowd, [[[0]] * crowd], num_decode_seqs=crowd
         )
     )
     chunk = StepInput(1, [1, 2, 3], [0, 1, 0], [[0, 1, 16]], [2, 1], [2, 1], [[[0], [1]]])
@@ -257,7 +257,7 @@ def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_ma
         query_lens=[4, 1, 1],
         context_lens=[34, *step.context_lens[1:]],
         block_tables=step.block_tables,
-        num_decodes=3,
+        num_decode_seqs=3,
         samples=[SampleSpec(0, row, params, 31 + row, 0) for row in range(4)],
     )
     assert rig.graphs.takes(several)

@@ -35,15 +35,15 @@ def compute(kv: KVAllocator, tokens: list[int], chunk: int = 32) -> Sequence:
     """A sequence that has computed all its tokens, chunk by chunk."""
     seq = sequence(tokens)
     assert kv.take(seq, hashes_of(tokens), spare_blocks=0)
-    while seq.num_computed < len(tokens):
-        seq.num_computed = seq.num_scheduled = min(seq.num_computed + chunk, len(tokens))
+    while seq.progress.num_computed < len(tokens):
+        seq.progress.num_computed = seq.progress.num_scheduled = min(seq.progress.num_computed + chunk, len(tokens))
         kv.advance(seq)
-        kv.check_integrity(seq, seq.num_computed)
+        kv.check_integrity(seq, seq.progress.num_computed)
     return seq
 
 
 def used(kv: KVAllocator, seq: Sequence, table: int) -> int:
-    return len(seq.block_tables[table]) - seq.first_blocks[table]
+    return len(seq.blocks.tables[table]) - seq.blocks.first[table]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_another_sequence_of_the_same_tokens_finds_all_full_blocks(num_tokens: i
     seq = sequence(tokens)
     assert kv.take_for_arrival(seq, [], spare_blocks=0) == [0, first_kept(num_tokens, window)]
     assert first_seen(num_tokens, window) - 1 <= first_kept(num_tokens, window) <= first_seen(num_tokens, window)
-    seq.num_computed = seq.num_scheduled = num_tokens
+    seq.progress.num_computed = seq.progress.num_scheduled = num_tokens
     kv.advance(seq)
     usable = hashes_of(tokens)[: (num_tokens - 1) // BLOCK_SIZE]
     assert kv.hit_blocks(usable) == len(usable)
@@ -90,7 +90,7 @@ def test_the_blocks_of_a_window_stay_as_many_through_an_answer_of_4000_tokens(wi
         assert isinstance(scheduled, ScheduledStep)
         most = [max(known, used(scheduler.allocator, seq, t)) for t, known in enumerate(most)]
         scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
-    assert seq.num_generated == 4000
+    assert seq.tokens.num_generated == 4000
     for window, blocks in zip(windows, most, strict=True):
         assert blocks == (512 // BLOCK_SIZE + 2 if window else -(-(40 + 4000 - 1) // BLOCK_SIZE))
     assert scheduler.pool.num_used == 0
@@ -110,7 +110,7 @@ def test_a_shorter_prompt_is_a_hit_only_while_every_block_in_its_window_is_there
     assert kv.hit_blocks(hashes[: lost + 2]) == 0, "a shorter one needs blocks that are gone"
     seq = sequence(tokens[: (lost + 2) * 16])
     assert kv.take(seq, hashes[: lost + 2], spare_blocks=0)
-    assert (seq.num_computed, seq.first_blocks) == (0, [0])
+    assert (seq.progress.num_computed, seq.blocks.first) == (0, [0])
 
 
 def test_a_hit_needs_the_window_of_each_table_and_everything_of_one_without() -> None:
@@ -120,7 +120,7 @@ def test_a_hit_needs_the_window_of_each_table_and_everything_of_one_without() ->
     first = kv.take_for_arrival(seq, [], spare_blocks=0)
     assert first == [0, first_kept(160, WINDOW)] == [0, 5]
     assert kv.pool.num_used == 10 + 5, "of the window only what is kept"
-    seq.num_computed = seq.num_scheduled = seq.num_tokens
+    seq.progress.num_computed = seq.progress.num_scheduled = seq.num_tokens
     kv.advance(seq)
     hashes = hashes_of(tokens)
     assert kv.hit_blocks(hashes) == 10
@@ -128,7 +128,7 @@ def test_a_hit_needs_the_window_of_each_table_and_everything_of_one_without() ->
     stored, _ = kv.pool.journal.take()
     assert stored == set(hashes[5:]), "a hash is promised with blocks for all tables"
     longer = sequence(tokens + list(range(16)))
-    again = kv.take_for_arrival(longer, hashes_of(longer.token_ids), spare_blocks=0)
+    again = kv.take_for_arrival(longer, hashes_of(longer.tokens.ids), spare_blocks=0)
     assert again == [10, 10], "what is here is not sent again"
 
 

@@ -28,7 +28,7 @@ def recorded(model: Path) -> Recorder:
 
 
 def is_decode(step: StepInput) -> bool:
-    return len(step.token_ids) == step.num_decodes
+    return len(step.token_ids) == step.num_decode_seqs
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])

@@ -30,15 +30,9 @@ def sequence(
     prompt = [ord(name), *range(1, num_tokens)]
     sampling = SamplingParams(seed=1, max_tokens=100, temperature=0.0)
     request = EngineRequest(pack_ids(prompt), sampling, priority=priority)
-    return Sequence(
-        AttemptKey(name, 1),
-        request,
-        list(prompt),
-        root_hash("m"),
-        relays=relays,
-        arrival_s=arrival_s,
-        preemptions=preemptions,
-    )
+    seq = Sequence(AttemptKey(name, 1), request, list(prompt), root_hash("m"), relays=relays, arrival_s=arrival_s)
+    seq.preemptions = preemptions
+    return seq
 
 
 def step(scheduler: Scheduler) -> list[Sequence]:
@@ -94,7 +88,7 @@ def test_a_prompt_whose_kv_is_sent_goes_on_behind_urgent_ones() -> None:
         scheduler.add(sequence(name, 0, num_tokens=200))
     for computed in range(80, 80 + 16 * 8, 16):
         assert batch in step(scheduler)
-        assert batch.num_computed == computed
+        assert batch.progress.num_computed == computed
 
 
 def test_an_urgent_prompt_without_memory_stops_nobody() -> None:
@@ -115,7 +109,7 @@ def test_a_lower_priority_is_preempted_in_another_stage_of_a_pipeline() -> None:
         scheduler.add(seq)
         flying += filter(None, [scheduler.schedule()])
     assert (chat.group, batch.group) == (0, 1)
-    while chat.num_generated < 100:
+    while chat.tokens.num_generated < 100:
         scheduled = flying.popleft()
         scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
         scheduler.check_integrity()
@@ -147,7 +141,7 @@ def test_who_yields_in_vain_goes_on(ends: bool) -> None:
         start()
     assert 1 in flying, "its blocks are waited for"
     if ends:
-        scheduler.abort(chat)
+        scheduler.end(chat, "aborted")
     else:
         scheduler.pool.release(taken)
     land(1)

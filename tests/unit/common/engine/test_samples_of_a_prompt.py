@@ -51,7 +51,7 @@ class Engine:
         output = self.runner.execute(scheduled.step)
         for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
             if done.finish_reason is not None:
-                self.answers[done.seq.key.request_id] = done.seq.token_ids[done.seq.prompt_len :]
+                self.answers[done.seq.key.request_id] = done.seq.tokens.ids[done.seq.tokens.prompt_len :]
         self.scheduler.check_integrity()
 
     def step(self) -> ScheduledStep:
@@ -90,7 +90,7 @@ def test_samples_follow_kv_that_arrived(windows: tuple[int | None, ...]) -> None
     assert wanted is not None
     engine.scheduler.add(sequence("early", PROMPT[:30]))
     assert engine.step().step.copies == [], "not all of it is there yet"
-    for table, blocks in enumerate(first.block_tables):
+    for table, blocks in enumerate(first.blocks.tables):
         engine.runner.write(table, blocks, PROMPT, wanted[table] * 16)
     engine.scheduler.join(first, generate(PROMPT, 1)[0])
     engine.scheduler.add(sequence("1", PROMPT))
@@ -107,7 +107,7 @@ def test_the_block_that_is_copied_is_not_given_away_before_the_copy() -> None:
     engine.scheduler.add(sequence("1", PROMPT))
     scheduled = engine.start()
     [copy] = scheduled.step.copies
-    engine.scheduler.abort(first)
+    engine.scheduler.end(first, "aborted")
     other = engine.start()
     assert not engine.scheduler.pool.is_idle(copy.source)
     engine.land(scheduled)
@@ -175,7 +175,7 @@ def answers(runner: ModelRunner, tokens: list[int], seeds: list[int]) -> tuple[l
                 scheduler.add(seq)
             waiting = [] if done.tokens else waiting
             if done.finish_reason is not None:
-                found[done.seq.sampling.seed] = done.seq.token_ids[done.seq.prompt_len :]
+                found[done.seq.request.sampling.seed] = done.seq.tokens.ids[done.seq.tokens.prompt_len :]
     return [found[seed] for seed in seeds], copies
 
 

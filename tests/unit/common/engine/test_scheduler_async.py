@@ -120,7 +120,7 @@ def test_blocks_that_a_transfer_gave_back_are_kept_while_a_step_writes_to_them()
     seq = sequence("a", 40, relays=True)
     scheduler.add(seq)
     first, second = start(scheduler), start(scheduler)
-    scheduler.abort(seq)
+    scheduler.end(seq, "aborted")
     scheduler.free(seq)
     assert scheduler.schedule() is None
     land(scheduler, first)
@@ -136,13 +136,13 @@ def test_an_aborted_sequence_gets_no_more_rows_and_leaves_with_its_last() -> Non
     scheduler.add(a)
     scheduler.add(b)
     first, second = start(scheduler), start(scheduler)
-    scheduler.abort(a)
+    scheduler.end(a, "aborted")
     assert land(scheduler, first, 1, 2) == [None], "only b's"
     third = start(scheduler)
     assert third.seqs == [b]
     land(scheduler, second, 1, 2)
     assert list(scheduler.running) == [b.key]
-    assert a.block_tables == []
+    assert a.blocks.tables == []
 
 
 def test_the_youngest_sequence_skips_a_step_before_it_is_preempted_for_an_older_one() -> None:
@@ -160,7 +160,7 @@ def test_the_youngest_sequence_skips_a_step_before_it_is_preempted_for_an_older_
     assert third.step.placeholders == [(0, 0)]
     assert third.step.token_ids[1] == 6
     assert list(scheduler.waiting) == [young]
-    assert young.token_ids[-1] == 7, "what it drew meanwhile is not lost"
+    assert young.tokens.ids[-1] == 7, "what it drew meanwhile is not lost"
 
 
 def test_sequences_of_a_failed_step_leave_when_their_other_step_is_done() -> None:

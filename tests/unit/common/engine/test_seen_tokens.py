@@ -26,15 +26,15 @@ def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence
 
 def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None:
     seq = sequence([5, 6] * 50_000, [7] * 10_000, repetition_penalty=1.1)
-    seen = seq.seen_tokens()
+    seen = seq.tokens.seen()
     assert seen is not None
     assert len(seen.ids) == len(seen.counts) == 3 * 4
-    only_generated = sequence([5, 6] * 50_000, [7] * 10_000, presence_penalty=1.0).seen_tokens()
+    only_generated = sequence([5, 6] * 50_000, [7] * 10_000, presence_penalty=1.0).tokens.seen()
     assert only_generated is not None
     assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
     assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
     codec = RankCodec()
-    step = StepInput(1, [1], [0], [[0]], [1], [1], [[[0]]], 1, [SampleSpec(0, 0, seq.sampling, 1, 1, seen)])
+    step = StepInput(1, [1], [0], [[0]], [1], [1], [[[0]]], 1, [SampleSpec(0, 0, seq.request.sampling, 1, 1, seen)])
     assert codec.decode(codec.encode(step)) == step
 
 
@@ -63,10 +63,10 @@ def test_one_more_token_counts_as_if_the_counter_had_seen_it() -> None:
 def test_draws_of_which_a_grammar_leaves_one_token_do_not_count_tokens() -> None:
     grammar = Grammar('start: "abcabc" /[xy]/')
     seq = sequence([5, 6], [], repetition_penalty=1.1, grammar=grammar)
-    seq.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
-    seq.draft_forced_tokens(limit=10, max_model_len=100)
-    assert seq.draft_ids == [*b"abcabc"]
-    assert [seq.seen_tokens(num_drafts) for num_drafts in range(6)] == [None] * 6
-    counter = TokenCounter([5, 6], seq.sampling)
+    seq.tokens.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
+    seq.tokens.draft_forced(limit=10, max_model_len=100)
+    assert seq.tokens.draft_ids == [*b"abcabc"]
+    assert [seq.tokens.seen(num_drafts) for num_drafts in range(6)] == [None] * 6
+    counter = TokenCounter([5, 6], seq.request.sampling)
     counter.add([*b"abcabc"])
-    assert seq.seen_tokens(6) == counter.seen()
+    assert seq.tokens.seen(6) == counter.seen()

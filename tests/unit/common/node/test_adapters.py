@@ -75,7 +75,7 @@ def test_an_adapter_that_was_unloaded_leaves_memory_when_its_last_request_has_en
     pair.p.adapters.unregister("a")
     pair.p.on_time(0.0)
     assert p_loader.dropped == []
-    pair.p._end(pair.p.attempts[KEY])  # pyright: ignore[reportPrivateUsage]
+    pair.p._end(pair.p.attempts[KEY], "test")  # pyright: ignore[reportPrivateUsage]
     pair.p.on_time(0.0)
     assert p_loader.dropped == [1]
 
@@ -94,7 +94,6 @@ def test_a_request_that_is_over_makes_no_adapter_leave() -> None:
     core.on_time(0.0)
     assert core.attempts[keys[2]].seq.adapter_id == 1
     assert core.adapters.is_settled
-    assert not core._without_adapter  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(("p_blocks", "d_blocks"), [(32, 4), (4, 32)])

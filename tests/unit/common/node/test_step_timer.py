@@ -70,7 +70,7 @@ def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> Non
         made.add(sequence(name, arrival_s=5.0))
     assert made.schedule() is not None
     young = made.running[AttemptKey("young", 1)]
-    young.in_flight = 0
+    young.progress.in_flight = 0
     made._preempt(young)  # pyright: ignore[reportPrivateUsage]
     assert made.reserve(sequence("earlier", arrival_s=1.0)) is None
 
@@ -86,11 +86,11 @@ def test_a_prompt_goes_on_beside_more_streams_than_a_step_was_to_have_rows() -> 
         stream = sequence(f"stream{number}", first=number + 2)
         assert made.reserve(stream) is not None
         made.join(stream, 1)
-    before = prompt.num_scheduled
+    before = prompt.progress.num_scheduled
     plan = made.schedule()
     assert plan is not None
     assert len(plan.seqs) == 6
-    assert prompt.num_scheduled > before
+    assert prompt.progress.num_scheduled > before
 
 
 def test_a_waiting_prompt_is_known_to_be_cached() -> None:
@@ -100,7 +100,7 @@ def test_a_waiting_prompt_is_known_to_be_cached() -> None:
     assert first.likely_cached == 0
     plan = made.schedule()
     assert plan is not None
-    first.num_computed = first.num_tokens
+    first.progress.num_computed = first.num_tokens
     made.allocator.advance(first)
     second, third = sequence("second"), sequence("third", first=9)
     made.add(second)

@@ -18,6 +18,7 @@ from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.sequence_tokens import SequenceTokens
 from common.engine.step import StepOutput
 from common.kv.pool import BlockPool
 
@@ -52,7 +53,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
             AttemptKey(str(number), 1), EngineRequest(pack_ids(prompt), params), list(prompt), root_hash("f"), 0.0
         )
         if params.grammar is not None:
-            seq.set_grammar(compile_grammar(fake_tokenizer(), params.grammar.source), [EOS])
+            seq.tokens.set_grammar(compile_grammar(fake_tokenizer(), params.grammar.source), [EOS])
         scheduler.add(seq)
     flying: deque[tuple[ScheduledStep, StepOutput]] = deque()
     while True:
@@ -94,6 +95,6 @@ def test_forced_tokens_are_computed_in_one_step(monkeypatch: pytest.MonkeyPatch)
     config = SchedulerConfig(MAX_MODEL_LEN, 6, 24, 8)
     together, apart = FakeRunner(60), FakeRunner(60)
     answers = run(Scheduler(config, BlockPool(60)), together, 1)
-    monkeypatch.setattr(Sequence, "draft_forced_tokens", lambda *_: None)
+    monkeypatch.setattr(SequenceTokens, "draft_forced", lambda *_: None)
     assert run(Scheduler(config, BlockPool(60)), apart, 1) == answers
     assert together.steps < apart.steps

@@ -49,7 +49,7 @@ def generate(path: Path, model: DecoderModel, adapter_ids: list[int]) -> list[li
         scheduler.add(seqs[-1])
     while (plan := scheduler.schedule()) is not None:
         scheduler.update(plan, runner.execute(plan.step).sampled)
-    return [seq.token_ids[len(PROMPT) :] for seq in seqs]
+    return [seq.tokens.ids[len(PROMPT) :] for seq in seqs]
 
 
 def expect_tokens(merged: Path, tokens: list[int]) -> None:

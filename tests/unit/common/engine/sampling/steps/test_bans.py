@@ -12,8 +12,8 @@ from common.control.messages import SamplingParams
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
+from common.engine.sequence_tokens import mask_of
 from common.engine.step import SampleSpec
-from common.engine.token_constraints import mask_of
 
 SAMPLERS = pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
 KINDS: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}, {"min_p": 0.1}]

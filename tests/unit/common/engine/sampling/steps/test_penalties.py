@@ -28,7 +28,7 @@ def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence
 
 
 def spec_of(seq: Sequence) -> SampleSpec:
-    return SampleSpec(0, 0, seq.sampling, seq.num_tokens, seq.num_generated, seq.seen_tokens())
+    return SampleSpec(0, 0, seq.request.sampling, seq.num_tokens, seq.tokens.num_generated, seq.tokens.seen())
 
 
 def restated(row: np.ndarray, prompt: list[int], generated: list[int], params: SamplingParams) -> np.ndarray:
@@ -65,7 +65,7 @@ def test_a_row_is_changed_as_documented_and_greedy_takes_its_maximum(params: dic
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 60))]
         generated = [draw.randrange(40) for _ in range(draw.randrange(60))]
         seq = sequence(prompt, generated, temperature=0.0, **params)
-        expected = restated(row.numpy(), prompt, generated, seq.sampling)
+        expected = restated(row.numpy(), prompt, generated, seq.request.sampling)
         assert adjusted_on_host(row.numpy(), spec_of(seq)) == pytest.approx(expected, abs=1e-4)
         assert sample(row[None], [spec_of(seq)])[0].token_id == int(expected.argmax())
 
@@ -73,7 +73,7 @@ def test_a_row_is_changed_as_documented_and_greedy_takes_its_maximum(params: dic
 def test_without_any_of_them_the_row_is_not_even_copied() -> None:
     row = np.zeros(VOCAB, np.float32)
     seq = sequence([1, 2], [3], stop_token_ids=[4], min_tokens=1, top_p=0.5, temperature=0.7)
-    assert seq.seen_tokens() is None
+    assert seq.tokens.seen() is None
     assert adjusted_on_host(row, spec_of(seq)) is row
 
 
@@ -88,4 +88,4 @@ def test_counting_as_tokens_come_equals_counting_an_attempt_that_continues(param
         before = adjusted_on_host(row, spec_of(growing))
         continued = sequence(prompt, tokens[:index], **params)
         assert np.array_equal(before, adjusted_on_host(row, spec_of(continued))), index
-        growing.token_ids.append(token)
+        growing.tokens.ids.append(token)

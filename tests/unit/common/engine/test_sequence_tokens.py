@@ -13,7 +13,7 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.sequence import Sequence
-from common.engine.token_constraints import both, completed_by, mask_of
+from common.engine.sequence_tokens import both, completed_by, mask_of
 
 
 def bits(mask: bytes, vocab: int) -> set[int]:
@@ -42,21 +42,21 @@ def sequence(prompt: list[int], generated: list[int], **params: object) -> Seque
 
 def test_a_word_is_completed_only_by_generated_tokens_and_drafts() -> None:
     seq = sequence([1, 2], [3, 1, 2], bad_words=[[9], [2, 8], [3, 1, 2, 7], [1, 2, 3, 1, 2, 6], [2, 3, 5]])
-    assert seq.banned_tokens() == [9, 8, 7], "the prompt's end completes nothing"
-    seq.draft_ids = [3, 4]
-    assert seq.banned_tokens(1) == [9, 5]
-    assert seq.banned_tokens(2) == [9]
-    assert sequence([1], [2]).banned_tokens() == []
+    assert seq.tokens.banned() == [9, 8, 7], "the prompt's end completes nothing"
+    seq.tokens.draft_ids = [3, 4]
+    assert seq.tokens.banned(1) == [9, 5]
+    assert seq.tokens.banned(2) == [9]
+    assert sequence([1], [2]).tokens.banned() == []
 
 
 def test_end_tokens_are_banned_until_the_grammar_begins() -> None:
     grammar = json_grammar(after=(40,))
     seq = sequence([1, 2], [], bad_words=[[9]], grammar=grammar)
-    seq.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
-    assert seq.banned_tokens() == [EOS, 9]
-    seq.token_ids.append(40)
-    seq.take_tokens()
-    assert seq.banned_tokens() == [9]
+    seq.tokens.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
+    assert seq.tokens.banned() == [EOS, 9]
+    seq.tokens.ids.append(40)
+    seq.tokens.advance_grammar()
+    assert seq.tokens.banned() == [9]
 
 
 def test_banned_tokens_are_those_of_the_whole_history() -> None:
@@ -65,21 +65,21 @@ def test_banned_tokens_are_those_of_the_whole_history() -> None:
         words = [[draw.randrange(3) for _ in range(draw.randrange(1, 5))] for _ in range(draw.randrange(1, 6))]
         generated = [draw.randrange(3) for _ in range(draw.randrange(6))]
         seq = sequence([draw.randrange(3) for _ in range(4)], generated, bad_words=words)
-        seq.draft_ids = [draw.randrange(3) for _ in range(3)]
+        seq.tokens.draft_ids = [draw.randrange(3) for _ in range(3)]
         for count in range(4):
-            text = generated + seq.draft_ids[:count]
+            text = generated + seq.tokens.draft_ids[:count]
             want = [
                 word[-1] for word in words if [*([None] * 9), *text][-len(word) + 1 :] == word[:-1] or len(word) == 1
             ]
-            assert seq.banned_tokens(count) == want == completed_by(words, text)
+            assert seq.tokens.banned(count) == want == completed_by(words, text)
 
 
 def test_ranks_get_masks_and_bans_instead_of_the_lists() -> None:
     seq = sequence([1], [2], allowed_token_ids=[4, 5], bad_words=[[4], [1, 2]], min_tokens=3)
-    assert bits(seq.mask or b"", 99) == {4, 5}
-    assert seq.draw_params == seq.sampling._replace(allowed_token_ids=pack_ids(), bad_words=[])
-    assert seq.needs_known_tokens
-    assert not sequence([1], [2], bad_words=[[4]]).needs_known_tokens
+    assert bits(seq.tokens.mask or b"", 99) == {4, 5}
+    assert seq.tokens.draw_params == seq.request.sampling._replace(allowed_token_ids=pack_ids(), bad_words=[])
+    assert seq.tokens.needs_known
+    assert not sequence([1], [2], bad_words=[[4]]).tokens.needs_known
     plain = sequence([1], [2])
-    assert plain.draw_params is plain.sampling
-    assert plain.mask is None
+    assert plain.tokens.draw_params is plain.request.sampling
+    assert plain.tokens.mask is None
