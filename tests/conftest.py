@@ -24,6 +24,7 @@ from zmq.utils.garbage import GarbageCollectorThread
 
 from common.base import free_port as ports
 from common.base.log_limits import LimitedHandler
+from common.base.variables import STRICT_STATES
 from common.kernels.native.build import build_library
 
 # Before anything imports torch: test processes share the cores.
@@ -32,6 +33,7 @@ for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
     del os.environ[_name]
 # Weights of tests do not fill the user's cache.
 os.environ["KVRELAY_PACKED_CACHE_GB"] = "0"
+os.environ[STRICT_STATES] = "1"
 
 _OF_THE_PROCESS = (GarbageCollectorThread,)
 """pyzmq's thread for zero-copy sends: started by the first of them, kept as long as the process lives."""

@@ -26,7 +26,8 @@
     ├── RestartRequested         an operator asked for a restart of this service (exit code 75)
     ├── RankLost                 a rank of this node is gone, silent or out of step: the node must end
     ├── EngineError              500, a step failed
-    └── NoFiniteLogits           500, for one sequence of a step
+    ├── NoFiniteLogits           500, for one sequence of a step
+    └── InvalidTransition        a state machine met an event that its table does not have: a bug of ours
 
 Third-party exceptions are mapped to these once, where they enter. `code` is the stable machine-readable name in
 messages and in responses to clients.
@@ -259,6 +260,12 @@ class NoFiniteLogits(KvRelayError):
     """The model computed no finite logit to draw a token from. Not retryable: any node would compute the same."""
 
     code = "no_finite_logits"
+
+
+class InvalidTransition(KvRelayError):
+    """A state machine met an event that its table does not have. The message has the story of what it happened to."""
+
+    code = "invalid_transition"
 
 
 _BY_CODE: dict[str, type[KvRelayError]] = {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from common.base.errors import ConfigError
-from common.base.variables import CACHE, CPU_KERNELS
+from common.base.variables import CACHE, CPU_KERNELS, STRICT_STATES
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES, ServiceConfig
 
@@ -35,7 +35,7 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "n
 """Spellings of true and false in flags and variables."""
 UNSET = "none"
 """Spelling of an optional value that is not given."""
-_RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE, CACHE, CPU_KERNELS}
+_RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE, CACHE, CPU_KERNELS, STRICT_STATES}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
 """Where a value comes from; `file` is the file's top level, `table` the service's own table in it."""

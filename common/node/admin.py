@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic
 from common.base.endpoints import is_loopback
+from common.base.transitions import unlisted_counts
 from common.cluster.address import advertised
 from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, AdminServer, Call, seconds
@@ -149,6 +150,7 @@ class NodeAdmin:
             "leases_untold": node.drain.untold(node.leases),
             "redis": "ok" if why is None else f"unavailable ({why}): the node keeps serving and retrying",
             "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
+            "unlisted_transitions": dict(unlisted_counts),
             "load": dataclasses.asdict(node.load),
             "leases": node.describe_leases(),
             "attempts": attempts,
