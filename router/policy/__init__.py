@@ -2,8 +2,9 @@
 
 from router.policy.base import Memory, Policy, Query
 from router.policy.decision import Decision, LegDecision, Picked
+from router.policy.filters import with_adapter
 from router.policy.fleet import Fleet
-from router.policy.place import POLICIES, check_policy, place, with_adapter
+from router.policy.place import POLICIES, find_policy, place
 
 __all__ = [
     "POLICIES",
@@ -14,7 +15,7 @@ __all__ = [
     "Picked",
     "Policy",
     "Query",
-    "check_policy",
+    "find_policy",
     "place",
     "with_adapter",
 ]

@@ -76,7 +76,7 @@ def decode_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
     scores = transfer_s(at, np.maximum(query.num_tokens - hit_blocks * block, 0.0), costs)
     scores += answer
     scores = _pass_over_crowds(scores, at.step_requests)
-    spare, room = at.spare_seats, at.room
+    spare, room = at.spare_slots, at.room
     if spare[spare.argmin()] < 0:
         scores += answer * np.maximum(-spare, 0.0) / at.capacity
     whole = -(-(query.num_tokens + query.max_new_tokens) // block)
@@ -97,8 +97,8 @@ def _decode_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[flo
         score_s = transfer_s(at, max(num_tokens - blocks * block, 0.0), costs) + answer_s
         if at.step_requests >= limit:
             score_s += _OVERLOADED_S
-        if at.spare_seats < 0:
-            score_s -= answer_s * at.spare_seats / at.capacity
+        if at.spare_slots < 0:
+            score_s -= answer_s * at.spare_slots / at.capacity
         if at.room < whole:
             no_room = -(-num_tokens // block) - blocks > at.room
             score_s += answer_s * max(whole - blocks - at.room, 0.0) / at.total_blocks + _NO_ROOM_S * no_room
@@ -156,7 +156,7 @@ def step_s(at: Figures[Number], costs: Costs) -> Number:
 
 def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
     """Duration of `length` steps with one more request."""
-    return at.step_slowness * (length * costs.step_base_s) + at.step_seats * (length * costs.step_seq_s)
+    return at.step_slowness * (length * costs.step_base_s) + at.step_slots * (length * costs.step_seq_s)
 
 
 def _answer_tokens(costs: Costs, query: Query) -> float:

@@ -5,19 +5,19 @@ Router process, event loop. `decide` changes only the policies' memory and the i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.base.errors import Unavailable
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
-from common.control.messages import Adapter, AttemptStats, NodeLoad, Role
+from common.control.messages import AttemptStats, NodeLoad, Role
 from router.index.block_table import KeyArray
 from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Decision, Fleet, Memory, Query, check_policy, place, with_adapter
+from router.policy import Decision, Fleet, Memory, Query, find_policy, place, with_adapter
 from router.policy.costs import CostModel
 from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.requests.admission import Objectives
@@ -49,30 +49,6 @@ class HashChain:
         root = root_hash(fingerprint, cache_salt=self.cache_salt, lora_id=self.lora_id)
         self._hashes = hash_blocks(root, token_ids, parents=self._hashes)
         return self._hashes
-
-
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """One attempt to place."""
-
-    token_ids: Sequence[int]
-    chain: BlockNames
-    max_new_tokens: int = 0
-    session: str = ""
-    avoid: frozenset[str] = frozenset()
-    last: bool = False
-    unproven: frozenset[str] = frozenset()
-    """Incarnations whose prefix hits do not count: their blocks are only expected, from an attempt of this request that may
-    have failed.
-    """
-    kv_kind: str = ""
-    """KV kind of the nodes that generated the request's tokens so far."""
-    begun: bool = False
-    """Nodes have worked on the request before, or on a sibling: a draining node accepts it if no other is left."""
-    holder: str = ""
-    """As in `Query`."""
-    adapter: Adapter | None = None
-    """Only nodes that serve it are used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +91,7 @@ class Placer:
         memory: Memory | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        self.policy = check_policy(policy)
+        self.policy = find_policy(policy)
         self.index = index
         self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._nodes = nodes
@@ -128,13 +104,24 @@ class Placer:
             fleets.by_role[role].costs = model.costs
         fleets.finishing.costs = self.models["decode"].costs
 
-    def decide(self, request: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
-        """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
+    def decide(
+        self,
+        query: Query,
+        token_ids: Sequence[int],
+        names: BlockNames,
+        unproven: Collection[str] = (),
+        *,
+        shown_count: int | None = SHOWN_CANDIDATES,
+    ) -> Placement:
+        """Pick nodes for an attempt with these tokens; writes `query.hits`.
+
+        `unproven`: incarnations whose prefix hits do not count, because their blocks are only expected, from an attempt of this
+        request that may have failed. `shown_count`: candidates that the decision names per leg; None: all.
 
         Raises: Unavailable when there is no decode node.
         """
-        prefill, decode = self._candidates(request)
-        query, keys = self._query(request)
+        prefill, decode = self._candidates(query)
+        keys = self._look_up(query, token_ids, names, unproven)
         decision = place(
             query,
             prefill,
@@ -145,15 +132,18 @@ class Placer:
             shown_count=shown_count,
         )
         usual = int(decode.costs.output_tokens)
-        return Placement(decision, keys, query.num_tokens, min(request.max_new_tokens, usual), self._block_size)
+        return Placement(decision, keys, query.num_tokens, min(query.max_new_tokens, usual), self._block_size)
 
-    def explain(self, request: PlacementRequest, objectives: Objectives, queued: int) -> dict[str, Any]:
+    def explain(
+        self, query: Query, token_ids: Sequence[int], names: BlockNames, objectives: Objectives, queued: int
+    ) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
         requests in the admission queue. Changes neither the policies' memory nor the index.
         """
-        prefill, decode = self._candidates(request)
+        prefill, decode = self._candidates(query)
+        self._look_up(query, token_ids, names, touch=False)
         return dry_run(
-            self._query(request, touch=False)[0],
+            query,
             prefill,
             decode,
             policy=self.policy,
@@ -163,38 +153,36 @@ class Placer:
             queued=queued,
         )
 
-    def _candidates(self, request: PlacementRequest) -> tuple[Fleet, Fleet]:
+    def _candidates(self, query: Query) -> tuple[Fleet, Fleet]:
         """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""
-        fleets, adapter = self._fleets.by_role, request.adapter
-        prefill, decode = fleets["prefill"], self._fleets.decode(begun=request.begun)
+        fleets, adapter = self._fleets.by_role, query.adapter
+        prefill, decode = fleets["prefill"], self._fleets.decode(begun=query.begun)
         if adapter is None:
             return prefill, decode
         able = with_adapter(decode, adapter)
-        if request.begun and not able.incarnations:
+        if query.begun and not able.incarnations:
             able = with_adapter(self._fleets.finishing, adapter)
         if decode.incarnations and not able.incarnations:
             raise Unavailable(f"no decode node has LoRA adapter {adapter.name!r} now; try again")
         return with_adapter(prefill, adapter), able
 
-    def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, KeyArray]:
-        """The question for the policies, and the index keys of the prompt's full blocks."""
-        hashes = request.chain.hashes(self._fingerprint(), request.token_ids)
+    def _look_up(
+        self,
+        query: Query,
+        token_ids: Sequence[int],
+        names: BlockNames,
+        unproven: Collection[str] = (),
+        *,
+        touch: bool = True,
+    ) -> KeyArray:
+        """Write the prefix hits into the query. Returns the index keys of the full blocks."""
+        hashes = names.hashes(self._fingerprint(), token_ids)
         keys = block_keys(hashes)
         hits = self.index.match(keys, touch=touch)
-        if request.unproven:
-            hits = hits.without(request.unproven)
-        query = Query(
-            num_tokens=len(request.token_ids),
-            avoid=request.avoid,
-            last=request.last,
-            hits=hits,
-            block_size=self._block_size,
-            max_new_tokens=request.max_new_tokens,
-            session=request.session or (hashes[0].hex() if hashes else ""),
-            kv_kind=request.kv_kind,
-            holder=request.holder,
-        )
-        return query, keys
+        query.hits = hits.without(unproven) if unproven else hits
+        query.block_size = self._block_size
+        query.session = query.session or (hashes[0].hex() if hashes else "")
+        return keys
 
     def expect(self, placement: Placement, incarnations: list[str]) -> None:
         """Tell the index that these nodes will soon hold the request's blocks, so that similar requests that arrive

@@ -7,7 +7,7 @@ Writing an event is one append; everything that costs more is done on reading. T
     refused      it would miss an objective: 429
     decision     an attempt was placed: the whole decision
     shares_prompt  it waits for the first sample of its prompt
-    parked       no node can serve it now; it waits for a node to return
+    waiting_for_node  no node can serve it now; it waits for a node to return
     backoff      the next attempt waits before it is placed
     sent         a leg's request went to its node
     first_token  the first token for the client

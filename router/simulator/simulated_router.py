@@ -30,11 +30,11 @@ from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from router.index.prefix_index import PrefixIndex
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Memory
+from router.policy import Memory, Query
 from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
-from router.requests.placement import Placement, PlacementRequest, Placer
+from router.requests.placement import Placement, Placer
 from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -185,11 +185,10 @@ class SimulatedRouter:
         self._place(request, admitted=admission is None)
 
     def _place(self, request: SimRequest, *, admitted: bool) -> None:
-        wanted = PlacementRequest(
-            range(request.input_tokens), _TraceNames(request.hashes), request.output_tokens, request.session
-        )
+        length = request.input_tokens
+        query = Query(length, max_new_tokens=request.output_tokens, session=request.session)
         try:
-            placement = self._placer.decide(wanted, shown_count=0)
+            placement = self._placer.decide(query, range(length), _TraceNames(request.hashes), shown_count=0)
             queued = not admitted and self._enter_queue(request, placement)
         except Unavailable as error:
             self._refuse(request, error.code)

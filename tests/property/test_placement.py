@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import Unavailable
 from common.control.messages import Role
 from router.index.prefix_hits import PrefixHits
-from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
+from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picker, place
 from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES
 
@@ -82,7 +82,7 @@ def test_placement_rules(
             query,
             prefill,
             decode,
-            policy=policy,
+            policy=POLICIES[policy],
             local_prefill_tokens=threshold,
             memory=Memory(random.Random(seed)),
             shown_count=None,
@@ -146,10 +146,10 @@ def test_one_by_one_and_all_at_once_give_the_same_scores_and_the_same_pick(
     for worked in data.draw(st.lists(st.sampled_from(made.incarnations), max_size=9)):
         made.sent(worked, tokens=0, blocks=0, work_s=0.1)
     for policy in POLICIES.values():
-        assert picking.pick(policy, at_once, made, memory) == picking.pick(policy, at_once.tolist(), made, memory)
-    names = picking.shown(made, at_once, None)
-    assert names == picking.shown(made, at_once.tolist(), None)
-    assert list(names.values())[:3] == list(picking.shown(made, at_once, 3).values())
+        assert picker.pick(policy, at_once, made, memory) == picker.pick(policy, at_once.tolist(), made, memory)
+    names = picker.shown(made, at_once, None)
+    assert names == picker.shown(made, at_once.tolist(), None)
+    assert list(names.values())[:3] == list(picker.shown(made, at_once, 3).values())
 
 
 @settings(max_examples=100, deadline=None)

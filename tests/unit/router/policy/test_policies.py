@@ -12,7 +12,7 @@ import pytest
 
 from common.base.errors import ConfigError, Unavailable
 from common.control.messages import NodeLoad, Role
-from router.policy import Decision, Fleet, Memory, Query, check_policy, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, find_policy, place
 from router.policy.fleet import ANY_CONTEXT
 
 
@@ -42,7 +42,7 @@ def decide(
         Query(**{"num_tokens": 1000, **query}),  # type: ignore[arg-type]
         fleet("prefill", prefill),
         fleet("decode", decode),
-        policy=policy,
+        policy=POLICIES[policy],
         local_prefill_tokens=local,
         memory=Memory(),
     )
@@ -101,7 +101,9 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     nodes = [node("a"), node("b"), node("c")]
     prefill, decode = fleet("prefill", nodes), fleet("decode", nodes)
     counts = Counter(
-        place(Query(1000), prefill, decode, policy=policy, local_prefill_tokens=0, memory=memory).decode.picked.node_id
+        place(
+            Query(1000), prefill, decode, policy=POLICIES[policy], local_prefill_tokens=0, memory=memory
+        ).decode.picked.node_id
         for _ in range(300)
     )
     assert max(counts.values()) - min(counts.values()) <= (60 if policy == "random" else 0)
@@ -145,7 +147,7 @@ def test_no_decode_node_is_unavailable_and_an_unknown_policy_names_the_known() -
     with pytest.raises(Unavailable):
         decide([node("p")], [])
     with pytest.raises(ConfigError, match="least_load"):
-        check_policy("fastest")
+        find_policy("fastest")
 
 
 def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_failed() -> None:
@@ -189,7 +191,7 @@ def test_kv_aware_spreads_a_crowd_with_one_prefix() -> None:
     hits, memory, counts = dict[str, int](), Memory(random.Random(0)), Counter[str]()
     for _ in range(200):
         query = Query(1000, hits=dict(hits), max_new_tokens=16)
-        decision = place(query, prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=memory)
+        decision = place(query, prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory)
         for made, leg in ((prefill, decision.prefill), (decode, decision.decode)):
             assert leg is not None
             counts[leg.picked.node_id] += 1
@@ -206,7 +208,7 @@ def test_kv_aware_computes_on_the_decode_node_what_is_cheaper_there() -> None:
         fleets[1].update("inc-d", running=load.get("running", 0.0))
         fleets[0].update("inc-p", queued_tokens=load.get("queued", 0.0))
         query = Query(num_tokens, hits=hits or {})
-        return place(query, *fleets, policy="kv_aware", local_prefill_tokens=None, memory=Memory()).mode
+        return place(query, *fleets, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()).mode
 
     assert mode(20) == "local"
     assert mode(1000) == "relayed"
@@ -231,7 +233,7 @@ def test_a_decode_node_that_reports_no_blocks_has_no_room(count: int) -> None:
     for incarnation in decode.incarnations:
         decode.reported(incarnation, NodeLoad(running=1), in_flight=0, in_flight_tokens=0.0, in_flight_blocks=0.0)
     decision = place(
-        Query(100), Fleet("prefill"), decode, policy="kv_aware", local_prefill_tokens=None, memory=Memory()
+        Query(100), Fleet("prefill"), decode, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()
     )
     assert decision.mode == "local"
 
@@ -246,7 +248,12 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
     made, memory, counts = fleet("decode", nodes), Memory(random.Random(0)), Counter[str]()
     for _ in range(400):
         decision = place(
-            Query(10), fleet("prefill", []), made, policy="power_of_two", local_prefill_tokens=0, memory=memory
+            Query(10),
+            fleet("prefill", []),
+            made,
+            policy=POLICIES["power_of_two"],
+            local_prefill_tokens=0,
+            memory=memory,
         )
         assert len(decision.decode.scores) == 2
         counts[decision.decode.picked.node_id] += 1
@@ -256,7 +263,9 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
 
 def session_node(made: Fleet, session: str) -> str:
     query = Query(10, session=session)
-    decision = place(query, fleet("prefill", []), made, policy="session", local_prefill_tokens=0, memory=Memory())
+    decision = place(
+        query, fleet("prefill", []), made, policy=POLICIES["session"], local_prefill_tokens=0, memory=Memory()
+    )
     return decision.decode.picked.node_id
 
 
