@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from common.base.clock import monotonic
@@ -170,7 +171,9 @@ class RouterAdmin:
         query = Query(len(prompt_ids), avoid, max_new_tokens=max_tokens, session=session, adapter=adapter)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
         state = dispatcher.state(model.base)
-        return state.placer.explain(query, prompt_ids, chain, objectives, len(state.admission_queue))
+        return state.placer.explain(
+            query, partial(chain.hashes, token_ids=prompt_ids), objectives, len(state.admission_queue)
+        )
 
     async def find_blocks(self, call: Call) -> Mapping[str, Any]:
         """How many leading blocks of a prompt each node holds, as the prefix index knows. Body: as `explain_route`."""

@@ -1,4 +1,4 @@
-"""Routing policies: which nodes serve an attempt. One small file per policy, and `place` over them. Pure."""
+"""Routing policies: which nodes serve an attempt. Filters, scorers and a picker, and `place` over them. Pure."""
 
 from router.policy.base import Memory, Policy, Query
 from router.policy.decision import Decision, LegDecision, Picked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from common.base.counted import counted
 from common.base.errors import ConfigError, Unavailable
-from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
+from router.policy import kv_aware, scorers
 from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision, Picked
 from router.policy.filters import sources_of, targets_of, without
@@ -18,10 +18,7 @@ from router.policy.picker import pick, shown
 _SHORT_TOKENS = 32
 """Prompts up to this length need no relay, unless an estimate says otherwise."""
 
-POLICIES: dict[str, Policy] = {
-    module.POLICY.name: module.POLICY
-    for module in (kv_aware, least_load, round_robin, at_random, power_of_two, session)
-}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (kv_aware.POLICY, *scorers.POLICIES)}
 
 
 def find_policy(name: str) -> Policy:

@@ -33,6 +33,9 @@ class PoolOutcome(NamedTuple):
 class PoolPart(RunningRequest[PoolFlow]):
     """One part. `on_end(part)` is called once, after `outcome` was set."""
 
+    _OUTCOME = PoolOutcome
+    outcome: PoolOutcome | None
+
     def __init__(
         self,
         request_id: str,
@@ -49,7 +52,6 @@ class PoolPart(RunningRequest[PoolFlow]):
         flow = PoolFlow(request_id, work, max_attempts, siblings)
         super().__init__(request_id, flow, router, story, work.tenant, work.priority, deadline_s)
         self.work = work
-        self.outcome: PoolOutcome | None = None
         self.attempt = 0
         """The latest attempt that a node got."""
         self._fleet = router.fleets.by_role["prefill"]
@@ -58,14 +60,9 @@ class PoolPart(RunningRequest[PoolFlow]):
 
     def cancel(self, why: str = CLIENT_LEFT) -> None:
         """End the part, because nobody needs it any more; if it has ended, do nothing. `why`: the reason that its story gives."""
-        if not self.ended:
+        if self.outcome is None:
             self._why_cancelled = why
         super().cancel()
-
-    @property
-    def ended(self) -> bool:
-        """The outcome is known."""
-        return self.outcome is not None
 
     def _notify(self) -> None:
         self._on_end(self)
@@ -102,24 +99,14 @@ class PoolPart(RunningRequest[PoolFlow]):
         self._router.breakers.succeeded(finish.incarnation)
         self._end(PoolOutcome(finish.vectors))
 
-    def _end_early(self, error: KvRelayError | None) -> None:
-        self._end(PoolOutcome(error=error))
-
-    def _end(self, outcome: PoolOutcome) -> None:
-        if self.outcome is not None:
-            return
-        self.outcome = outcome
-        router, work = self._router, self.work
-        router.leave(self.request_id)
-        data = {"inputs": len(work.inputs), "prompt_tokens": work.num_tokens}
+    def _record_end(self, outcome: PoolOutcome) -> None:
+        data = {"inputs": len(self.work.inputs), "prompt_tokens": self.work.num_tokens}
         if outcome.error is not None:
             self.story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)
         elif outcome.vectors is None:
             self.story.add("cancelled", self._why_cancelled, data)
         else:
             self.story.add("finished", data=data)
-        router.stories.end(self.story)
-        self._notify()
 
     _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         **RunningRequest._EXECUTE,

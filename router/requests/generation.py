@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from common.base.errors import KvRelayError, Unavailable
+from common.base.errors import Unavailable
 from common.control.messages import FinishReason, PromptLogprobs
 from router.metrics import Finished
 from router.policy import Decision
@@ -51,6 +51,9 @@ class Generation(RunningRequest[Flow]):
     delta follows.
     """
 
+    _OUTCOME = Outcome
+    outcome: Outcome | None
+
     def __init__(
         self,
         request_id: str,
@@ -74,7 +77,6 @@ class Generation(RunningRequest[Flow]):
         self.request = request
         self.choice = NodeChoice(request, router)
         self.served = Served()
-        self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -111,11 +113,6 @@ class Generation(RunningRequest[Flow]):
         """The deltas since the last call."""
         deltas, self._deltas = self._deltas, []
         return deltas
-
-    @property
-    def ended(self) -> bool:
-        """The outcome is known."""
-        return self.outcome is not None
 
     def _notify(self) -> None:
         self._on_news()
@@ -247,26 +244,12 @@ class Generation(RunningRequest[Flow]):
             return Outcome(reason, last)
         return Outcome(reason)
 
-    def _end(self, outcome: Outcome) -> None:
-        """End the request and remove it from all tables. A second call does nothing: a stop string in the chunk that
-        ends the attempt has already decided the outcome.
-        """
-        if self.outcome is not None:
-            return
-        self.outcome = outcome
-        router = self._router
-        router.leave(self.request_id)
-        self._record_end(outcome)
+    def _record_end(self, outcome: Outcome) -> None:
+        engine, metrics = self.request.engine, self._router.metrics
         if self.request.shared is not None:
             self.request.shared.leave(self.request_id, ends_request=outcome.finish_reason is None)
         if outcome.finish_reason is not None:
-            router.placer.answered(len(self.flow.token_ids))
-        router.stories.end(self.story)
-        self._on_news()
-
-    def _record_end(self, outcome: Outcome) -> None:
-        """Add the end to the story and to the metrics."""
-        engine, metrics = self.request.engine, self._router.metrics
+            self._router.placer.answered(len(self.flow.token_ids))
         data = {
             "prompt_tokens": len(engine.prompt_ids),
             "completion_tokens": self.completion_tokens,
@@ -289,9 +272,6 @@ class Generation(RunningRequest[Flow]):
                 self._last_token_s - self._first_token_s,
             )
             metrics.finished(outcome.finish_reason, numbers)
-
-    def _end_early(self, error: KvRelayError | None) -> None:
-        self._end(Outcome(error=error))
 
     _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         **RunningRequest._EXECUTE,

@@ -6,6 +6,7 @@ Runs on the router's event loop. When an attempt is placed is decided by the req
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from common.control.ids import pack_ids
 from router.policy import Decision, Query
@@ -50,7 +51,8 @@ class NodeChoice:
     def choose(self, query: Query, token_ids: list[int]) -> Decision:
         """Pick nodes. Raises: Unavailable if there are none."""
         all_ids = self._request.engine.prompt_ids + pack_ids(token_ids)
-        self._placement = self._router.placer.decide(query, all_ids, self._chain, self._unproven)
+        names = partial(self._chain.hashes, token_ids=all_ids)
+        self._placement = self._router.placer.decide(query, names, self._unproven)
         return self._placement.decision
 
     def found(self, timeout_s: float) -> f.Found:

@@ -5,9 +5,9 @@ Router process, event loop. `decide` changes only the policies' memory and the i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.errors import Unavailable
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
@@ -23,13 +23,8 @@ from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.requests.admission import Objectives
 from router.requests.dry_run import dry_run
 
-
-class BlockNames(Protocol):
-    """Names the blocks of one request's tokens."""
-
-    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
-        """Hashes of the full blocks of `token_ids`, for nodes whose KV has this fingerprint."""
-        ...
+BlockNames = Callable[[str], Sequence[BlockHash]]
+"""The hashes of the full blocks of one request's tokens, for nodes whose KV has the given fingerprint."""
 
 
 @dataclass
@@ -107,13 +102,12 @@ class Placer:
     def decide(
         self,
         query: Query,
-        token_ids: Sequence[int],
         names: BlockNames,
         unproven: Collection[str] = (),
         *,
         shown_count: int | None = SHOWN_CANDIDATES,
     ) -> Placement:
-        """Pick nodes for an attempt with these tokens; writes `query.hits`.
+        """Pick nodes for an attempt whose blocks have these names; writes `query.hits`.
 
         `unproven`: incarnations whose prefix hits do not count, because their blocks are only expected, from an attempt of this
         request that may have failed. `shown_count`: candidates that the decision names per leg; None: all.
@@ -121,7 +115,7 @@ class Placer:
         Raises: Unavailable when there is no decode node.
         """
         prefill, decode = self._candidates(query)
-        keys = self._look_up(query, token_ids, names, unproven)
+        keys = self._look_up(query, names, unproven)
         decision = place(
             query,
             prefill,
@@ -134,14 +128,12 @@ class Placer:
         usual = int(decode.costs.output_tokens)
         return Placement(decision, keys, query.num_tokens, min(query.max_new_tokens, usual), self._block_size)
 
-    def explain(
-        self, query: Query, token_ids: Sequence[int], names: BlockNames, objectives: Objectives, queued: int
-    ) -> dict[str, Any]:
+    def explain(self, query: Query, names: BlockNames, objectives: Objectives, queued: int) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
         requests in the admission queue. Changes neither the policies' memory nor the index.
         """
         prefill, decode = self._candidates(query)
-        self._look_up(query, token_ids, names, touch=False)
+        self._look_up(query, names, touch=False)
         return dry_run(
             query,
             prefill,
@@ -167,16 +159,10 @@ class Placer:
         return with_adapter(prefill, adapter), able
 
     def _look_up(
-        self,
-        query: Query,
-        token_ids: Sequence[int],
-        names: BlockNames,
-        unproven: Collection[str] = (),
-        *,
-        touch: bool = True,
+        self, query: Query, names: BlockNames, unproven: Collection[str] = (), *, touch: bool = True
     ) -> KeyArray:
         """Write the prefix hits into the query. Returns the index keys of the full blocks."""
-        hashes = names.hashes(self._fingerprint(), token_ids)
+        hashes = names(self._fingerprint())
         keys = block_keys(hashes)
         hits = self.index.match(keys, touch=touch)
         query.hits = hits.without(unproven) if unproven else hits

@@ -51,6 +51,8 @@ class RunningRequest(Generic[_Flow]):
         self._router = router
         self._tenant, self._priority = tenant, priority
         self._deadline_s = deadline_s
+        self.outcome: Any = None
+        """How the request ended; None while it runs."""
         self._events: deque[f.Event] = deque()
         self._busy = False
 
@@ -68,16 +70,15 @@ class RunningRequest(Generic[_Flow]):
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) of the attempt at this incarnation."""
         raise NotImplementedError
 
-    @property
-    def ended(self) -> bool:
-        """The outcome is known."""
-        raise NotImplementedError
+    _OUTCOME: ClassVar[Callable[..., Any]]
+    """Makes an `outcome`: with `error=...`, or, of a request whose client has disconnected, with nothing."""
 
-    def _end_early(self, error: KvRelayError | None) -> None:
-        """End with an error, or, without one, because the client has disconnected. A second call does nothing."""
+    def _record_end(self, outcome: Any) -> None:
+        """Add the end to the story and to the metrics."""
         raise NotImplementedError
 
     def _notify(self) -> None:
+        """Tell the HTTP side that the request has ended."""
         raise NotImplementedError
 
     # -- events
@@ -88,12 +89,12 @@ class RunningRequest(Generic[_Flow]):
 
     def start(self) -> None:
         """Place the first attempt; call once."""
-        if not self.ended:
+        if self.outcome is None:
             self._run(self.flow.start())
 
     def cancel(self) -> None:
         """The client disconnected: abort what nodes do for the request. Nothing happens if it has ended."""
-        if not self.ended:
+        if self.outcome is None:
             self.feed(f.ClientGone())
 
     def on_ready(self) -> None:
@@ -146,10 +147,22 @@ class RunningRequest(Generic[_Flow]):
                 except Exception:
                     log.exception("%s: closing a leg failed", self.flow.key)
         self._events.clear()
-        if self.ended:
-            self._notify()
+        if self.outcome is None:
+            self._end(self._OUTCOME(error=error))
         else:
-            self._end_early(error)
+            self._notify()
+
+    def _end(self, outcome: Any) -> None:
+        """End the request and remove it from all tables. A second call does nothing: a stop string in the chunk that ends the
+        attempt has already decided the outcome.
+        """
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._router.leave(self.request_id)
+        self._record_end(outcome)
+        self._router.stories.end(self.story)
+        self._notify()
 
     # -- answers to `Choose`
 
@@ -226,7 +239,7 @@ class RunningRequest(Generic[_Flow]):
         f.Release: _release,
         f.Blame: lambda self, blame: self._router.breakers.failed(blame.incarnation, blame.error),
         f.Note: lambda self, note: self.story.add(*note),
-        f.Fail: lambda self, fail: self._end_early(fail.error),
-        f.Cancelled: lambda self, _: self._end_early(None),
+        f.Fail: lambda self, fail: self._end(self._OUTCOME(error=fail.error)),
+        f.Cancelled: lambda self, _: self._end(self._OUTCOME()),
     }
     """Carries out each kind of instruction."""

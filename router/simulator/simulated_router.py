@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from common.base.errors import Overloaded, Unavailable
 from common.base.hashing import BlockHash
@@ -79,16 +79,6 @@ class RouterOwner(Protocol):
     def refused(self, request: SimRequest, reason: str) -> None:
         """The request was refused."""
         ...
-
-
-class _TraceNames(NamedTuple):
-    """Names blocks as the trace does. Implements `BlockNames`."""
-
-    names: Sequence[BlockHash]
-
-    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
-        """One name per block, the partial last one included."""
-        return self.names
 
 
 class _NodeLink:
@@ -185,10 +175,9 @@ class SimulatedRouter:
         self._place(request, admitted=admission is None)
 
     def _place(self, request: SimRequest, *, admitted: bool) -> None:
-        length = request.input_tokens
-        query = Query(length, max_new_tokens=request.output_tokens, session=request.session)
+        query = Query(request.input_tokens, max_new_tokens=request.output_tokens, session=request.session)
         try:
-            placement = self._placer.decide(query, range(length), _TraceNames(request.hashes), shown_count=0)
+            placement = self._placer.decide(query, lambda _: request.hashes, shown_count=0)
             queued = not admitted and self._enter_queue(request, placement)
         except Unavailable as error:
             self._refuse(request, error.code)

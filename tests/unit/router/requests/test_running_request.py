@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import pytest
@@ -26,7 +26,7 @@ from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
 from router.requests.generation import Generation
 from router.requests.placed_request import REPLACEMENT_WAIT_S, State
-from router.requests.placement import Placement
+from router.requests.placement import BlockNames, Placement
 from router.requests.queued_request import Siblings, Tenant
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
@@ -90,7 +90,8 @@ class World:
     def decode(self, *, begun: bool) -> Fleet:
         return self.finishing if begun else self.by_role["decode"]
 
-    def decide(self, query: Query, token_ids: Sequence[int], _: object, unproven: Collection[str]) -> Placement:
+    def decide(self, query: Query, names: BlockNames, unproven: Collection[str]) -> Placement:
+        token_ids = cast("Any", names).keywords["token_ids"]
         self.asked.append((query, list(token_ids), set(unproven)))
         if isinstance(self.placement, Exception):
             raise self.placement
