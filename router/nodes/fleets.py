@@ -69,5 +69,5 @@ class Fleets:
         return self._by_model[name]
 
     def sync(self, node: Node) -> None:
-        """As `ModelFleets.sync`."""
+        """Update the node's row in the fleets of its model."""
         self._by_model[node.record.model.name].sync(node)

@@ -33,7 +33,7 @@ from router.nodes.node import Node, NodeLink, OpenLeg
 log = logging.getLogger(__name__)
 
 OpenLink = Callable[[str, Callable[[Message], None], Callable[[str], None]], NodeLink]
-"""(address, on_message, on_lost) -> a link, as `Link`. Raises: Unavailable for a malformed address."""
+"""Opens a link: (address, on_message, on_lost) -> link. Raises: Unavailable for a malformed address."""
 
 PINGS_PER_LEASE, PINGS_WHEN_IDLE = 6, 3
 _STUCK_S = 30.0

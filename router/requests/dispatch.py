@@ -162,7 +162,7 @@ class Dispatcher:
         """Start the generations of one client request: all of them or none. `model`: the name under which its nodes
         registered it. `client_id`: the client's id of the request.
 
-        They are placed a moment later, in a row with others submitted now, for the reason given in `router.fast.yield_turn`.
+        They are placed a moment later, in a row with others submitted now (`router.fast.yield_turn` says why).
 
         Raises: as `check_room`.
         """

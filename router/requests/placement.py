@@ -33,7 +33,7 @@ class HashChain:
 
     cache_salt: str = ""
     lora_id: str = ""
-    """As in `root_hash`."""
+    """The `Adapter.lora_id` that the hashes of its blocks begin with; empty without an adapter."""
     _fingerprint: str = ""
     _hashes: list[BlockHash] = field(default_factory=lambda: [])
 
