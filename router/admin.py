@@ -105,7 +105,7 @@ class RouterAdmin:
             "max_model_len": model.max_model_len,
             "prefill_nodes": len(fleets["prefill"]),
             "decode_nodes": len(fleets["decode"]),
-            "requests_waiting": state.table.waiting,
+            "requests_waiting": len(state.unanswered),
             "requests_held_back": len(state.admission_queue),
         }
 

@@ -1,7 +1,7 @@
 """Routing policies: which nodes serve an attempt. Filters, scorers and a picker, and `place` over them. Pure."""
 
 from router.policy.base import Memory, Policy, Query
-from router.policy.decision import Decision, LegDecision, Picked
+from router.policy.decision import Decision, LegDecision
 from router.policy.filters import with_adapter
 from router.policy.fleet import Fleet
 from router.policy.place import POLICIES, find_policy, place
@@ -12,7 +12,6 @@ __all__ = [
     "Fleet",
     "LegDecision",
     "Memory",
-    "Picked",
     "Policy",
     "Query",
     "find_policy",

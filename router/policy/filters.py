@@ -9,7 +9,7 @@ import numpy as np
 
 from common.control.messages import Adapter
 from router.policy.base import Query
-from router.policy.decision import Picked
+from router.policy.decision import LegDecision
 from router.policy.fleet import Fleet, stable_hash
 
 
@@ -55,7 +55,7 @@ def targets_of(query: Query, decode: Fleet) -> Fleet:
     return able
 
 
-def sources_of(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tuple[Fleet, str]:
+def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) -> tuple[Fleet, str]:
     """The prefill nodes that can compute the prompt for this decode node, including those to avoid; and why none is used
     (empty if one can be).
     """

@@ -10,7 +10,7 @@ from common.base.counted import counted
 from common.base.errors import ConfigError, Unavailable
 from router.policy import kv_aware, scorers
 from router.policy.base import Memory, Policy, Query, Scores
-from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision, Picked
+from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision
 from router.policy.filters import sources_of, targets_of, without
 from router.policy.fleet import FEW, Fleet
 from router.policy.picker import pick, shown
@@ -64,17 +64,17 @@ def place(
     memory.turn += 1
     targets = targets_of(query, decode)
     row, hit_tokens, scores = choose(policy, targets, query, memory)
-    at, picked = targets.nodes[row], Picked(targets.node_ids[row], targets.incarnations[row], hit_tokens)
-    target = LegDecision(picked, shown(targets, scores, shown_count))
+    at, named = targets.nodes[row], shown(targets, scores, shown_count)
+    target = LegDecision(targets.node_ids[row], targets.incarnations[row], named, hit_tokens)
     uncached = max(query.num_tokens - hit_tokens, 1)
     costs = targets.costs if targets.costs.prefills else prefill.costs  # decode nodes have not measured a prefill yet
     local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
     by_estimate = policy.estimates and local_prefill_tokens is None
-    if query.holder == picked.incarnation:
+    if query.holder == target.incarnation:
         return Decision(policy.name, "local", "it has the prompt's KV already", target, None, local_s, step_s)
     if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
-        sources, reason = sources_of(query, prefill, picked, targets.kv_kinds[row])
+        sources, reason = sources_of(query, prefill, target, targets.kv_kinds[row])
     else:
         sources, reason = prefill, f"{counted(uncached, 'token is/tokens are')} too few to relay"
     if reason:
@@ -95,8 +95,8 @@ def place(
         reason = f"computing {counted(uncached, 'token')} on the decode node would cost {_more(here_s, there_s)}"
     if not preferred.incarnations:
         reason += "; the prefill nodes failed this request before, but there is no other"
-    picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)
-    chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
+    named = shown(pool, source_scores, shown_count)
+    chosen = LegDecision(pool.node_ids[source_row], pool.incarnations[source_row], named, source_hit, work_s)
     return Decision(policy.name, "relayed", reason, target, chosen, relay_s, step_s)
 
 

@@ -90,7 +90,7 @@ class PoolPart(RunningRequest[PoolFlow]):
         self.story.add("decision", f"attempt {self.attempt}", {"mode": "pooled", "prefill": leg})
         router.breakers.chosen(peer.incarnation)
         router.metrics.attempt("pooled", self.attempt)
-        router.table.first_token(self.request_id)
+        router.unanswered.discard(self.request_id)
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         return self.work.num_tokens, 0, 0.0

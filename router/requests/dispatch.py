@@ -34,7 +34,6 @@ from router.requests.generation import Generation
 from router.requests.placement import Placer
 from router.requests.queued_request import NOBODY, Siblings, Tenant
 from router.requests.request import GenerationRequest
-from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
 from router.requests.router_state import RouterState
 from router.requests.running_request import RunningRequest
@@ -111,7 +110,8 @@ class Dispatcher:
             placer,
             self._metrics.of_model(model),
             self.stories,
-            RequestTable(self._requests),
+            self._requests,
+            set(),
             self._deadlines,
             queue,
             self._retry_wait,
@@ -129,7 +129,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of requests without a token."""
-        return sum(state.table.waiting for state in self._states.values())
+        return sum(len(state.unanswered) for state in self._states.values())
 
     @property
     def queued(self) -> int:
@@ -236,15 +236,15 @@ class Dispatcher:
         if count > most:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="n")
         state = self.state(model)
-        if state.table.waiting + count <= most:
+        if len(state.unanswered) + count <= most:
             return []
         self._start(len(self._fresh))
-        queue, too_many = state.admission_queue, state.table.waiting + count - most
+        queue, too_many = state.admission_queue, len(state.unanswered) + count - most
         victims = queue.victims(tenant, min(count, too_many), priority)
         begun_of_others = min(queue.begun_of_others(tenant), most)  # at most 2 * most wait, however many tenants
         if len(victims) < min(count, too_many - begun_of_others):
             raise Overloaded(
-                f"{counted(state.table.waiting, 'request is/requests are')} waiting already; try again shortly",
+                f"{counted(len(state.unanswered), 'request is/requests are')} waiting already; try again shortly",
                 retry_after_s=1.0,
             )
         return victims

@@ -81,7 +81,7 @@ def _candidates(
     rows = [
         {
             "node": node_id,
-            "picked": leg is not None and leg.picked.incarnation == incarnation,
+            "picked": leg is not None and leg.incarnation == incarnation,
             "score": round(float(scores[node_id]), 6),
             "hit_tokens": min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens),
             "avoided": incarnation in query.avoid,

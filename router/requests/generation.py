@@ -157,7 +157,7 @@ class Generation(RunningRequest[Flow]):
         decision, served = self.choice.admit(self.flow.token_ids), self.served
         served.prefill_hit_tokens = served.decode_hit_tokens = None
         if self._expected_hit is None:
-            self._expected_hit = (decision.prefill or decision.decode).picked.hit_tokens
+            self._expected_hit = (decision.prefill or decision.decode).hit_tokens
         self._router.metrics.attempt(decision.mode, admit.attempt)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s goes to %s", self.flow.key, decision.explain())
@@ -196,7 +196,7 @@ class Generation(RunningRequest[Flow]):
         now_s, metrics = time.perf_counter(), self._router.metrics
         if first:
             self._first_token_s = now_s
-            self._router.table.first_token(self.request_id)
+            self._router.unanswered.discard(self.request_id)
             metrics.first_tokens(count, now_s - self._arrived_s)
         else:
             metrics.more_tokens(count, now_s - self._last_token_s)

@@ -59,8 +59,8 @@ class NodeChoice:
         """The answer that names the nodes of the latest choice."""
         assert self._placement is not None
         nodes, decision = self._router.nodes, self._placement.decision
-        decode = nodes.get(decision.decode.picked.incarnation)
-        prefill = None if decision.prefill is None else nodes.get(decision.prefill.picked.incarnation)
+        decode = nodes.get(decision.decode.incarnation)
+        prefill = None if decision.prefill is None else nodes.get(decision.prefill.incarnation)
         assert decode is not None
         return f.Found(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s)
 
@@ -69,7 +69,7 @@ class NodeChoice:
         self.placement = placement = self._placement
         assert placement is not None
         router, decision = self._router, placement.decision
-        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        incarnations = [leg.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
         for incarnation in incarnations:
             router.breakers.chosen(incarnation)
         self._unproven.update(incarnations)

@@ -60,13 +60,13 @@ class Placement:
     def leg(self, incarnation: str) -> tuple[float, int, float]:
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) at this incarnation."""
         source, target, block = self.decision.prefill, self.decision.decode, self.block_size
-        if source is not None and source.picked.incarnation == incarnation:
-            return self._uncached(source), -(-self.num_tokens // block), source.picked.work_s
+        if source is not None and source.incarnation == incarnation:
+            return self._uncached(source), -(-self.num_tokens // block), source.work_s
         tokens = self._uncached(target) if source is None else 0.0
         return tokens, -(-(self.num_tokens + self.max_new_tokens) // block), 0.0
 
     def _uncached(self, leg: LegDecision) -> float:
-        return float(max(self.num_tokens - leg.picked.hit_tokens, 1))
+        return float(max(self.num_tokens - leg.hit_tokens, 1))
 
 
 class Placer:

@@ -195,7 +195,7 @@ class SimulatedRouter:
     def _send(self, request: SimRequest, placement: Placement) -> None:
         """Count the request as in flight at its nodes."""
         decision, key = placement.decision, request.key
-        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        incarnations = [leg.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
         for incarnation in incarnations:
             tokens, blocks, work_s = placement.leg(incarnation)
             self._table.open_leg(self._known(incarnation), key, tokens=tokens, blocks=blocks, work_s=work_s)

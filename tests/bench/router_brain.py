@@ -179,5 +179,5 @@ def _decision_s(policy: str, per_role: int, repeats: int) -> list[float]:
             query, fleets["prefill"], fleets["decode"], policy=POLICIES[policy], local_prefill_tokens=0, memory=memory
         )
         times.append(time.thread_time() - began)
-        fleets["decode"].sent(decision.decode.picked.incarnation, tokens=0, blocks=500)
+        fleets["decode"].sent(decision.decode.incarnation, tokens=0, blocks=500)
     return times[5:]

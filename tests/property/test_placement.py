@@ -102,7 +102,7 @@ def test_placement_rules(
     assert decision.reason
     assert decision.ttft_s >= 0
 
-    target = decision.decode.picked
+    target = decision.decode
     kinds = {f"inc-decode-{n}": spec["kv_kind"] for n, spec in enumerate(decode)}
     kinds |= {f"inc-prefill-{n}": spec["kv_kind"] for n, spec in enumerate(prefill)}
     assert target.incarnation not in avoid or all(name in avoid for name in fleets[1].incarnations)
@@ -114,13 +114,13 @@ def test_placement_rules(
         assert decision.mode == "local"
         return
     assert decision.mode == "relayed"
-    source = decision.prefill.picked
+    source = decision.prefill
     assert kinds[source.incarnation] == kinds[target.incarnation]
     fitting = [name for name in fleets[0].incarnations if kinds[name] == kinds[target.incarnation]]
     assert source.incarnation not in avoid or all(name in avoid for name in fitting)
     assert not (last and source.incarnation in avoid)
     for leg in (decision.prefill, decision.decode):
-        assert 0 <= leg.picked.hit_tokens <= num_tokens
+        assert 0 <= leg.hit_tokens <= num_tokens
 
 
 @settings(max_examples=200, deadline=None)

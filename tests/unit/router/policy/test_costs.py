@@ -125,7 +125,7 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
             Query(tokens), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory
         )
         assert decision.prefill is not None
-        picked = decision.prefill.picked
+        picked = decision.prefill
         took_s = tokens * speed[picked.node_id]
         free_s[picked.node_id] = max(now_s, free_s[picked.node_id]) + took_s
         ends.append((free_s[picked.node_id], picked.node_id, tokens, took_s))

@@ -36,19 +36,19 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(max_waiting=max_waiting), Metrics(), clock=clock)
         seen: set[str] = set()
-        table = dispatcher.state("m").table
-        add = table.add
+        deadlines = dispatcher.state("m").deadlines
+        add = deadlines.add
 
-        def noted(request_id: str, generation: Generation) -> None:
+        def noted(request_id: str) -> None:
             seen.add(request_id)
-            add(request_id, generation)
+            add(request_id)
 
-        table.add = noted  # type: ignore[method-assign]
+        deadlines.add = noted  # type: ignore[method-assign]
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
             parts = [part for part in vars(dispatcher.state("m")).values() if hasattr(part, "__contains__")]
-            assert len(parts) == 4
+            assert len(parts) == 5
             assert not [(part, each) for part in parts for each in seen if each in part]
         finally:
             dispatcher.close()

@@ -31,10 +31,10 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
         assert told == dry_run(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
         made = place(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
         assert (told["mode"], told["reason"]) == (made.mode, made.reason)
-        assert told["decode"][0]["node"] == made.decode.picked.node_id
+        assert told["decode"][0]["node"] == made.decode.node_id
         assert told["decode"][0]["picked"]
         if made.prefill is not None:
-            assert told["prefill"][0]["node"] == made.prefill.picked.node_id
+            assert told["prefill"][0]["node"] == made.prefill.node_id
         assert {row["node"] for row in told["prefill"]} == {"p0", "p1", "p2", "p3"}
         assert {row["node"]: row["hit_tokens"] for row in told["prefill"]}["p2"] == 48
         assert sum(row["picked"] for row in told["decode"]) == 1

@@ -21,7 +21,7 @@ from common.control.messages import (
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
-from router.policy import Decision, Fleet, LegDecision, Picked, Query
+from router.policy import Decision, Fleet, LegDecision, Query
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
 from router.requests.generation import Generation
@@ -52,11 +52,13 @@ class World:
         parts = dict.fromkeys(
             (
                 *("nodes", "fleets", "breakers", "placer", "metrics"),
-                *("table", "deadlines", "admission_queue", "retry_wait"),
+                *("deadlines", "admission_queue", "retry_wait"),
             ),
             self,
         )
-        state = RouterState(**cast("dict[str, Any]", parts), stories=Stories(), clock=self.clock)
+        state = RouterState(
+            **cast("dict[str, Any]", parts), stories=Stories(), requests={}, unanswered=set(), clock=self.clock
+        )
         self.siblings = Siblings()
         self.request = Generation(
             "r",
@@ -145,10 +147,10 @@ def peer(incarnation: str) -> PeerRef:
 
 def placed(prefill: str | None, decode: str) -> Placement:
     """Where the prefill node has 2 of the prompt's tokens."""
-    source = None if prefill is None else LegDecision(Picked(prefill, prefill, 2, 0.5), {})
+    source = None if prefill is None else LegDecision(prefill, prefill, {}, 2, 0.5)
     mode = "local" if source is None else "relayed"
     return Placement(
-        Decision("least_load", mode, "why", LegDecision(Picked(decode, decode), {}), source), cast("Any", None), 40, 9
+        Decision("least_load", mode, "why", LegDecision(decode, decode, {}), source), cast("Any", None), 40, 9
     )
 
 
