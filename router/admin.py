@@ -7,20 +7,22 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound
 from common.base.hashing import BLOCK_SIZE
+from common.base.transitions import unlisted_counts
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.models.served_model import ServedModel
 from router.nodes.node import Node
-from router.policy import Fleet
+from router.policy import Fleet, Query
 from router.requests.admission import Objectives
-from router.requests.placement import HashChain, PlacementRequest
+from router.requests.placement import HashChain
 from router.restart import Restart
 from router.router import Router
 
@@ -69,6 +71,7 @@ class RouterAdmin:
             "requests_held_back": dispatcher.queued,
             "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
             "breakers_opened": dispatcher.breakers.times_opened,
+            "unlisted_transitions": dict(unlisted_counts),
             "redis": self._router.degraded(self._directory) or "ok",
             "refused": self._router.catalog.refusals,
             "refused_nodes": {} if self._directory is None else self._directory.refused,
@@ -101,7 +104,7 @@ class RouterAdmin:
             "max_model_len": model.max_model_len,
             "prefill_nodes": len(fleets["prefill"]),
             "decode_nodes": len(fleets["decode"]),
-            "requests_waiting": state.table.waiting,
+            "requests_waiting": len(state.unanswered),
             "requests_held_back": len(state.admission_queue),
         }
 
@@ -164,10 +167,12 @@ class RouterAdmin:
         avoid = dispatcher.breakers.not_admitted()
         adapter = model.adapter
         chain = HashChain(salt, "" if adapter is None else adapter.lora_id)
-        wanted = PlacementRequest(prompt_ids, chain, max_tokens, session, avoid, adapter=adapter)
+        query = Query(len(prompt_ids), avoid, max_new_tokens=max_tokens, session=session, adapter=adapter)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
         state = dispatcher.state(model.base)
-        return state.placer.explain(wanted, objectives, len(state.admission_queue))
+        return state.placer.explain(
+            query, partial(chain.hashes, token_ids=prompt_ids), objectives, len(state.admission_queue)
+        )
 
     async def find_blocks(self, call: Call) -> Mapping[str, Any]:
         """How many leading blocks of a prompt each node holds according to the prefix index. Body: that of `explain_route`."""

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
+from common.base.transitions import unlisted_counts
 from common.control.messages import AttemptStats, FinishReason, Role
 from common.control.node_load import STEP_TOKENS, NodeLoad
 from router.counters import Counter, Histogram
@@ -96,7 +97,11 @@ class _NodeCollector(Collector):
         )
         opened = CounterMetricFamily("kvrelay_breakers_opened", "Times that a node's circuit breaker opened.")
         opened.add_metric([], self._breakers.times_opened)
-        families: list[Metric] = [usable, breaker, opened]
+        unlisted = CounterMetricFamily(
+            "kvrelay_unlisted_transitions", "Events that a state machine's table does not have: bugs of the router."
+        )
+        unlisted.add_metric([], sum(unlisted_counts.values()))
+        families: list[Metric] = [usable, breaker, opened, unlisted]
         names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
         for node, values in zip(nodes, names, strict=True):
             usable.add_metric(values, 1.0 if node.usable else 0.0)

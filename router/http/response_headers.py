@@ -76,10 +76,10 @@ def serving_details(generation: Generation) -> dict[str, str | int]:
         "policy": decision.policy,
         "reason": decision.reason,
         "prefill_mode": decision.mode,
-        "decode_node": decision.decode.picked.node_id,
+        "decode_node": decision.decode.node_id,
     }
     if decision.prefill is not None:
-        about["prefill_node"] = decision.prefill.picked.node_id
+        about["prefill_node"] = decision.prefill.node_id
     if served.prefill_hit_tokens is not None:
         about["prefill_hit_tokens"] = served.prefill_hit_tokens
     if served.decode_hit_tokens is not None:

@@ -146,7 +146,7 @@ class BlockTable:
         return news
 
     def cut(self, keys: KeyArray, becomes: Becomes) -> int:
-        """As `put`, but only for keys that are present; a key whose new value is 0 is removed."""
+        """Replace the values of the keys that are present; a key whose new value is 0 is removed."""
         at = self.places(keys)
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 

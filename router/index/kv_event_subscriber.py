@@ -211,7 +211,7 @@ class KvEventSubscriber:
                 await asyncio.sleep(0)
 
     def _store(self, stream: NodeStream, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
-        """Returns the number of blocks."""
+        """Store and remove the blocks of one entry. Returns their number."""
         try:
             self._index.removed(stream.incarnation, removed, tier)
             self._index.stored(stream.incarnation, stored, tier)

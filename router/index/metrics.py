@@ -25,7 +25,7 @@ class IndexCollector(Collector):
             "kvrelay_index_blocks": ("Blocks in the prefix index.", len(index)),
             "kvrelay_index_nodes_behind": ("Nodes whose snapshot is being read.", len(subscriber.behind)),
             "kvrelay_index_nodes_silent": (
-                "Nodes that hold blocks of which none ever reached the index: prefix routing is off for them.",
+                "Nodes that hold blocks although none ever reached the index: prefix routing is off for them.",
                 len(subscriber.silent),
             ),
             "kvrelay_index_lag_seconds": ("Age of the last stream entry when it was applied.", subscriber.lag_s),

@@ -61,7 +61,7 @@ class PrefixHits(Mapping[str, int]):
         return depth
 
     def get(self, incarnation: str, default: Any = None) -> Any:
-        """As `Mapping.get`, without raising and catching KeyError: most nodes hold nothing of most prompts."""
+        """The depth, or `default`. `Mapping.get` would raise and catch KeyError: most nodes hold nothing of most prompts."""
         if not self._found or (slot := self.slots.get(incarnation)) is None:
             return default
         if self._depths is not None:

@@ -196,7 +196,7 @@ class PrefixIndex:
         return runs
 
     def _runs(self, keys: KeyArray, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
-        """As `_few_runs`, all blocks at once."""
+        """(first block, mask of its holders) wherever the holders change, with all blocks looked up at once."""
         numbers = np.array([table.find(keys, use) for table in tables])
         changes = (np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1).tolist()
         for start in [0, *changes]:

@@ -53,7 +53,7 @@ class RegisteredModel:
         """The facts in the nodes' latest records."""
         self._updated = asyncio.Event()
         """Set when there are other records than those of the last attempt to load."""
-        self._told: set[str] = set()
+        self._ignored: set[str] = set()
         """Incarnations that are ignored; logged once each."""
 
     @property
@@ -70,7 +70,7 @@ class RegisteredModel:
 
     def update(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Take the nodes that registered this name now, the oldest first. Returns those that can be used."""
-        self._told &= {record.peer.incarnation for record in records}
+        self._ignored &= {record.peer.incarnation for record in records}
         self.roles.update(record.role for record in records)
         if any(record.model.task == "generate" for record in records):
             self.roles.add("decode")
@@ -116,8 +116,8 @@ class RegisteredModel:
         return same
 
     def _ignore(self, record: NodeRecord, why: str) -> None:
-        if record.peer.incarnation not in self._told:
-            self._told.add(record.peer.incarnation)
+        if record.peer.incarnation not in self._ignored:
+            self._ignored.add(record.peer.incarnation)
             log.error("%s is ignored: %s", record.peer.node_id, why)
 
     def _learn(self, infos: list[ModelInfo]) -> None:

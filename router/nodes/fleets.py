@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from common.control.messages import Role
 from router.nodes.node import Node
 from router.policy import Fleet
@@ -56,18 +54,3 @@ class ModelFleets:
             in_flight_tokens=sum([leg.tokens for leg in legs]),
             in_flight_blocks=sum([leg.blocks for leg in legs]),
         )
-
-
-class Fleets:
-    """The fleets of all models."""
-
-    def __init__(self) -> None:
-        self._by_model: defaultdict[str, ModelFleets] = defaultdict(ModelFleets)
-
-    def of_model(self, name: str) -> ModelFleets:
-        """The fleets of the model that nodes registered under this name; they stay when its last node is gone."""
-        return self._by_model[name]
-
-    def sync(self, node: Node) -> None:
-        """As `ModelFleets.sync`."""
-        self._by_model[node.record.model.name].sync(node)

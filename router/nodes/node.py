@@ -70,7 +70,7 @@ class Node:
     """Attempts aborted while there was no link; the node might still run them."""
 
     fleet: Fleet | None = None
-    """Where its row is; None while it has none."""
+    """The fleet that has its row; None while it has none."""
 
     @property
     def node_id(self) -> str:

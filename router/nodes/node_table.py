@@ -9,31 +9,23 @@ Redis no longer lists but that still answers finishes its work and gets no new r
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import HandshakeRefused, Unavailable
 from common.control.links import Link
-from common.control.messages import (
-    Abort,
-    AttemptKey,
-    DecodeRequest,
-    Message,
-    NodeRecord,
-    Ping,
-    Pong,
-    PrefillRequest,
-)
+from common.control.messages import Abort, AttemptKey, DecodeRequest, Message, NodeRecord, Ping, Pong, PrefillRequest
 from common.control.pooling import PoolRequest
 from common.kv.rank_layout import check_compatible
-from router.nodes.fleets import Fleets, ModelFleets
+from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node, NodeLink, OpenLeg
 
 log = logging.getLogger(__name__)
 
 OpenLink = Callable[[str, Callable[[Message], None], Callable[[str], None]], NodeLink]
-"""(address, on_message, on_lost) -> a link, as `Link`. Raises: Unavailable for a malformed address."""
+"""Opens a link: (address, on_message, on_lost) -> link. Raises: Unavailable for a malformed address."""
 
 PINGS_PER_LEASE, PINGS_WHEN_IDLE = 6, 3
 _STUCK_S = 30.0
@@ -73,7 +65,8 @@ class NodeTable:
         self._stalled_s: float | None = None
         """When a stall of this event loop for longer than the lease was last detected."""
         self._nodes: dict[str, Node] = {}
-        self._fleets = Fleets()
+        self._fleets: defaultdict[str, ModelFleets] = defaultdict(ModelFleets)
+        """By the name under which nodes registered their model; they stay when its last node is gone."""
 
     @property
     def idle(self) -> bool:
@@ -96,7 +89,7 @@ class NodeTable:
         for node in list(self._nodes.values()):
             did_work = node.works
             node.listed = node.incarnation in listed
-            self._fleets.sync(node)
+            self._fleets[node.record.model.name].sync(node)
             relisted |= node.works and not did_work
             if names.get(node.node_id, node.incarnation) != node.incarnation:
                 replaced.append(node)
@@ -191,7 +184,7 @@ class NodeTable:
             if node.link is not None:
                 node.link.close()
                 node.link = None
-            self._fleets.sync(node)
+            self._fleets[node.record.model.name].sync(node)
         self._nodes.clear()
 
     # -- use
@@ -207,7 +200,7 @@ class NodeTable:
 
     def fleets(self, model: str) -> ModelFleets:
         """The nodes of the model that they registered under this name."""
-        return self._fleets.of_model(model)
+        return self._fleets[model]
 
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""
@@ -343,7 +336,7 @@ class NodeTable:
         if node.pings:
             node.reported = node.pings.popleft()
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
-        self._fleets.sync(node)
+        self._fleets[node.record.model.name].sync(node)
         self._on_load(node)
         if node.stuck and not was_stuck:
             # The link stays open: it carries the aborts, and the pong that says that the engine loop runs again.
@@ -384,7 +377,7 @@ class NodeTable:
                 if isinstance(message, Abort):
                     self._send_abort(node, message)
         node.last_pong_s = None
-        self._fleets.sync(node)
+        self._fleets[node.record.model.name].sync(node)
 
     def _report_loss(self, node: Node, reason: str) -> None:
         node.lost = True

@@ -1,9 +1,10 @@
-"""Routing policies: which nodes serve an attempt. One small file per policy, and `place` over them. Pure."""
+"""Routing policies: which nodes serve an attempt. Filters, scorers and a picker, and `place` over them. Pure."""
 
 from router.policy.base import Memory, Policy, Query
-from router.policy.decision import Decision, LegDecision, Picked
+from router.policy.decision import Decision, LegDecision
+from router.policy.filters import with_adapter
 from router.policy.fleet import Fleet
-from router.policy.place import POLICIES, check_policy, place, with_adapter
+from router.policy.place import POLICIES, find_policy, place
 
 __all__ = [
     "POLICIES",
@@ -11,10 +12,9 @@ __all__ = [
     "Fleet",
     "LegDecision",
     "Memory",
-    "Picked",
     "Policy",
     "Query",
-    "check_policy",
+    "find_policy",
     "place",
     "with_adapter",
 ]

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from common.base.hashing import BLOCK_SIZE
+from common.control.messages import Adapter
 from router.policy.fleet import Figures, Fleet, FloatArray
 
 Scores = FloatArray | list[float]
@@ -23,7 +24,7 @@ _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """The attempt to place."""
+    """What is to be placed: one attempt of one request."""
 
     num_tokens: int
     avoid: frozenset[str] = frozenset()
@@ -43,6 +44,10 @@ class Query:
     """
     holder: str = ""
     """Incarnation of a decode node that is known to have the prompt's KV, and is to serve the attempt without a relay."""
+    begun: bool = False
+    """Nodes have worked on the request before, or on a sibling: a draining node accepts it if no other is left."""
+    adapter: Adapter | None = None
+    """Only nodes that serve it are used."""
 
 
 @dataclass
@@ -53,16 +58,16 @@ class Memory:
     turn: int = 0
 
 
-Score = Callable[[Fleet, Query, Memory], Scores]
+Scorer = Callable[[Fleet, Query, Memory], Scores]
 """(fleet with at least one node, query, memory) -> a score per node; the lowest wins, an infinite one never does."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to score nodes."""
+    """A scorer, and what the picker needs to know of its scores."""
 
     name: str
-    score: Score
+    score: Scorer
     slack: float = 0.0
     """Scores within this share of the best one count as equal to it."""
     tie: Callable[[Figures[Any]], Any] = attrgetter("backlog")

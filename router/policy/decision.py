@@ -17,30 +17,22 @@ SHOWN_CANDIDATES = 8
 
 
 @dataclass(slots=True)
-class Picked:
-    """The node that one leg goes to."""
+class LegDecision:
+    """The node picked for one leg."""
 
     node_id: str
     incarnation: str
+    scores: dict[str, float]
+    """Those of the candidates by node id, best (lowest) first."""
     hit_tokens: int = 0
-    """Leading tokens of the request whose KV it is known to have cached."""
+    """Leading tokens of the request whose KV the node is known to have cached."""
     work_s: float = 0.0
     """Estimated duration of the request's prefill there."""
-
-
-@dataclass(slots=True)
-class LegDecision:
-    """The node picked for one leg, and the scores of the candidates by node id, best (lowest) first."""
-
-    picked: Picked
-    scores: dict[str, float]
 
     def to_json(self, candidates: int | None) -> str:
         """For `Decision.weighed`, with the first `candidates` scores; None: all."""
         scores = [f"{_quoted(name)}:{score:.6g}" for name, score in self.scores.items()][:candidates]
-        return (
-            f'{{"node":{_quoted(self.picked.node_id)},"hit":{self.picked.hit_tokens},"scores":{{{",".join(scores)}}}}}'
-        )
+        return f'{{"node":{_quoted(self.node_id)},"hit":{self.hit_tokens},"scores":{{{",".join(scores)}}}}}'
 
 
 @dataclass(slots=True)

@@ -90,9 +90,9 @@ class Figures(Generic[Number]):
     """`requests` times `slowness`."""
     step_requests: Number
     """`requests` times `step_slowness`."""
-    step_seats: Number
+    step_slots: Number
     """Sequences that would run with one more request, times `step_slowness`."""
-    spare_seats: Number
+    spare_slots: Number
     """Sequence slots left with one more request; if negative, that many requests wait."""
 
 
@@ -122,8 +122,8 @@ def _derive(at: Figures[float]) -> None:
     at.slow_backlog = backlog * slowness
     at.slow_requests = requests * slowness
     at.step_requests = requests * step_slowness
-    at.step_seats = (requests + 1 if requests + 1 < capacity else capacity) * step_slowness
-    at.spare_seats = capacity - requests - 1
+    at.step_slots = (requests + 1 if requests + 1 < capacity else capacity) * step_slowness
+    at.spare_slots = capacity - requests - 1
 
 
 class Fleet:

@@ -50,7 +50,7 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
 
 
 def prefill_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
-    """Queue, prefill and the delay of later requests at each node. `hit_blocks`: leading blocks that the node has cached."""
+    """Seconds of queue, prefill and delay of others at each node. `hit_blocks`: leading blocks that the node has cached."""
     at, costs = fleet.columns, fleet.costs
     tokens = np.maximum(query.num_tokens - hit_blocks * query.block_size, 1.0)
     scores = compute_s(costs, tokens, query) * (at.slowness + _DELAY_WEIGHT)
@@ -70,13 +70,13 @@ def _prefill_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[fl
 
 
 def decode_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
-    """Relay and whole answer at each node. `hit_blocks`: leading blocks of the request that the node has cached."""
+    """Seconds of the relay and the whole answer at each node. `hit_blocks`: leading blocks that the node has cached."""
     at, costs, block = fleet.columns, fleet.costs, query.block_size
     answer = _answer_s(at, costs, _answer_tokens(costs, query))
     scores = transfer_s(at, np.maximum(query.num_tokens - hit_blocks * block, 0.0), costs)
     scores += answer
     scores = _pass_over_crowds(scores, at.step_requests)
-    spare, room = at.spare_seats, at.room
+    spare, room = at.spare_slots, at.room
     if spare[spare.argmin()] < 0:
         scores += answer * np.maximum(-spare, 0.0) / at.capacity
     whole = -(-(query.num_tokens + query.max_new_tokens) // block)
@@ -97,8 +97,8 @@ def _decode_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[flo
         score_s = transfer_s(at, max(num_tokens - blocks * block, 0.0), costs) + answer_s
         if at.step_requests >= limit:
             score_s += _OVERLOADED_S
-        if at.spare_seats < 0:
-            score_s -= answer_s * at.spare_seats / at.capacity
+        if at.spare_slots < 0:
+            score_s -= answer_s * at.spare_slots / at.capacity
         if at.room < whole:
             no_room = -(-num_tokens // block) - blocks > at.room
             score_s += answer_s * max(whole - blocks - at.room, 0.0) / at.total_blocks + _NO_ROOM_S * no_room
@@ -120,7 +120,7 @@ def _crowd_limit(load: float, nodes: int) -> float:
 
 def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tuple[float, float]:
     """Costs of a local prefill of `tokens`: (seconds to the first token, delay of others). The others are later requests,
-    the node's streams, all of which wait for the prefill, and one stream that joins meanwhile.
+    the node's streams, which all wait for the prefill, and one stream that joins meanwhile.
     """
     alone_s = compute_s(costs, tokens, query)
     own_s = at.slowness * alone_s
@@ -134,29 +134,29 @@ def delay_s(costs: Costs, tokens: float, query: Query) -> float:
 
 
 def queue_s(at: Figures[Number], costs: Costs) -> Number:
-    """Wait for the node's backlog."""
+    """Seconds until the node has worked off its backlog."""
     return at.slow_backlog * costs.queued_token_s + at.slow_requests * costs.prefill_base_s
 
 
 def compute_s(costs: Costs, tokens: Number, query: Query) -> Number:
-    """Prefill of `tokens` without queueing, on a node of the fleet's usual speed."""
+    """Seconds of a prefill of `tokens` without queueing, on a node of the fleet's usual speed."""
     alone_s = costs.prefill_token_s + costs.prefill_context_s * query.num_tokens
     return tokens * (alone_s - costs.prefill_context_s / 2 * tokens) + costs.prefill_base_s
 
 
 def transfer_s(at: Figures[Number], tokens: Number, costs: Costs) -> Number:
-    """Relay of the KV of `tokens`."""
+    """Seconds of the relay of the KV of `tokens`."""
     return at.link_slowness * (costs.transfer_base_s + costs.transfer_byte_s * (tokens * at.token_bytes))
 
 
 def step_s(at: Figures[Number], costs: Costs) -> Number:
-    """Duration of a decode node's steps with one more request."""
+    """Seconds of one step of a decode node with one more request."""
     return _answer_s(at, costs, 1.0)
 
 
 def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
-    """Duration of `length` steps with one more request."""
-    return at.step_slowness * (length * costs.step_base_s) + at.step_seats * (length * costs.step_seq_s)
+    """Seconds of `length` steps with one more request."""
+    return at.step_slowness * (length * costs.step_base_s) + at.step_slots * (length * costs.step_seq_s)
 
 
 def _answer_tokens(costs: Costs, query: Query) -> float:

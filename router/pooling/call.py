@@ -53,12 +53,12 @@ class PoolCall:
 
     @property
     def attempts(self) -> int:
-        """Attempts of the part that needed most."""
+        """The largest number of attempts that one part needed."""
         return max((part.attempt for part in self.parts), default=0)
 
     @property
     def tried_tokens(self) -> int:
-        """Tokens of the parts that went to a node, whatever became of them."""
+        """Tokens of the parts that a node got, whether it answered or not."""
         return sum(part.work.num_tokens for part in self.parts if part.attempt)
 
     async def run(self) -> list[bytes] | None:

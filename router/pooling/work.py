@@ -15,7 +15,7 @@ MAX_PART_INPUTS = 128
 MAX_PART_TOKENS = 8192
 """Tokens of one part, unless a single input is longer."""
 _MIN_PART_TOKENS = 512
-"""Work is not spread over more nodes than leaves this many tokens for each: every part costs a message and a step."""
+"""Least tokens of a part when work is spread over nodes: every part costs a message and a step."""
 MAX_PART_RESULT_BYTES = MAX_MESSAGE_BYTES - 2**16
 """Bytes of one part's vectors, which come back in one message."""
 

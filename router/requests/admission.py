@@ -41,8 +41,8 @@ class Objectives:
             return
         ttft_s, tpot_s = decision.ttft_s + ahead_s, decision.tpot_s
         source = decision.prefill
-        decodes = decode.node(decision.decode.picked.incarnation).requests > 0
-        waits = decodes if source is None else prefill.node(source.picked.incarnation).requests > 0
+        decodes = decode.node(decision.decode.incarnation).requests > 0
+        waits = decodes if source is None else prefill.node(source.incarnation).requests > 0
         if 0 < self.ttft_s < ttft_s and (waits or ahead_s > 0) and max(prefill.costs.prefills, decode.costs.prefills):
             raise Overloaded(
                 f"the first token would take about {ttft_s:.1f} s, longer than the objective of {self.ttft_s:g} s; "

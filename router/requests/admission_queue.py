@@ -43,9 +43,7 @@ class _Waiter(NamedTuple):
 
 
 class AdmissionQueue:
-    """The queue before the nodes. A request leaves it and then gets `admit()`, when its turn has come, or
-    `refuse(error)`.
-    """
+    """The queue before the nodes. When a request has left it, `admit()` is called, or `refuse(error)`."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class AdmissionQueue:
         adapter: Adapter | None = None,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
-        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the one that it needs.
+        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the adapter that it needs.
 
         Raises: Overloaded if it would miss an objective.
         """
@@ -115,11 +113,11 @@ class AdmissionQueue:
         self._followers[request_id] = QueuedRequest(request_id, 0, 0, math.inf, priority, tenant, siblings)
 
     def victims(self, tenant: Tenant, count: int, priority: int) -> list[str]:
-        """The requests to refuse so that `tenant` gets up to `count` places of this priority: as `full_queue.victims`."""
+        """The queued requests to refuse so that `tenant` gets up to `count` places of this priority."""
         return victims(self._queue.requests, self._followers.values(), tenant, count, priority)
 
     def begun_of_others(self, tenant: Tenant) -> int:
-        """Number of requests that do not take the places of `tenant`: as `full_queue.begun_of_others`."""
+        """Number of other tenants' requests that may not be refused; they do not take the places of `tenant`."""
         return begun_of_others([*self._queue.requests, *self._followers.values()], tenant)
 
     def make_room(self, victims: Iterable[str]) -> None:
@@ -155,7 +153,7 @@ class AdmissionQueue:
             self._waiters.pop(request_id).admit()
 
     def _crowded(self, adapter: Adapter | None = None) -> str:
-        """Why a request must wait: as `crowded`, of all nodes or of those that serve its adapter."""
+        """Why a request must wait for all nodes, or for those that serve its adapter; empty if it need not wait."""
         prefill, decode = self._prefill, self._decode
         reason = crowded(prefill, decode)
         if reason or adapter is None:

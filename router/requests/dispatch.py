@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.counted import counted
@@ -25,7 +25,7 @@ from router.metrics import Metrics
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import check_policy
+from router.policy import find_policy
 from router.requests import flow_events as f
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
@@ -34,9 +34,9 @@ from router.requests.generation import Generation
 from router.requests.placement import Placer
 from router.requests.queued_request import NOBODY, Siblings, Tenant
 from router.requests.request import GenerationRequest
-from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
 from router.requests.router_state import RouterState
+from router.requests.running_request import RunningRequest
 from router.requests.story import Stories
 from router.text.detokenizer import TokenPieces
 
@@ -44,26 +44,6 @@ log = logging.getLogger(__name__)
 
 _STARTS_PER_TURN = 32
 """Requests placed in a row before other tasks of the event loop run."""
-
-
-class RunningRequest(Protocol):
-    """A generation, or a part of a pooling call. None of these methods raises."""
-
-    def enter(self) -> None:
-        """Enter the router's tables."""
-        ...
-
-    def start(self) -> None:
-        """Place the first attempt."""
-        ...
-
-    def feed(self, event: Any, /) -> None:
-        """Handle one event."""
-        ...
-
-    def cancel(self) -> None:
-        """The client disconnected."""
-        ...
 
 
 class Dispatcher:
@@ -84,11 +64,11 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         self._index = PrefixIndex(clock=clock) if index is None else index  # an empty one is false, too
-        self._requests: dict[str, RunningRequest] = {}
+        self._requests: dict[str, RunningRequest[Any]] = {}
         self._states: dict[str, RouterState] = {}
         self._retry_wait = RetryWait()
         self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
-        self._fresh: list[RunningRequest] = []
+        self._fresh: list[RunningRequest[Any]] = []
         """Submitted but not started."""
         self._stopping: Unavailable | None = None
         """The error of every later request."""
@@ -106,7 +86,7 @@ class Dispatcher:
             clock=clock,
             open_link=partial(Link, credentials=open_credentials(config.tls_dir)),
         )
-        check_policy(config.policy)
+        find_policy(config.policy)
 
     def state(self, model: str) -> RouterState:
         """What the requests for the model share that nodes registered under this name."""
@@ -130,7 +110,8 @@ class Dispatcher:
             placer,
             self._metrics.of_model(model),
             self.stories,
-            RequestTable(self._requests),
+            self._requests,
+            set(),
             self._deadlines,
             queue,
             self._retry_wait,
@@ -148,7 +129,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of requests without a token."""
-        return sum(state.table.waiting for state in self._states.values())
+        return sum(len(state.unanswered) for state in self._states.values())
 
     @property
     def queued(self) -> int:
@@ -211,7 +192,7 @@ class Dispatcher:
         self._start_soon(generations)
         return generations
 
-    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: Tenant, priority: int) -> None:
+    def run_parts(self, model: str, parts: Sequence[RunningRequest[Any]], tenant: Tenant, priority: int) -> None:
         """Start the parts of a pooling call: all of them or none.
 
         Raises: as `check_room`.
@@ -221,7 +202,7 @@ class Dispatcher:
             part.enter()
         self._start_soon(parts)
 
-    def _start_soon(self, requests: Sequence[RunningRequest]) -> None:
+    def _start_soon(self, requests: Sequence[RunningRequest[Any]]) -> None:
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._start_fresh)
         self._fresh += requests
@@ -255,15 +236,15 @@ class Dispatcher:
         if count > most:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="n")
         state = self.state(model)
-        if state.table.waiting + count <= most:
+        if len(state.unanswered) + count <= most:
             return []
         self._start(len(self._fresh))
-        queue, too_many = state.admission_queue, state.table.waiting + count - most
+        queue, too_many = state.admission_queue, len(state.unanswered) + count - most
         victims = queue.victims(tenant, min(count, too_many), priority)
         begun_of_others = min(queue.begun_of_others(tenant), most)  # at most 2 * most wait, however many tenants
         if len(victims) < min(count, too_many - begun_of_others):
             raise Overloaded(
-                f"{counted(state.table.waiting, 'request is/requests are')} waiting already; try again shortly",
+                f"{counted(len(state.unanswered), 'request is/requests are')} waiting already; try again shortly",
                 retry_after_s=1.0,
             )
         return victims
@@ -348,7 +329,7 @@ class Dispatcher:
         timeout_s = self._config.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
-    def _feed(self, request_id: str, event: f.Event | f.Pooled) -> None:
+    def _feed(self, request_id: str, event: f.Event) -> None:
         generation = self._requests.get(request_id)
         if generation is not None:
             generation.feed(event)

@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 from common.base.errors import Overloaded, Unavailable
-from router.policy import POLICIES, Decision, Fleet, LegDecision, Memory, Query, place
+from router.policy import Decision, Fleet, LegDecision, Memory, Policy, Query, place
 from router.requests.admission import Objectives, crowded
 
 
@@ -18,7 +18,7 @@ def dry_run(
     prefill: Fleet,
     decode: Fleet,
     *,
-    policy: str,
+    policy: Policy,
     local_prefill_tokens: int | None,
     memory: Memory,
     objectives: Objectives | None = None,
@@ -49,7 +49,7 @@ def dry_run(
     return {
         "prompt_tokens": query.num_tokens,
         "prompt_blocks": -(-query.num_tokens // query.block_size),
-        "policy": policy,
+        "policy": policy.name,
         "mode": None if decision is None else decision.mode,
         "reason": complaint if decision is None else decision.reason,
         "admission": None if decision is None else _admission(decision, prefill, decode, objectives, queued),
@@ -72,16 +72,16 @@ def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Ob
 
 
 def _candidates(
-    fleet: Fleet, query: Query, policy: str, memory: Memory, leg: LegDecision | None
+    fleet: Fleet, query: Query, policy: Policy, memory: Memory, leg: LegDecision | None
 ) -> list[dict[str, Any]]:
     if not len(fleet):
         return []
-    scores = dict(zip(fleet.node_ids, POLICIES[policy].score(fleet, query, memory), strict=True))
+    scores = dict(zip(fleet.node_ids, policy.score(fleet, query, memory), strict=True))
     scores |= {} if leg is None else leg.scores
     rows = [
         {
             "node": node_id,
-            "picked": leg is not None and leg.picked.incarnation == incarnation,
+            "picked": leg is not None and leg.incarnation == incarnation,
             "score": round(float(scores[node_id]), 6),
             "hit_tokens": min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens),
             "avoided": incarnation in query.avoid,

@@ -2,7 +2,7 @@
 
 The one with the earliest clock is next (start-time fair queueing); the clock of one that returns starts at the current virtual
 time. Virtual time also advances by the share of each of those who wait: otherwise it would stand still while newcomers never
-cease, such as a service's end users, and those who were served once would starve and be remembered for ever.
+cease (a service's end users), and those who were served once would starve and be remembered for ever.
 
     Source: P. Goyal, H. Vin, H. Cheng, Start-Time Fair Queueing, 1996.
 """
@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Set
 
 
 class FairShares:
-    """Clocks of those who share."""
+    """The clocks of all who share."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Events and instructions of a request's state machine (`router.requests.flow`). Pure data.
+"""Events and instructions of the state machines of requests (`placed_request`, `flow`, `pooling.flow`). Pure data.
 
 They are named tuples: a request creates dozens of them, and a frozen dataclass takes three times as long to create.
 """
@@ -23,21 +23,45 @@ from common.control.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from common.control.pooling import PoolResult
+from common.control.pooling import PoolRequest, PoolResult
 
 # ---------------------------------------------------------------- events
 
 
-class Placed(NamedTuple):
-    """The answer to `Place`. `prefill` is None if the decode node computes the prompt itself."""
+class Found(NamedTuple):
+    """An answer to `Choose`: these nodes can get the attempt, and it may go to them now.
+
+    `prefill` is None if the decode node computes the prompt itself; `decode` is None for a part of a pooling call.
+    """
 
     prefill: PeerRef | None
-    decode: PeerRef
+    decode: PeerRef | None
     timeout_s: float
 
 
+class NoNode(NamedTuple):
+    """An answer to `Choose`: no node can serve the attempt at `now_s`."""
+
+    error: KvRelayError
+    now_s: float
+    rejoining: bool
+    """This router stalled, and its nodes are about to reconnect."""
+
+
+class Queued(NamedTuple):
+    """An answer to `Choose`: the request waits in the admission queue, until `Ready` or `Unplaceable`."""
+
+
+class SampleAwaited(NamedTuple):
+    """An answer to `Choose`: the request waits for the first sample of its prompt, until `Ready`."""
+
+
+class Ready(NamedTuple):
+    """What the request waited for has happened: its turn in the queue, a node's return, the end of a backoff."""
+
+
 class Unplaceable(NamedTuple):
-    """The negative answer to `Place`: no node can serve the attempt."""
+    """The request is refused, or the wait for a node took too long."""
 
     error: KvRelayError
 
@@ -50,7 +74,7 @@ class Chunk(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Vectors from the node with this incarnation, for a part of a pooling call. No event of `Flow`."""
+    """Vectors from the node with this incarnation, for a part of a pooling call."""
 
     incarnation: str
     result: PoolResult
@@ -84,33 +108,52 @@ class StopFound(NamedTuple):
     """The text of the tokens emitted so far contains a stop string."""
 
 
-Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
+Answer = Found | NoNode | Queued | SampleAwaited | Unplaceable
+"""To `Choose`."""
+Event = Answer | Ready | Chunk | Pooled | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
 
 
 # ---------------------------------------------------------------- instructions
 
 
-class Place(NamedTuple):
-    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
-
-    `last`: no other attempt will follow unless this one generates tokens. The attempt is placed after `backoff_s`; with
-    `at_once` it is placed immediately unless all available nodes are in `avoid`.
-    """
+class Choose(NamedTuple):
+    """Choose nodes for `attempt`, if possible none whose incarnation is in `avoid`; the `Answer` is the next event."""
 
     attempt: int
-    num_tokens: int
-    """Tokens to prefill: the prompt and those that earlier attempts generated."""
     avoid: frozenset[str]
     last: bool = False
-    backoff_s: float = 0.0
-    at_once: bool = False
+    """No other attempt will follow unless this one generates tokens."""
+    is_new: bool = False
+    """The request must pass the admission queue."""
+    begun: bool = False
+    """Nodes have worked on the request before, or on a sibling."""
+
+
+class AwaitNode(NamedTuple):
+    """Send `Ready` when a node returns, or `Unplaceable` with `error` after `wait_s`."""
+
+    wait_s: float
+    error: KvRelayError
+
+
+class BackOff(NamedTuple):
+    """Send `Ready` after `wait_s`."""
+
+    wait_s: float
+    why: str
+
+
+class Admit(NamedTuple):
+    """The chosen nodes are about to get this attempt: count it there."""
+
+    attempt: int
 
 
 class Send(NamedTuple):
     """Send to this incarnation. A node that cannot be reached is answered with `NodeLost`."""
 
     peer: PeerRef
-    message: PrefillRequest | DecodeRequest | Abort
+    message: PrefillRequest | DecodeRequest | PoolRequest | Abort
 
 
 class Release(NamedTuple):
@@ -165,6 +208,13 @@ class Finish(NamedTuple):
     reason: FinishReason
 
 
+class FinishPooled(NamedTuple):
+    """Terminal: these are the vectors of a pooling part, from the node with this incarnation."""
+
+    incarnation: str
+    vectors: list[bytes]
+
+
 class Fail(NamedTuple):
     """Terminal: the client must be told."""
 
@@ -175,5 +225,8 @@ class Cancelled(NamedTuple):
     """Terminal: the client has disconnected."""
 
 
-Instruction = Place | Send | Release | Emit | EmitPrompt | Report | Blame | Note | Finish | Fail | Cancelled
+Terminal = Finish | FinishPooled | Fail | Cancelled
+Instruction = (
+    Choose | AwaitNode | BackOff | Admit | Send | Release | Emit | EmitPrompt | Report | Blame | Note | Terminal
+)
 Instructions = list[Instruction]

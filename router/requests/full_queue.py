@@ -17,10 +17,12 @@ def victims(
     count: int,
     priority: int = 0,
 ) -> list[str]:
-    """The requests to refuse, one after another, so that `tenant` gets up to `count` places of this priority in a full queue. Each
-    is the latest, least urgent one of the user with the most requests, of the tenant with the most if it has at least two
-    more than `tenant`; else of `tenant` itself, if that user has at least two more; else a less urgent one of the same
-    user.
+    """The requests to refuse so that `tenant` gets up to `count` places of this priority in a full queue, in this order:
+
+    - of the tenant with the most requests, if it has at least two more than `tenant`: the latest, least urgent one of its user
+      with the most;
+    - of `tenant` itself: the same, if that user has at least two more than its own;
+    - a less urgent one of the same user.
 
     `queued`: in order of arrival. `followers`: those that wait for a sibling before they are queued. These, and those that may
     not be refused, count but are never named.
@@ -35,7 +37,7 @@ def victims(
             left.setdefault(each.tenant, []).append(each)
     others, own, found = list(left), [each for each in left if each.name == tenant.name], list[str]()
     while len(found) < count:
-        # Whoever is too few for a turn stays so: nobody but `tenant` gets more.
+        # A user who has too few to lose one stays out: only `tenant` gets more.
         others = [each for each in others if left[each] and names[each.name] >= names[tenant.name] + 2]
         own = [each for each in own if left[each] and users[each] >= users[tenant] + 2]
         loser = max(others or own, key=lambda each: (names[each.name], users[each]), default=None)

@@ -1,7 +1,7 @@
 """One generation: owns everything about a request from its acceptance to its end.
 
-Its parts are the state machine (`Flow`), the placing of its attempts (`Attempts`), its deadline, its text and its story.
-Runs on the router's event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
+Its parts are the state machine (`Flow`), the choice of nodes (`NodeChoice`), its text and its story. Runs on the router's
+event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from common.base.errors import KvRelayError, Unavailable
-from common.control.identities import AttemptKey
-from common.control.messages import Abort, FinishReason, PromptLogprobs
+from common.base.errors import Unavailable
+from common.control.messages import FinishReason, PromptLogprobs
 from router.metrics import Finished
 from router.policy import Decision
 from router.requests import flow_events as f
-from router.requests.attempt_placing import Attempts
 from router.requests.flow import Flow
+from router.requests.node_choice import NodeChoice
 from router.requests.queued_request import Siblings
 from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
+from router.requests.running_request import RunningRequest
 from router.requests.story import Story
 from router.text.detokenizer import TokenPieces
 from router.text.stop_strings import NoText, TextStream
@@ -45,12 +44,15 @@ def _text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | No
     )
 
 
-class Generation:
-    """The answer to one prompt. Call `enter`, then `start`.
+class Generation(RunningRequest[Flow]):
+    """The answer to one prompt.
 
-    `on_news()` is called whenever there are new deltas or the outcome. Invariants: `outcome` is set exactly once, and no
-    delta follows; from then on the request is in no table of the router.
+    `on_news()` is called whenever there are new deltas or the outcome. Invariant: `outcome` is set exactly once, and no
+    delta follows.
     """
+
+    _OUTCOME = Outcome
+    outcome: Outcome | None
 
     def __init__(
         self,
@@ -65,30 +67,19 @@ class Generation:
         siblings: Siblings,
         client_id: str = "",
     ) -> None:
-        self.request_id = request_id
-        self.request = request
-        engine, self.story = request.engine, Story(request_id, client_id)
-        self.story.trace = request.trace
-        sizes = {"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens}
-        self.story.add("arrived", data=sizes)
+        engine, story = request.engine, Story(request_id, client_id)
+        story.trace = request.trace
+        story.add("arrived", data={"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens})
         if router.stories.watched:
-            engine, self.story.token_times = engine._replace(timeline=True), array("f")
-        self.flow = Flow(request_id, engine, max_attempts)
-        self.attempts = Attempts(
-            request_id,
-            request,
-            self.flow.token_ids,
-            router,
-            deadline_s=deadline_s,
-            story=self.story,
-            siblings=siblings,
-        )
+            engine, story.token_times = engine._replace(timeline=True), array("f")
+        flow = Flow(request_id, engine, max_attempts, siblings)
+        super().__init__(request_id, flow, router, story, request.tenant, engine.priority, deadline_s)
+        self.request = request
+        self.choice = NodeChoice(request, router)
         self.served = Served()
-        self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[PromptLogprobs] = []
-        self._router = router
         self._on_news = on_news
         self._arrived_s = time.perf_counter()
         self._first_token_s = self._last_token_s = 0.0
@@ -99,15 +90,13 @@ class Generation:
         self._stop: str | None = None
         self._ended_by_token = False
         self._deltas: list[Delta] = []
-        self._events: deque[f.Event] = deque()
-        self._busy = False
 
     # -- for the HTTP side
 
     @property
     def decision(self) -> Decision | None:
         """The decision of the latest attempt."""
-        return self.attempts.decision
+        return None if self.choice.placement is None else self.choice.placement.decision
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs]:
@@ -125,93 +114,60 @@ class Generation:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def cancel(self) -> None:
-        """The client disconnected: abort both legs. Nothing happens if the generation has ended."""
-        if self.outcome is None:
-            self.feed(f.ClientGone())
+    def _notify(self) -> None:
+        self._on_news()
 
-    # -- for the dispatcher
+    # -- nodes
 
-    def enter(self) -> None:
-        """Enter the router's tables; `_end` takes the request out of all of them."""
-        self._router.enter(self.request_id, self, self.story)
-
-    def start(self) -> None:
-        """Place the first attempt; call once. Like `feed`, it never raises."""
-        if self.outcome is None:
-            self._run(self.flow.start())
-
-    def feed(self, event: f.Event) -> None:
-        """Handle one event.
-
-        An event that arises during the handling of another one waits until all instructions of the first are carried out:
-        otherwise an abort could overtake the request it aborts. Never raises: a bug ends this request and does not reach
-        the caller.
-        """
-        self._events.append(event)
-        if not self._busy:
-            self._run([])
-
-    def _run(self, instructions: f.Instructions) -> None:
-        self._busy = True
-        pending = deque(instructions)
+    def prepare(self, choose: f.Choose) -> f.Answer:
+        """Choose nodes, or wait for the first sample of the prompt, for a node, or in the admission queue."""
+        engine, token_ids = self.request.engine, self.flow.token_ids
+        query = self.choice.query(choose, token_ids)
+        # A sample that has generated more than its prompt has more to compute than to share.
+        shared = None if len(token_ids) > len(engine.prompt_ids) else self.request.shared
+        if shared is not None:
+            decode = self._router.fleets.decode(begun=query.begun)
+            usable = shared.holder not in query.avoid and decode.row(shared.holder) is not None
+            if not shared.may_place(self.request_id, holder_usable=usable, wake=self.on_ready):
+                return self._await_sample(choose)
+            query.holder = shared.holder
         try:
-            while pending or self._events:
-                if pending:
-                    instruction = pending.popleft()
-                    self._HOW[type(instruction)](self, instruction)
-                else:
-                    event = self._events.popleft()
-                    if type(event) is f.Placed:
-                        self._placed(event)
-                    pending += self.flow.handle(event)
-        except Exception:
-            log.exception("%s failed because of a bug", self._key)
-            try:
-                self._break_off(pending)
-            except Exception:
-                log.exception("%s could not be ended cleanly", self._key)
-        finally:
-            self._busy = False
-
-    @property
-    def _key(self) -> AttemptKey:
-        """The present attempt, for the log."""
-        return AttemptKey(self.request_id, self.flow.attempt)
-
-    def _placed(self, event: f.Placed) -> None:
-        served, decision = self.served, self.attempts.decision
-        served.prefill_hit_tokens = served.decode_hit_tokens = None
-        if self._expected_hit is None and decision is not None:
-            self._expected_hit = (decision.prefill or decision.decode).picked.hit_tokens
-        self.story.add("decision", f"attempt {self.flow.attempt}", decision)
-
-    def _break_off(self, pending: Iterable[f.Instruction]) -> None:
-        """End at once after a bug, even if the flow has ended already: close the legs, tell the client."""
-        self._events.clear()
-        error = KvRelayError("internal error in the router")
-        for instruction in [*pending, *self.flow.handle(f.GiveUp(error))]:
-            if isinstance(instruction, f.Release) or (
-                isinstance(instruction, f.Send) and isinstance(instruction.message, Abort)
-            ):
-                try:
-                    self._HOW[type(instruction)](self, instruction)
-                except Exception:
-                    log.exception("%s: closing a leg failed", self._key)
-        self._events.clear()
-        if self.outcome is None:
-            self._end(Outcome(error=error))
-        else:
-            self._on_news()
-
-    def _send(self, send: f.Send) -> None:
-        peer, message = send
-        try:
-            self.attempts.send(peer.incarnation, message)
-            if not isinstance(message, Abort):
-                self.story.add("sent", type(message).__name__, {"node": peer.node_id})
+            decision = self.choice.choose(query, token_ids)
         except Unavailable as error:
-            self._events.append(f.NodeLost(peer.incarnation, error.message))
+            fleets = self._router.fleets
+            draining = fleets.finishing.nodes and not fleets.by_role["decode"].nodes
+            why = Unavailable("every decode node that is left is draining; try again later") if draining else error
+            return self._no_node(why)
+        if choose.is_new:
+            waits = self._enter_queue(decision, query.num_tokens, engine.sampling.max_tokens, engine.adapter)
+            if waits is not None:
+                return waits
+        return self.choice.found(self._timeout_s())
+
+    def _await_sample(self, choose: f.Choose) -> f.SampleAwaited:
+        self.story.add("shares_prompt", "waits for the first sample of its prompt")
+        if choose.is_new:
+            self._router.admission_queue.follow(
+                self.request_id, priority=self._priority, tenant=self._tenant, siblings=self.flow.siblings
+            )
+        return f.SampleAwaited()
+
+    def admit(self, admit: f.Admit) -> None:
+        """Count the attempt at the chosen nodes."""
+        decision, served = self.choice.admit(self.flow.token_ids), self.served
+        served.prefill_hit_tokens = served.decode_hit_tokens = None
+        if self._expected_hit is None:
+            self._expected_hit = (decision.prefill or decision.decode).hit_tokens
+        self._router.metrics.attempt(decision.mode, admit.attempt)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s goes to %s", self.flow.key, decision.explain())
+        self.story.add("decision", f"attempt {admit.attempt}", decision)
+
+    def _leg(self, incarnation: str) -> tuple[float, int, float]:
+        assert self.choice.placement is not None
+        return self.choice.placement.leg(incarnation)
+
+    # -- what nodes answer
 
     def _emit(self, emit: f.Emit) -> None:
         if self._stop is not None or self.request.prompt_only:
@@ -240,7 +196,7 @@ class Generation:
         now_s, metrics = time.perf_counter(), self._router.metrics
         if first:
             self._first_token_s = now_s
-            self._router.table.first_token(self.request_id)
+            self._router.unanswered.discard(self.request_id)
             metrics.first_tokens(count, now_s - self._arrived_s)
         else:
             metrics.more_tokens(count, now_s - self._last_token_s)
@@ -272,7 +228,7 @@ class Generation:
             self.story.add("timeline", "", {**about, "marks": stats.timeline})
         router.breakers.succeeded(report.incarnation)
         router.metrics.leg(report.role, stats)
-        self.attempts.reported(report.incarnation)
+        self.choice.reported(report.incarnation)
         router.placer.reported(report.role, report.incarnation, stats)
 
     def _finished(self, reason: FinishReason) -> Outcome:
@@ -288,30 +244,12 @@ class Generation:
             return Outcome(reason, last)
         return Outcome(reason)
 
-    def _end(self, outcome: Outcome) -> None:
-        """End the request and remove it from all tables. A second call does nothing: a stop string in the chunk that
-        ends the attempt has already decided the outcome.
-        """
-        if self.outcome is not None:
-            return
-        self.outcome = outcome
-        router = self._router
-        router.leave(self.request_id)
-        self._record_end(outcome)
+    def _record_end(self, outcome: Outcome) -> None:
+        engine, metrics = self.request.engine, self._router.metrics
         if self.request.shared is not None:
             self.request.shared.leave(self.request_id, ends_request=outcome.finish_reason is None)
         if outcome.finish_reason is not None:
-            router.placer.answered(len(self.flow.token_ids))
-        router.stories.end(self.story)
-        self._on_news()
-
-    def _release(self, leg: f.Release) -> None:
-        self._router.nodes.release(leg.incarnation, leg.key)
-        self._router.admission_queue.release_soon()
-
-    def _record_end(self, outcome: Outcome) -> None:
-        """Add the end to the story and to the metrics."""
-        engine, metrics = self.request.engine, self._router.metrics
+            self._router.placer.answered(len(self.flow.token_ids))
         data = {
             "prompt_tokens": len(engine.prompt_ids),
             "completion_tokens": self.completion_tokens,
@@ -335,17 +273,11 @@ class Generation:
             )
             metrics.finished(outcome.finish_reason, numbers)
 
-    _HOW: ClassVar[dict[type, Callable[[Generation, Any], None]]] = {
-        f.Place: lambda self, place: self.attempts.place(place, self.feed),
-        f.Send: _send,
-        f.Release: _release,
+    _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        **RunningRequest._EXECUTE,
         f.Emit: _emit,
         f.EmitPrompt: _take_prompt_logprobs,
         f.Report: _take_report,
-        f.Blame: lambda self, blame: self._router.breakers.failed(blame.incarnation, blame.error),
-        f.Note: lambda self, note: self.story.add(*note),
         f.Finish: lambda self, finish: self._end(self._finished(finish.reason)),
-        f.Fail: lambda self, fail: self._end(Outcome(error=fail.error)),
-        f.Cancelled: lambda self, _: self._end(Outcome()),
     }
     """Carries out each kind of instruction."""

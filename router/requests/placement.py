@@ -5,31 +5,26 @@ Router process, event loop. `decide` changes only the policies' memory and the i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.errors import Unavailable
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
-from common.control.messages import Adapter, AttemptStats, NodeLoad, Role
+from common.control.messages import AttemptStats, NodeLoad, Role
 from router.index.block_table import KeyArray
 from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Decision, Fleet, Memory, Query, check_policy, place, with_adapter
+from router.policy import Decision, Fleet, Memory, Query, find_policy, place, with_adapter
 from router.policy.costs import CostModel
 from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.requests.admission import Objectives
 from router.requests.dry_run import dry_run
 
-
-class BlockNames(Protocol):
-    """Names the blocks of one request's tokens."""
-
-    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
-        """Hashes of the full blocks of `token_ids`, for nodes whose KV has this fingerprint."""
-        ...
+BlockNames = Callable[[str], Sequence[BlockHash]]
+"""The hashes of the full blocks of one request's tokens, for nodes whose KV has the given fingerprint."""
 
 
 @dataclass
@@ -38,7 +33,7 @@ class HashChain:
 
     cache_salt: str = ""
     lora_id: str = ""
-    """As in `root_hash`."""
+    """The `Adapter.lora_id` that the hashes of its blocks begin with; empty without an adapter."""
     _fingerprint: str = ""
     _hashes: list[BlockHash] = field(default_factory=lambda: [])
 
@@ -49,30 +44,6 @@ class HashChain:
         root = root_hash(fingerprint, cache_salt=self.cache_salt, lora_id=self.lora_id)
         self._hashes = hash_blocks(root, token_ids, parents=self._hashes)
         return self._hashes
-
-
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """One attempt to place."""
-
-    token_ids: Sequence[int]
-    chain: BlockNames
-    max_new_tokens: int = 0
-    session: str = ""
-    avoid: frozenset[str] = frozenset()
-    last: bool = False
-    unproven: frozenset[str] = frozenset()
-    """Incarnations whose prefix hits do not count: their blocks are only expected, from an attempt of this request that may
-    have failed.
-    """
-    kv_kind: str = ""
-    """KV kind of the nodes that generated the request's tokens so far."""
-    begun: bool = False
-    """Nodes have worked on the request before, or on a sibling: a draining node accepts it if no other is left."""
-    holder: str = ""
-    """As in `Query`."""
-    adapter: Adapter | None = None
-    """Only nodes that serve it are used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +60,13 @@ class Placement:
     def leg(self, incarnation: str) -> tuple[float, int, float]:
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) at this incarnation."""
         source, target, block = self.decision.prefill, self.decision.decode, self.block_size
-        if source is not None and source.picked.incarnation == incarnation:
-            return self._uncached(source), -(-self.num_tokens // block), source.picked.work_s
+        if source is not None and source.incarnation == incarnation:
+            return self._uncached(source), -(-self.num_tokens // block), source.work_s
         tokens = self._uncached(target) if source is None else 0.0
         return tokens, -(-(self.num_tokens + self.max_new_tokens) // block), 0.0
 
     def _uncached(self, leg: LegDecision) -> float:
-        return float(max(self.num_tokens - leg.picked.hit_tokens, 1))
+        return float(max(self.num_tokens - leg.hit_tokens, 1))
 
 
 class Placer:
@@ -115,7 +86,7 @@ class Placer:
         memory: Memory | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        self.policy = check_policy(policy)
+        self.policy = find_policy(policy)
         self.index = index
         self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._nodes = nodes
@@ -128,13 +99,23 @@ class Placer:
             fleets.by_role[role].costs = model.costs
         fleets.finishing.costs = self.models["decode"].costs
 
-    def decide(self, request: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
-        """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
+    def decide(
+        self,
+        query: Query,
+        names: BlockNames,
+        unproven: Collection[str] = (),
+        *,
+        shown_count: int | None = SHOWN_CANDIDATES,
+    ) -> Placement:
+        """Pick nodes for an attempt whose blocks have these names; writes `query.hits`.
+
+        `unproven`: incarnations whose prefix hits do not count, because their blocks are only expected, from an attempt of this
+        request that may have failed. `shown_count`: candidates that the decision names per leg; None: all.
 
         Raises: Unavailable when there is no decode node.
         """
-        prefill, decode = self._candidates(request)
-        query, keys = self._query(request)
+        prefill, decode = self._candidates(query)
+        keys = self._look_up(query, names, unproven)
         decision = place(
             query,
             prefill,
@@ -145,15 +126,16 @@ class Placer:
             shown_count=shown_count,
         )
         usual = int(decode.costs.output_tokens)
-        return Placement(decision, keys, query.num_tokens, min(request.max_new_tokens, usual), self._block_size)
+        return Placement(decision, keys, query.num_tokens, min(query.max_new_tokens, usual), self._block_size)
 
-    def explain(self, request: PlacementRequest, objectives: Objectives, queued: int) -> dict[str, Any]:
+    def explain(self, query: Query, names: BlockNames, objectives: Objectives, queued: int) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
         requests in the admission queue. Changes neither the policies' memory nor the index.
         """
-        prefill, decode = self._candidates(request)
+        prefill, decode = self._candidates(query)
+        self._look_up(query, names, touch=False)
         return dry_run(
-            self._query(request, touch=False)[0],
+            query,
             prefill,
             decode,
             policy=self.policy,
@@ -163,38 +145,30 @@ class Placer:
             queued=queued,
         )
 
-    def _candidates(self, request: PlacementRequest) -> tuple[Fleet, Fleet]:
+    def _candidates(self, query: Query) -> tuple[Fleet, Fleet]:
         """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""
-        fleets, adapter = self._fleets.by_role, request.adapter
-        prefill, decode = fleets["prefill"], self._fleets.decode(begun=request.begun)
+        fleets, adapter = self._fleets.by_role, query.adapter
+        prefill, decode = fleets["prefill"], self._fleets.decode(begun=query.begun)
         if adapter is None:
             return prefill, decode
         able = with_adapter(decode, adapter)
-        if request.begun and not able.incarnations:
+        if query.begun and not able.incarnations:
             able = with_adapter(self._fleets.finishing, adapter)
         if decode.incarnations and not able.incarnations:
             raise Unavailable(f"no decode node has LoRA adapter {adapter.name!r} now; try again")
         return with_adapter(prefill, adapter), able
 
-    def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, KeyArray]:
-        """The question for the policies, and the index keys of the prompt's full blocks."""
-        hashes = request.chain.hashes(self._fingerprint(), request.token_ids)
+    def _look_up(
+        self, query: Query, names: BlockNames, unproven: Collection[str] = (), *, touch: bool = True
+    ) -> KeyArray:
+        """Write the prefix hits into the query. Returns the index keys of the full blocks."""
+        hashes = names(self._fingerprint())
         keys = block_keys(hashes)
         hits = self.index.match(keys, touch=touch)
-        if request.unproven:
-            hits = hits.without(request.unproven)
-        query = Query(
-            num_tokens=len(request.token_ids),
-            avoid=request.avoid,
-            last=request.last,
-            hits=hits,
-            block_size=self._block_size,
-            max_new_tokens=request.max_new_tokens,
-            session=request.session or (hashes[0].hex() if hashes else ""),
-            kv_kind=request.kv_kind,
-            holder=request.holder,
-        )
-        return query, keys
+        query.hits = hits.without(unproven) if unproven else hits
+        query.block_size = self._block_size
+        query.session = query.session or (hashes[0].hex() if hashes else "")
+        return keys
 
     def expect(self, placement: Placement, incarnations: list[str]) -> None:
         """Tell the index that these nodes will soon hold the request's blocks, so that similar requests that arrive

@@ -13,7 +13,6 @@ from router.nodes.node_table import NodeTable
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
 from router.requests.placement import Placer
-from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
 from router.requests.story import Stories, Story
 
@@ -22,7 +21,7 @@ from router.requests.story import Stories, Story
 class RouterState:
     """The nodes, what is known of them, and the tables that know requests by id.
 
-    `fleets`, `placer`, `metrics`, `table` and `admission_queue` are the model's own, so that requests for one model never go
+    `fleets`, `placer`, `metrics`, `unanswered` and `admission_queue` are the model's own, so that requests for one model never go
     to nodes of another, nor wait or are refused because of its load. The rest is the router's.
     """
 
@@ -32,7 +31,10 @@ class RouterState:
     placer: Placer
     metrics: ModelMetrics
     stories: Stories
-    table: RequestTable[Any]
+    requests: dict[str, Any]
+    """By id, the router's requests for all models."""
+    unanswered: set[str]
+    """Ids of the model's requests that have no token yet."""
     deadlines: Deadlines[str]
     admission_queue: AdmissionQueue
     retry_wait: RetryWait
@@ -42,9 +44,12 @@ class RouterState:
         """A request was accepted."""
         self.stories.enter(story)
         self.deadlines.add(request_id)
-        self.table.add(request_id, request)
+        self.requests[request_id] = request
+        self.unanswered.add(request_id)
 
     def leave(self, request_id: str) -> None:
         """A request is over; one that is not here is ignored. Its story is kept for later questions."""
-        for table in (self.table, self.deadlines, self.admission_queue, self.retry_wait):
-            table.remove(request_id)
+        self.requests.pop(request_id, None)
+        self.unanswered.discard(request_id)
+        for waits in (self.deadlines, self.admission_queue, self.retry_wait):
+            waits.remove(request_id)

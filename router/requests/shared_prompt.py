@@ -20,7 +20,7 @@ class SharedPrompt:
         self.holder = ""
         """Incarnation of the decode node that has the prompt's KV; empty while none is known."""
         self.prompt_logprobs: list[PromptLogprobs] = []
-        """Computed for the first sample alone."""
+        """Log-probabilities of the prompt, computed for the first sample alone."""
         self._first = ""
         self._waiting: dict[str, Callable[[], None]] = {}
         self._request_ended = False
@@ -48,8 +48,8 @@ class SharedPrompt:
             self._wake(len(self._waiting))
 
     def leave(self, request_id: str, *, ends_request: bool = False) -> None:
-        """A sample has ended. If it went first and no node holds the prompt, the next one does. `ends_request`: it failed or was
-        cancelled, and so will the other samples be: none is placed any more.
+        """A sample has ended. If it went first and no node holds the prompt, the next one goes first. `ends_request`: it failed or
+        was cancelled; the other samples will be cancelled too, and none is placed any more.
         """
         if ends_request:
             self._request_ended = True

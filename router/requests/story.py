@@ -6,8 +6,8 @@ Writing an event is one append; everything that costs more is done on reading. T
     queued       it waits in the admission queue until the nodes have use for more requests
     refused      it would miss an objective: 429
     decision     an attempt was placed: the whole decision
-    shares_prompt  it waits for the first sample of its prompt
-    parked       no node can serve it now; it waits for a node to return
+    shares_prompt     it waits for the first sample of its prompt
+    waiting_for_node  no node can serve it now; it waits for a node to return
     backoff      the next attempt waits before it is placed
     sent         a leg's request went to its node
     first_token  the first token for the client
@@ -172,7 +172,7 @@ class Stories:
         return self.on_end is not None or time.perf_counter() < self._watched_until_s
 
     def watch(self, seconds: float = 60.0) -> None:
-        """Someone looks at stories, at least for so long."""
+        """Someone looks at stories for at least this many seconds."""
         self._watched_until_s = max(self._watched_until_s, time.perf_counter() + seconds)
 
     def enter(self, story: Story) -> None:

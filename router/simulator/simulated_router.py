@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from common.base.errors import Overloaded, Unavailable
 from common.base.hashing import BlockHash
@@ -30,11 +30,11 @@ from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from router.index.prefix_index import PrefixIndex
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Memory
+from router.policy import Memory, Query
 from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
-from router.requests.placement import Placement, PlacementRequest, Placer
+from router.requests.placement import Placement, Placer
 from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -79,16 +79,6 @@ class RouterOwner(Protocol):
     def refused(self, request: SimRequest, reason: str) -> None:
         """The request was refused."""
         ...
-
-
-class _TraceNames(NamedTuple):
-    """Names blocks as the trace does. Implements `BlockNames`."""
-
-    names: Sequence[BlockHash]
-
-    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
-        """One name per block, the partial last one included."""
-        return self.names
 
 
 class _NodeLink:
@@ -185,11 +175,9 @@ class SimulatedRouter:
         self._place(request, admitted=admission is None)
 
     def _place(self, request: SimRequest, *, admitted: bool) -> None:
-        wanted = PlacementRequest(
-            range(request.input_tokens), _TraceNames(request.hashes), request.output_tokens, request.session
-        )
+        query = Query(request.input_tokens, max_new_tokens=request.output_tokens, session=request.session)
         try:
-            placement = self._placer.decide(wanted, shown_count=0)
+            placement = self._placer.decide(query, lambda _: request.hashes, shown_count=0)
             queued = not admitted and self._enter_queue(request, placement)
         except Unavailable as error:
             self._refuse(request, error.code)
@@ -207,7 +195,7 @@ class SimulatedRouter:
     def _send(self, request: SimRequest, placement: Placement) -> None:
         """Count the request as in flight at its nodes."""
         decision, key = placement.decision, request.key
-        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        incarnations = [leg.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
         for incarnation in incarnations:
             tokens, blocks, work_s = placement.leg(incarnation)
             self._table.open_leg(self._known(incarnation), key, tokens=tokens, blocks=blocks, work_s=work_s)

@@ -22,7 +22,7 @@ class Traces:
     """
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
-        """endpoint: as in http://localhost:4318/v1/traces. Raises: ConfigError if it is no URL, or the extra is not installed."""
+        """`endpoint`: such as http://localhost:4318/v1/traces. Raises: ConfigError if it is not a URL, or without the extra."""
         if not _is_url(endpoint):
             raise ConfigError(
                 f"--otlp-traces-endpoint {endpoint!r} is not a URL such as http://localhost:4318/v1/traces"
@@ -80,5 +80,5 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # unbalanced bracket, or a port that is none
+    except ValueError:  # an unbalanced bracket, or an invalid port
         return False

@@ -66,7 +66,7 @@ class _Reader:
                     "gen_ai.usage.input_tokens": data.get("prompt_tokens", 0),
                     "gen_ai.request.max_tokens": data.get("max_tokens", 0),
                 }
-            case "queued" | "parked" | "backoff":
+            case "queued" | "waiting_for_node" | "backoff":
                 self._end_attempt(t_s)
                 self._waiting = self._begin("queue" if event == "queued" else event, t_s, self._root)
                 self._waiting.attributes["kvrelay.reason"] = reason

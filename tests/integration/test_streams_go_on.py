@@ -14,7 +14,7 @@ from support.router_bench import LONG, Bench, play, script_of
 from support.stub_node import StubNode
 from tokenizers import Tokenizer
 
-import router.requests.attempt_placing
+import router.requests.placed_request
 from common.control.messages import DecodeRequest
 from router.nodes.breaker import BreakerSettings
 
@@ -244,7 +244,7 @@ def test_node_that_fails_every_request_gets_no_more_while_there_is_another(model
 def test_waiting_stream_ends_with_503_if_no_node_comes_back(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.requests.attempt_placing, "REPLACEMENT_WAIT_S", 0.3)
+    monkeypatch.setattr(router.requests.placed_request, "REPLACEMENT_WAIT_S", 0.3)
 
     async def scene(bench: Bench) -> None:
         call = await bench.held(max_tokens=4, timeout=20)

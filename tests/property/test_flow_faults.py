@@ -22,10 +22,15 @@ from common.control.messages import (
     SamplingParams,
     TokenChunk,
 )
-from router.requests.flow import Flow, State
+from router.requests.flow import Flow
 from router.requests.flow_events import (
+    Admit,
+    Answer,
+    AwaitNode,
+    BackOff,
     Blame,
     Cancelled,
+    Choose,
     Chunk,
     ClientGone,
     Emit,
@@ -33,16 +38,20 @@ from router.requests.flow_events import (
     Event,
     Fail,
     Finish,
+    Found,
     Instructions,
     LegFailed,
     NodeLost,
-    Place,
-    Placed,
+    NoNode,
+    Queued,
+    Ready,
     Release,
+    SampleAwaited,
     Send,
     StopFound,
     Unplaceable,
 )
+from router.requests.placed_request import State
 
 PROMPT = [1, 2, 3]
 
@@ -93,8 +102,8 @@ class World:
         self.open_legs: Counter[tuple[str, AttemptKey]] = Counter()
         self.prefilled: set[AttemptKey] = set()
         self.faults = 0
-        self.parked: Place | None = None
-        """An attempt that waits for a backoff or for a node to come back."""
+        self.waits = False
+        """The request waits for its turn, a sample, a node or the end of a backoff."""
         self.enough: int | None = None
         """With more tokens than this the current attempt does not count as a failure; None before it is placed."""
         self.fruitless = 0
@@ -121,12 +130,19 @@ class World:
         for instruction in instructions:
             assert self.terminal is None, f"{instruction} after {self.terminal}"
             match instruction:
-                case Place():
-                    self.check_place(instruction)
-                    if self.data.draw(st.booleans()):
-                        self.parked = instruction
-                    else:
-                        events.append(self.place())
+                case Choose():
+                    self.check_choose(instruction)
+                    events.append(self.answer(instruction))
+                case BackOff(wait_s):
+                    assert self.flow.attempt > 1
+                    assert wait_s > 0
+                    self.waits = True
+                case AwaitNode(wait_s):
+                    assert self.flow.admitted
+                    assert wait_s > 0
+                    self.waits = True
+                case Admit(attempt):
+                    assert attempt == self.flow.attempt
                 case Send(peer, message):
                     self.deliver_to_node(peer, message)
                 case Release(incarnation, key):
@@ -145,7 +161,7 @@ class World:
                 case Finish() | Fail() | Cancelled():
                     self.attempt_is_over()
                     self.terminal = instruction
-                    self.parked = None
+                    self.waits = False
                 case _:
                     pass
 
@@ -155,32 +171,41 @@ class World:
             self.fruitless = 1 if worth_it else self.fruitless + 1
         self.enough = None
 
-    def check_place(self, place: Place) -> None:
+    def check_choose(self, choose: Choose) -> None:
         self.attempt_is_over()
-        assert place.num_tokens == len(PROMPT) + len(self.emitted)
         assert self.fruitless < self.max_attempts
-        assert place.last == (place.attempt > 1 and self.fruitless == self.max_attempts - 1)
-        assert (place.backoff_s > 0) == (place.attempt > 1), "retries wait"
-        assert place.at_once == (self.fruitless == 1), "but for the first one"
-        assert place.avoid <= self.lost | self.blamed, "only those that failed are avoided"
+        assert choose.last == (choose.attempt > 1 and self.fruitless == self.max_attempts - 1)
+        assert choose.avoid <= self.lost | self.blamed, "only those that failed are avoided"
+        assert choose.is_new or self.flow.admitted
 
     def wake(self) -> None:
-        if self.parked is not None:
-            self.parked = None
-            self.feed(self.place())
+        if self.waits:
+            self.waits = False
+            self.feed(Ready())
 
-    def place(self) -> Placed | Unplaceable:
+    def answer(self, choose: Choose) -> Answer:
+        kinds = ["found", "found", "sample", *(["queued"] if choose.is_new else ["no node"])]
+        kind = self.data.draw(st.sampled_from(kinds))
+        self.waits = kind in ("sample", "queued")
+        if kind == "queued":
+            return Queued()
+        if kind == "sample":
+            return SampleAwaited()
+        if kind == "no node":
+            return NoNode(Unavailable("none"), 0.0, rejoining=False)
         prefill = self.data.draw(st.sampled_from([*self.of_role("prefill"), None]))
         decode = self.data.draw(st.sampled_from(self.of_role("decode")))
-        self.enough = len(self.emitted) + (prefill is not None)
-        return Placed(None if prefill is None else prefill.peer, decode.peer, 10.0)
+        return Found(None if prefill is None else prefill.peer, decode.peer, 10.0)
 
-    def deliver_to_node(self, peer: PeerRef, message: PrefillRequest | DecodeRequest | Abort) -> None:
+    def deliver_to_node(self, peer: PeerRef, message: object) -> None:
         node = next((node for node in self.nodes if node.peer == peer), None)
         if isinstance(message, Abort):
             if node is not None:
                 node.work = [work for work in node.work if work.key != message.key]
             return
+        assert isinstance(message, PrefillRequest | DecodeRequest)
+        if isinstance(message, DecodeRequest):
+            self.enough = len(self.emitted) + (message.prefill is not None)
         self.asked.add((peer.incarnation, message.key))
         self.open_legs[peer.incarnation, message.key] += 1
         assert self.open_legs[peer.incarnation, message.key] == 1

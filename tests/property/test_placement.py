@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import Unavailable
 from common.control.messages import Role
 from router.index.prefix_hits import PrefixHits
-from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
+from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picker, place
 from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES
 
@@ -82,7 +82,7 @@ def test_placement_rules(
             query,
             prefill,
             decode,
-            policy=policy,
+            policy=POLICIES[policy],
             local_prefill_tokens=threshold,
             memory=Memory(random.Random(seed)),
             shown_count=None,
@@ -102,7 +102,7 @@ def test_placement_rules(
     assert decision.reason
     assert decision.ttft_s >= 0
 
-    target = decision.decode.picked
+    target = decision.decode
     kinds = {f"inc-decode-{n}": spec["kv_kind"] for n, spec in enumerate(decode)}
     kinds |= {f"inc-prefill-{n}": spec["kv_kind"] for n, spec in enumerate(prefill)}
     assert target.incarnation not in avoid or all(name in avoid for name in fleets[1].incarnations)
@@ -114,13 +114,13 @@ def test_placement_rules(
         assert decision.mode == "local"
         return
     assert decision.mode == "relayed"
-    source = decision.prefill.picked
+    source = decision.prefill
     assert kinds[source.incarnation] == kinds[target.incarnation]
     fitting = [name for name in fleets[0].incarnations if kinds[name] == kinds[target.incarnation]]
     assert source.incarnation not in avoid or all(name in avoid for name in fitting)
     assert not (last and source.incarnation in avoid)
     for leg in (decision.prefill, decision.decode):
-        assert 0 <= leg.picked.hit_tokens <= num_tokens
+        assert 0 <= leg.hit_tokens <= num_tokens
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,10 +146,10 @@ def test_one_by_one_and_all_at_once_give_the_same_scores_and_the_same_pick(
     for worked in data.draw(st.lists(st.sampled_from(made.incarnations), max_size=9)):
         made.sent(worked, tokens=0, blocks=0, work_s=0.1)
     for policy in POLICIES.values():
-        assert picking.pick(policy, at_once, made, memory) == picking.pick(policy, at_once.tolist(), made, memory)
-    names = picking.shown(made, at_once, None)
-    assert names == picking.shown(made, at_once.tolist(), None)
-    assert list(names.values())[:3] == list(picking.shown(made, at_once, 3).values())
+        assert picker.pick(policy, at_once, made, memory) == picker.pick(policy, at_once.tolist(), made, memory)
+    names = picker.shown(made, at_once, None)
+    assert names == picker.shown(made, at_once.tolist(), None)
+    assert list(names.values())[:3] == list(picker.shown(made, at_once, 3).values())
 
 
 @settings(max_examples=100, deadline=None)

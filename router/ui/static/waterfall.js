@@ -23,7 +23,7 @@ export function rowsOf(story) {
   return rows;
 }
 
-const WAITS = { queued: "admission queue", parked: "waiting for a node", backoff: "back-off" };
+const WAITS = { queued: "admission queue", waiting_for_node: "waiting for a node", backoff: "back-off" };
 
 function waits(events, end) {
   return events.flatMap((event, at) => (event.event in WAITS ? [{ event: WAITS[event.event], from: event.t_s, to: events[at + 1]?.t_s ?? end }] : []));

@@ -27,7 +27,6 @@ from router.http.openai.completion_format import CompletionFormat
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
-from router.requests.attempt_placing import Attempts
 from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.queued_request import Siblings
@@ -61,11 +60,14 @@ def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Ans
 def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's looks at what is old after millions of objects only: prompts would pile up for gigabytes."""
 
-    def place(_: Attempts, wanted: f.Place, answer: Callable[[f.Event], None]) -> None:
-        answer(f.Placed(None, PEER, 1.0))
+    def prepare(*_: object) -> f.Found:
+        return f.Found(None, PEER, 1.0)
 
-    def send(*_: object, **__: object) -> None:
+    def nothing(*_: object, **__: object) -> None:
         pass
+
+    def leg(*_: object) -> tuple[float, int, float]:
+        return 0.0, 0, 0.0
 
     async def answered(answer: Answer) -> None:
         key = answer.generations[0].flow.key
@@ -76,7 +78,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         with contextlib.suppress(Unavailable):
             await answer.finished()
 
-    async def parked(answer: Answer) -> None:
+    async def waiting(answer: Answer) -> None:
         assert answer.generations[0].outcome is None
 
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
@@ -91,12 +93,14 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(), Metrics())
         with monkeypatch.context() as patch:
-            patch.setattr(Attempts, "place", place)
-            patch.setattr(NodeTable, "send", send)
+            patch.setattr(Generation, "prepare", prepare)
+            patch.setattr(Generation, "admit", nothing)
+            patch.setattr(Generation, "_leg", leg)
+            patch.setattr(NodeTable, "send", nothing)
             await play(dispatcher, answered)
         await play(dispatcher, refused)
         monkeypatch.setattr(NodeTable, "rejoining", True)
-        await play(dispatcher, parked)
+        await play(dispatcher, waiting)
         await asyncio.sleep(0.01)
         assert dispatcher.running == 0
         assert [each() for each in left] == [None] * 6

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import Fleet, Memory, Query, kv_aware, place
+from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, place
 from router.policy.costs import CostModel, Line
 
 
@@ -121,9 +121,11 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
             prefill.costs = model.costs
             prefill.update(name, slowness=model.factors(name)[0])
         tokens = rng.randrange(300, 700)
-        decision = place(Query(tokens), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=memory)
+        decision = place(
+            Query(tokens), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory
+        )
         assert decision.prefill is not None
-        picked = decision.prefill.picked
+        picked = decision.prefill
         took_s = tokens * speed[picked.node_id]
         free_s[picked.node_id] = max(now_s, free_s[picked.node_id]) + took_s
         ends.append((free_s[picked.node_id], picked.node_id, tokens, took_s))

@@ -12,7 +12,7 @@ import pytest
 
 from common.base.errors import ConfigError, Unavailable
 from common.control.messages import NodeLoad, Role
-from router.policy import Decision, Fleet, Memory, Query, check_policy, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, find_policy, place
 from router.policy.fleet import ANY_CONTEXT
 
 
@@ -42,7 +42,7 @@ def decide(
         Query(**{"num_tokens": 1000, **query}),  # type: ignore[arg-type]
         fleet("prefill", prefill),
         fleet("decode", decode),
-        policy=policy,
+        policy=POLICIES[policy],
         local_prefill_tokens=local,
         memory=Memory(),
     )
@@ -50,7 +50,7 @@ def decide(
 
 def test_waiting_weighs_four_times_running_and_unreported_work_counts() -> None:
     nodes = [node("a", waiting=1), node("b", running=3), node("c", running=2, in_flight=2)]
-    assert decide(nodes, nodes).decode.picked.node_id == "b"
+    assert decide(nodes, nodes).decode.node_id == "b"
     assert decide(nodes, nodes).decode.scores == {"a": 4, "b": 3, "c": 4}
 
 
@@ -58,12 +58,12 @@ def test_equal_load_is_decided_by_queued_tokens() -> None:
     nodes = [node("a", queued_tokens=500), node("b", queued_tokens=10)]
     decision = decide(nodes, [node("d")])
     assert decision.prefill is not None
-    assert decision.prefill.picked.node_id == "b"
+    assert decision.prefill.node_id == "b"
 
 
 def source(prefill: list[Node], decode: list[Node], **query: object) -> str | None:
     decision = decide(prefill, decode, **query)
-    return None if decision.prefill is None else decision.prefill.picked.node_id
+    return None if decision.prefill is None else decision.prefill.node_id
 
 
 def test_a_prefill_node_gets_only_what_its_context_takes() -> None:
@@ -80,19 +80,19 @@ def test_a_prefill_node_gets_only_what_its_context_takes() -> None:
 
 def test_a_decode_node_whose_context_takes_the_whole_answer_is_preferred_even_if_it_failed() -> None:
     short, long = node("a", context=1500), node("b", context=2000, running=5)
-    assert decide([], [short, long], max_new_tokens=500).decode.picked.node_id == "a"
-    assert decide([], [short, long], max_new_tokens=501).decode.picked.node_id == "b"
+    assert decide([], [short, long], max_new_tokens=500).decode.node_id == "a"
+    assert decide([], [short, long], max_new_tokens=501).decode.node_id == "b"
     again = decide([], [short, long], max_new_tokens=501, avoid=frozenset({"inc-b"}))
-    assert again.decode.picked.node_id == "b"
-    assert decide([], [short], max_new_tokens=501).decode.picked.node_id == "a", "there is no other"
+    assert again.decode.node_id == "b"
+    assert decide([], [short], max_new_tokens=501).decode.node_id == "a", "there is no other"
 
 
 def test_an_answer_goes_on_where_the_kv_means_what_it_did() -> None:
     decodes = [node("a", "new"), node("b", "old", running=9), node("c", "old", running=5)]
-    assert decide([], decodes).decode.picked.node_id == "a"
-    assert decide([], decodes, kv_kind="old").decode.picked.node_id == "c"
-    assert decide([], decodes, kv_kind="old", avoid=frozenset({"inc-c"})).decode.picked.node_id == "b"
-    assert decide([], decodes, kv_kind="gone").decode.picked.node_id == "a", "there is no other"
+    assert decide([], decodes).decode.node_id == "a"
+    assert decide([], decodes, kv_kind="old").decode.node_id == "c"
+    assert decide([], decodes, kv_kind="old", avoid=frozenset({"inc-c"})).decode.node_id == "b"
+    assert decide([], decodes, kv_kind="gone").decode.node_id == "a", "there is no other"
 
 
 @pytest.mark.parametrize("policy", ["least_load", "round_robin", "random"])
@@ -101,7 +101,9 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     nodes = [node("a"), node("b"), node("c")]
     prefill, decode = fleet("prefill", nodes), fleet("decode", nodes)
     counts = Counter(
-        place(Query(1000), prefill, decode, policy=policy, local_prefill_tokens=0, memory=memory).decode.picked.node_id
+        place(
+            Query(1000), prefill, decode, policy=POLICIES[policy], local_prefill_tokens=0, memory=memory
+        ).decode.node_id
         for _ in range(300)
     )
     assert max(counts.values()) - min(counts.values()) <= (60 if policy == "random" else 0)
@@ -127,7 +129,7 @@ def test_relay_only_where_it_pays_and_can_work(
     assert decision.reason
     assert decision.explain()["mode"] == mode
     if avoid and decision.prefill is not None:
-        assert decision.prefill.picked.node_id == prefill[-1].name
+        assert decision.prefill.node_id == prefill[-1].name
 
 
 def test_last_attempt_rather_does_without_a_relay_than_with_the_node_that_failed() -> None:
@@ -137,21 +139,21 @@ def test_last_attempt_rather_does_without_a_relay_than_with_the_node_that_failed
 
 def test_decode_node_that_failed_is_used_again_only_if_it_is_the_last_one() -> None:
     avoid = frozenset({"inc-a"})
-    assert decide([], [node("a"), node("b", running=50)], avoid=avoid).decode.picked.node_id == "b"
-    assert decide([], [node("a")], avoid=avoid).decode.picked.node_id == "a"
+    assert decide([], [node("a"), node("b", running=50)], avoid=avoid).decode.node_id == "b"
+    assert decide([], [node("a")], avoid=avoid).decode.node_id == "a"
 
 
 def test_no_decode_node_is_unavailable_and_an_unknown_policy_names_the_known() -> None:
     with pytest.raises(Unavailable):
         decide([node("p")], [])
     with pytest.raises(ConfigError, match="least_load"):
-        check_policy("fastest")
+        find_policy("fastest")
 
 
 def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_failed() -> None:
     """A prefill node that cannot reach it would lose the next attempt in the same way."""
     decision = decide([node("p0")], [node("d0")], avoid=frozenset({"inc-d0"}))
-    assert (decision.mode, decision.decode.picked.node_id) == ("local", "d0")
+    assert (decision.mode, decision.decode.node_id) == ("local", "d0")
 
 
 def test_the_reason_says_what_the_other_choice_would_cost() -> None:
@@ -169,7 +171,7 @@ def lead(name: str, blocks: int) -> dict[str, int]:
 
 def source_of(decision: Decision) -> str:
     assert decision.prefill is not None, decision.reason
-    return decision.prefill.picked.node_id
+    return decision.prefill.node_id
 
 
 def test_kv_aware_goes_where_the_prefix_is_until_queueing_costs_more_than_computing() -> None:
@@ -189,12 +191,12 @@ def test_kv_aware_spreads_a_crowd_with_one_prefix() -> None:
     hits, memory, counts = dict[str, int](), Memory(random.Random(0)), Counter[str]()
     for _ in range(200):
         query = Query(1000, hits=dict(hits), max_new_tokens=16)
-        decision = place(query, prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=memory)
+        decision = place(query, prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory)
         for made, leg in ((prefill, decision.prefill), (decode, decision.decode)):
             assert leg is not None
-            counts[leg.picked.node_id] += 1
-            hits[leg.picked.incarnation] = 62
-            made.sent(leg.picked.incarnation, tokens=1000 - leg.picked.hit_tokens, blocks=64, work_s=leg.picked.work_s)
+            counts[leg.node_id] += 1
+            hits[leg.incarnation] = 62
+            made.sent(leg.incarnation, tokens=1000 - leg.hit_tokens, blocks=64, work_s=leg.work_s)
     for role in "pd":
         assert max(counts[f"{role}{n}"] for n in range(4)) <= 1.3 * 50, counts
 
@@ -206,7 +208,7 @@ def test_kv_aware_computes_on_the_decode_node_what_is_cheaper_there() -> None:
         fleets[1].update("inc-d", running=load.get("running", 0.0))
         fleets[0].update("inc-p", queued_tokens=load.get("queued", 0.0))
         query = Query(num_tokens, hits=hits or {})
-        return place(query, *fleets, policy="kv_aware", local_prefill_tokens=None, memory=Memory()).mode
+        return place(query, *fleets, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()).mode
 
     assert mode(20) == "local"
     assert mode(1000) == "relayed"
@@ -219,10 +221,10 @@ def test_decode_node_has_room_for_the_whole_sequence() -> None:
     full = node("full", running=1, total_blocks=1000, free_blocks=10)
     roomy = node("roomy", running=20, total_blocks=1000, free_blocks=500)
     tight = node("tight", running=1, total_blocks=1000, free_blocks=70)
-    assert decide([], [full, roomy], policy="kv_aware").decode.picked.node_id == "roomy"
-    assert decide([], [full, tight], policy="kv_aware").decode.picked.node_id == "tight"
+    assert decide([], [full, roomy], policy="kv_aware").decode.node_id == "roomy"
+    assert decide([], [full, tight], policy="kv_aware").decode.node_id == "tight"
     assert decide([], [tight, node("x", running=1, total_blocks=1000, free_blocks=500)], policy="kv_aware",
-                  max_new_tokens=900).decode.picked.node_id == "x"  # fmt: skip
+                  max_new_tokens=900).decode.node_id == "x"  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [1, 70])
@@ -231,14 +233,14 @@ def test_a_decode_node_that_reports_no_blocks_has_no_room(count: int) -> None:
     for incarnation in decode.incarnations:
         decode.reported(incarnation, NodeLoad(running=1), in_flight=0, in_flight_tokens=0.0, in_flight_blocks=0.0)
     decision = place(
-        Query(100), Fleet("prefill"), decode, policy="kv_aware", local_prefill_tokens=None, memory=Memory()
+        Query(100), Fleet("prefill"), decode, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()
     )
     assert decision.mode == "local"
 
 
 def test_decode_node_that_holds_the_prefix_is_preferred_among_equals() -> None:
     decode = [node("a", token_bytes=1e5), node("b", token_bytes=1e5)]
-    assert decide([node("p")], decode, policy="kv_aware", hits=lead("b", 60)).decode.picked.node_id == "b"
+    assert decide([node("p")], decode, policy="kv_aware", hits=lead("b", 60)).decode.node_id == "b"
 
 
 def test_power_of_two_takes_the_less_loaded_of_two() -> None:
@@ -246,18 +248,25 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
     made, memory, counts = fleet("decode", nodes), Memory(random.Random(0)), Counter[str]()
     for _ in range(400):
         decision = place(
-            Query(10), fleet("prefill", []), made, policy="power_of_two", local_prefill_tokens=0, memory=memory
+            Query(10),
+            fleet("prefill", []),
+            made,
+            policy=POLICIES["power_of_two"],
+            local_prefill_tokens=0,
+            memory=memory,
         )
         assert len(decision.decode.scores) == 2
-        counts[decision.decode.picked.node_id] += 1
+        counts[decision.decode.node_id] += 1
     assert counts["n7"] == 0
     assert counts["n0"] > 60
 
 
 def session_node(made: Fleet, session: str) -> str:
     query = Query(10, session=session)
-    decision = place(query, fleet("prefill", []), made, policy="session", local_prefill_tokens=0, memory=Memory())
-    return decision.decode.picked.node_id
+    decision = place(
+        query, fleet("prefill", []), made, policy=POLICIES["session"], local_prefill_tokens=0, memory=Memory()
+    )
+    return decision.decode.node_id
 
 
 def test_sessions_stay_when_nodes_come_and_go_and_spill_when_theirs_is_full() -> None:
@@ -300,7 +309,7 @@ def test_a_decision_as_json_is_what_an_encoder_would_write(policy: str) -> None:
         assert json.dumps(weighed, separators=(",", ":")) == decision.weighed()
         for leg, choice in (("prefill", decision.prefill), ("decode", decision.decode)):
             if choice is not None:
-                picked, scores = choice.picked, {name: float(f"{score:.6g}") for name, score in choice.scores.items()}
+                picked, scores = choice, {name: float(f"{score:.6g}") for name, score in choice.scores.items()}
                 expected = {"node": picked.node_id, "hit": picked.hit_tokens, "scores": scores}
                 assert decision.explain()[leg] == expected
         figures = {

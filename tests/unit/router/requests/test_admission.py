@@ -10,7 +10,7 @@ from support.mock_clock import MockClock
 
 from common.base.errors import Overloaded
 from common.control.messages import Adapter, Role
-from router.policy import Fleet, Memory, Query, place
+from router.policy import POLICIES, Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import TokensAhead
@@ -27,7 +27,7 @@ def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, 
 
 
 def check(objectives: Objectives, prefill: Fleet, decode: Fleet, ahead_s: float = 0.0) -> None:
-    decision = place(Query(1000), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=Memory())
+    decision = place(Query(1000), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=Memory())
     objectives.check(decision, prefill, decode, ahead_s)
 
 
@@ -117,7 +117,7 @@ def test_an_objective_refuses_nobody_for_the_queue_of_another_tenant() -> None:
     prefill, decode = fleets({"waiting": 3, "queued_tokens": 2100}, {})
     objectives = Objectives(ttft_s=5.0)
     queue = room_for_none(prefill, decode, objectives)
-    decision = place(Query(1000), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=Memory())
+    decision = place(Query(1000), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=Memory())
 
     def enter(number: int, tenant: str) -> QueueEntry | None:
         return queue.enter(

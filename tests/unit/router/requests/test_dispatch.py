@@ -20,9 +20,10 @@ from common.control.messages import AttemptFailed, AttemptKey, EngineRequest, Sa
 from router.http.openai.samples import samples
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
+from router.policy import Query
 from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
-from router.requests.placement import Placement, PlacementRequest
+from router.requests.placement import Placement
 from router.requests.queued_request import Tenant
 from router.requests.request import GenerationRequest, Outcome
 
@@ -35,19 +36,19 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(max_waiting=max_waiting), Metrics(), clock=clock)
         seen: set[str] = set()
-        table = dispatcher.state("m").table
-        add = table.add
+        deadlines = dispatcher.state("m").deadlines
+        add = deadlines.add
 
-        def noted(request_id: str, generation: Generation) -> None:
+        def noted(request_id: str) -> None:
             seen.add(request_id)
-            add(request_id, generation)
+            add(request_id)
 
-        table.add = noted  # type: ignore[method-assign]
+        deadlines.add = noted  # type: ignore[method-assign]
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
             parts = [part for part in vars(dispatcher.state("m")).values() if hasattr(part, "__contains__")]
-            assert len(parts) == 4
+            assert len(parts) == 5
             assert not [(part, each) for part in parts for each in seen if each in part]
         finally:
             dispatcher.close()
@@ -66,7 +67,7 @@ def make_all_wait(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> No
     for module in ("admission", "admission_queue"):
         monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
     placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-    monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
+    monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda *_: placement)
 
 
 def message(generation: Generation) -> str:
@@ -83,9 +84,9 @@ def test_a_bug_in_placing_a_request_that_waited_ends_it_and_the_others_are_place
 
     async def scene(dispatcher: Dispatcher) -> None:
         waiting = [await submit(dispatcher, name) for name in "abc"]
-        asked: list[PlacementRequest] = []
+        asked: list[Query] = []
 
-        def decide(order: PlacementRequest, **_: object) -> None:
+        def decide(order: Query, *_: object) -> None:
             asked.append(order)
             raise ZeroDivisionError
 
@@ -109,7 +110,7 @@ def test_an_admitted_request_waits_for_nodes_to_return_and_a_new_one_does_not(
 
     async def scene(dispatcher: Dispatcher) -> None:
         admitted, new = await submit(dispatcher, "a"), await submit(dispatcher, "b")
-        admitted.attempts.admitted = True
+        admitted.flow.siblings.admitted = True
         monkeypatch.setattr(NodeTable, "rejoining", False)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
@@ -243,9 +244,9 @@ def test_a_burst_is_placed_in_portions_and_a_request_cancelled_before_its_turn_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scene(dispatcher: Dispatcher) -> None:
-        asked: list[PlacementRequest] = []
+        asked: list[Query] = []
 
-        def decide(order: PlacementRequest, **_: object) -> None:
+        def decide(order: Query, *_: object) -> None:
             asked.append(order)
             raise ZeroDivisionError  # of one request, and not of those behind it
 
@@ -329,7 +330,7 @@ def test_samples_that_wait_for_the_first_of_their_prompt_do_not_shut_others_out(
         early = dispatcher.submit("m", "a", samples(REQUEST, 6, ranked=False), cast("Any", None), lambda: None)
         await asyncio.sleep(0)
         assert len(state.admission_queue) == 1
-        early[0].attempts._siblings.admitted = begun
+        early[0].flow.siblings.admitted = begun
         request = replace(REQUEST, tenant=Tenant("b"))
         late: list[Generation] = []
         for name in ("b0", "b1"):
@@ -359,7 +360,7 @@ def test_tenants_with_samples_that_have_begun_do_not_fill_a_router_without_bound
         for tenant in ("a", "b"):
             begun += submit(tenant)
             await asyncio.sleep(0)
-            begun[-1].attempts._siblings.admitted = True
+            begun[-1].flow.siblings.admitted = True
         with pytest.raises(Overloaded, match="12 requests are waiting"):
             submit("c")
         for generation in begun:

@@ -27,14 +27,14 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
     memory = Memory(turn=5)
     query = Query(400, hits={"p2-inc": 3, "d1-inc": 1})
     for _ in range(6):
-        told = dry_run(query, prefill, decode, policy=policy, local_prefill_tokens=32, memory=memory)
-        assert told == dry_run(query, prefill, decode, policy=policy, local_prefill_tokens=32, memory=memory)
-        made = place(query, prefill, decode, policy=policy, local_prefill_tokens=32, memory=memory)
+        told = dry_run(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
+        assert told == dry_run(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
+        made = place(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
         assert (told["mode"], told["reason"]) == (made.mode, made.reason)
-        assert told["decode"][0]["node"] == made.decode.picked.node_id
+        assert told["decode"][0]["node"] == made.decode.node_id
         assert told["decode"][0]["picked"]
         if made.prefill is not None:
-            assert told["prefill"][0]["node"] == made.prefill.picked.node_id
+            assert told["prefill"][0]["node"] == made.prefill.node_id
         assert {row["node"] for row in told["prefill"]} == {"p0", "p1", "p2", "p3"}
         assert {row["node"]: row["hit_tokens"] for row in told["prefill"]}["p2"] == 48
         assert sum(row["picked"] for row in told["decode"]) == 1
@@ -43,10 +43,12 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
 def test_avoided_nodes_and_empty_fleets_are_shown_as_such() -> None:
     prefill, decode = fleets(2)
     query = Query(400, avoid=frozenset({"d0-inc"}))
-    told = dry_run(query, prefill, decode, policy="least_load", local_prefill_tokens=32, memory=Memory())
+    told = dry_run(query, prefill, decode, policy=POLICIES["least_load"], local_prefill_tokens=32, memory=Memory())
     assert {row["node"]: row["avoided"] for row in told["decode"]} == {"d0": True, "d1": False}
     assert told["decode"][0]["node"] == "d1"
-    nobody = dry_run(query, prefill, Fleet("decode"), policy="least_load", local_prefill_tokens=32, memory=Memory())
+    nobody = dry_run(
+        query, prefill, Fleet("decode"), policy=POLICIES["least_load"], local_prefill_tokens=32, memory=Memory()
+    )
     assert (nobody["mode"], nobody["decode"]) == (None, [])
     assert "no decode node" in nobody["reason"]
     assert len(nobody["prefill"]) == 2
@@ -60,7 +62,7 @@ def test_it_says_whether_the_request_would_wait_or_be_refused() -> None:
             Query(400),
             prefill,
             decode,
-            policy="kv_aware",
+            policy=POLICIES["kv_aware"],
             local_prefill_tokens=32,
             memory=Memory(),
             **more,  # type: ignore[arg-type]

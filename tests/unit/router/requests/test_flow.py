@@ -16,21 +16,24 @@ from common.control.messages import (
     SamplingParams,
     TokenChunk,
 )
-from router.requests.flow import Flow, State
+from router.requests.flow import Flow
 from router.requests.flow_events import (
+    BackOff,
+    Choose,
     Chunk,
     Emit,
     EmitPrompt,
     Fail,
     Finish,
+    Found,
     Instructions,
     LegFailed,
     NodeLost,
-    Place,
-    Placed,
+    Ready,
     Release,
     Send,
 )
+from router.requests.placed_request import State
 
 P = PeerRef("p", "inc-p", "tcp://p", [])
 D = PeerRef("d", "inc-d", "tcp://d", [])
@@ -46,7 +49,7 @@ def placed_flow(*, max_tokens: int = 5, relayed: bool = True, max_attempts: int 
         jitter=lambda: 0.0,
     )
     flow.start()
-    flow.handle(Placed(P if relayed else None, D, 9.0))
+    flow.handle(Found(P if relayed else None, D, 9.0))
     return flow
 
 
@@ -59,9 +62,9 @@ def tokens(instructions: Instructions) -> list[int]:
     return [token for each in instructions if isinstance(each, Emit) for token in each.token_ids]
 
 
-def retry(num_tokens: int, blamed: str) -> Place:
-    """The second attempt: at once if there is another node, else after a moment."""
-    return Place(2, num_tokens, frozenset({blamed}), backoff_s=0.1, at_once=True)
+def retry(blamed: str) -> Choose:
+    """The second attempt."""
+    return Choose(2, frozenset({blamed}), begun=True)
 
 
 def aborted(instructions: Instructions) -> list[str]:
@@ -70,8 +73,8 @@ def aborted(instructions: Instructions) -> list[str]:
 
 def test_both_legs_are_asked_at_once_each_told_of_the_other() -> None:
     flow = Flow("r", EngineRequest(pack_ids([1, 2]), SamplingParams(seed=0, max_tokens=5), "salt"))
-    assert flow.start() == [Place(1, 2, frozenset())]
-    asked = [each.message for each in flow.handle(Placed(P, D, 9.0)) if isinstance(each, Send)]
+    assert flow.start() == [Choose(1, frozenset(), is_new=True)]
+    asked = [each.message for each in flow.handle(Found(P, D, 9.0)) if isinstance(each, Send)]
     assert asked == [
         DecodeRequest(FIRST, flow.request, pack_ids(), P, 9.0),
         PrefillRequest(FIRST, flow.request, pack_ids(), D, 9.0),
@@ -102,7 +105,7 @@ def test_tokens_kept_for_an_attempt_that_is_given_up_are_not_mistaken_for_the_ne
     flow.handle(say(D, 1, 99, end=True))
     flow.handle(NodeLost("inc-p", "gone"))
     other = PeerRef("p2", "inc-p2", "tcp://p2", [])
-    flow.handle(Placed(other, D, 9.0))
+    flow.handle(Found(other, D, 9.0))
     assert tokens(flow.handle(say(other, 0, 10, attempt=2))) == [10]
     assert flow.handle(say(D, 1, 11, attempt=2, end=True))[-1] == Finish("length")
 
@@ -117,13 +120,13 @@ def test_prefill_node_lost_after_its_token_but_before_the_decode_nodes_means_a_n
     flow = placed_flow()
     flow.handle(say(P, 0, 10))
     instructions = flow.handle(NodeLost("inc-p", "gone"))
-    assert instructions[-1] == retry(3, "inc-p")
+    assert instructions[-1] == retry("inc-p")
     assert "d" in aborted(instructions)
-    sent = flow.handle(Placed(None, D, 9.0))
-    assert isinstance(sent[0], Send)
-    assert isinstance(sent[0].message, DecodeRequest)
-    assert sent[0].message.token_ids == pack_ids([1, 2, 10])
-    assert sent[0].message.request.prompt_ids == pack_ids([1, 2])
+    sent = flow.handle(Found(None, D, 9.0))
+    assert isinstance(sent[1], Send)
+    assert isinstance(sent[1].message, DecodeRequest)
+    assert sent[1].message.token_ids == pack_ids([1, 2, 10])
+    assert sent[1].message.request.prompt_ids == pack_ids([1, 2])
 
 
 def test_prefill_node_lost_once_the_decode_node_speaks_does_not_matter() -> None:
@@ -138,7 +141,7 @@ def test_tokens_of_an_older_attempt_are_ignored() -> None:
     flow = placed_flow(relayed=False)
     flow.handle(say(D, 0, 10))
     flow.handle(NodeLost("inc-d", "cut"))
-    flow.handle(Placed(None, D2, 9.0))
+    flow.handle(Found(None, D2, 9.0))
     assert flow.handle(say(D, 1, 99)) == []
     assert flow.handle(say(D2, 1, 99, attempt=1)) == []
     assert tokens(flow.handle(say(D2, 1, 11, attempt=2))) == [11]
@@ -150,20 +153,20 @@ def test_hole_in_the_tokens_means_a_new_attempt() -> None:
     instructions = flow.handle(say(D, 2, 12))
     assert tokens(instructions) == []
     assert aborted(instructions) == ["d"]
-    assert isinstance(instructions[-1], Place)
+    assert isinstance(instructions[-1], Choose)
 
 
 def test_failed_transfer_blames_the_prefill_node_even_if_the_decode_node_reports_it() -> None:
     flow = placed_flow()
     instructions = flow.handle(LegFailed("inc-d", AttemptFailed(FIRST, TransferError.code, "timeout")))
     assert aborted(instructions) == ["p"]
-    assert instructions[-1] == retry(2, "inc-p")
+    assert instructions[-1] == retry("inc-p")
 
 
 def test_lost_peer_is_blamed_on_the_peer_whoever_reports_it() -> None:
     for reporter, blamed in ((P, "inc-d"), (D, "inc-p")):
         lost = LegFailed(reporter.incarnation, AttemptFailed(FIRST, PeerLost.code, "gone"))
-        assert placed_flow().handle(lost)[-1] == retry(2, blamed)
+        assert placed_flow().handle(lost)[-1] == retry(blamed)
 
 
 def test_error_that_cannot_pass_by_itself_is_not_tried_again() -> None:
@@ -194,7 +197,7 @@ def scoring_flow() -> Flow:
         jitter=lambda: 0.0,
     )
     flow.start()
-    flow.handle(Placed(P, D, 9.0))
+    flow.handle(Found(P, D, 9.0))
     return flow
 
 
@@ -205,20 +208,25 @@ def scored(start: int, *found: PromptLogprobs, attempt: int = 1) -> Chunk:
     return Chunk("inc-p", TokenChunk(AttemptKey("r", attempt), start, [], prompt_logprobs=list(found)))
 
 
-def wanted(instructions: Instructions) -> list[int | None]:
-    sent = [each.message for each in instructions if isinstance(each, Send)]
-    return [each.request.sampling.prompt_logprobs for each in sent if not isinstance(each, Abort)]
+def placed_again(flow: Flow, prefill: PeerRef, decode: PeerRef) -> list[int | None]:
+    """The log-probabilities that its nodes are asked for, once a backoff has passed."""
+    found = Found(prefill, decode, 9.0)
+    if flow.state is State.PLACING:
+        assert isinstance(flow.handle(found)[0], BackOff)
+    assert isinstance(flow.handle(Ready())[0], Choose)
+    sent = [each.message for each in flow.handle(found) if isinstance(each, Send)]
+    return [each.request.sampling.prompt_logprobs for each in sent if isinstance(each, PrefillRequest | DecodeRequest)]
 
 
 def test_prompt_logprobs_are_computed_again_until_they_are_complete() -> None:
     flow = scoring_flow()
     assert flow.handle(scored(0, SCORES[0])) == []
     flow.handle(NodeLost("inc-p", "gone"))
-    assert wanted(flow.handle(Placed(P, D, 9.0))) == [1, 1]
+    assert placed_again(flow, P, D) == [1, 1]
     assert flow.handle(scored(0, *SCORES, attempt=2)) == [EmitPrompt(SCORES)]
     assert flow.handle(scored(0, *SCORES, attempt=2)) == [], "once"
     flow.handle(NodeLost("inc-d", "gone"))
-    assert wanted(flow.handle(Placed(P, D2, 9.0))) == [None, None]
+    assert placed_again(flow, P, D2) == [None, None]
     assert tokens(flow.handle(say(P, 0, 10, attempt=3))) == [10]
 
 
@@ -227,10 +235,10 @@ def test_a_token_before_all_prompt_logprobs_means_a_new_attempt() -> None:
     flow.handle(scored(0, SCORES[0]))
     instructions = flow.handle(say(P, 0, 10))
     assert tokens(instructions) == []
-    assert isinstance(instructions[-1], Place)
+    assert isinstance(instructions[-1], Choose)
     assert not flow.token_ids
 
 
 def test_lost_prompt_logprobs_mean_a_new_attempt() -> None:
     instructions = scoring_flow().handle(scored(1, SCORES[1]))
-    assert isinstance(instructions[-1], Place)
+    assert isinstance(instructions[-1], Choose)

@@ -1,0 +1,76 @@
+"""Filters: which nodes are candidates for a leg of an attempt. Pure.
+
+Runs in the router process, on its event loop. A filter that excludes no node returns the fleet itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.control.messages import Adapter
+from router.policy.base import Query
+from router.policy.decision import LegDecision
+from router.policy.fleet import Fleet, stable_hash
+
+
+def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
+    """`fleet` without the nodes to avoid."""
+    rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None] if avoid else []
+    if not rows:
+        return fleet
+    mask = np.ones(len(fleet), np.bool_)
+    mask[rows] = False
+    return fleet.select(mask)
+
+
+def with_kind(fleet: Fleet, kind: str) -> Fleet:
+    """The nodes of `fleet` whose KV is of this kind."""
+    if fleet.one_kind and fleet.kv_kinds[0] == kind:
+        return fleet
+    return fleet.select(fleet.kind_hash == stable_hash(kind))
+
+
+def with_adapter(fleet: Fleet, adapter: Adapter) -> Fleet:
+    """The nodes of `fleet` that serve this adapter, with these weights."""
+    if adapter in fleet.common_adapters:
+        return fleet
+    return fleet.select(np.array([adapter in each for each in fleet.adapters], np.bool_))
+
+
+def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
+    """The nodes of `fleet` where a sequence may have `num_tokens` tokens."""
+    if fleet.shortest_context >= num_tokens:
+        return fleet
+    return fleet.select(np.array([context >= num_tokens for context in fleet.contexts], np.bool_))
+
+
+def targets_of(query: Query, decode: Fleet) -> Fleet:
+    """The decode nodes to choose from. A restriction that would leave no node is ignored."""
+    able = with_context(decode, query.num_tokens + query.max_new_tokens) or decode
+    if query.kv_kind:
+        able = with_kind(able, query.kv_kind) or able
+    able = without(able, query.avoid) or able
+    if query.holder and able.row(query.holder) is not None:
+        able = able.select(np.array([each == query.holder for each in able.incarnations], np.bool_))
+    return able
+
+
+def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) -> tuple[Fleet, str]:
+    """The prefill nodes that can compute the prompt for this decode node, including those to avoid; and why none is used
+    (empty if one can be).
+    """
+    if not prefill.incarnations:
+        return prefill, "no prefill node is available"
+    if target.incarnation in query.avoid:
+        return prefill, f"{target.node_id} failed lately and there is no other: no relay to it"
+    fitting = with_kind(prefill, kv_kind)
+    if not fitting.incarnations:
+        return fitting, f"no prefill node has the KV of {target.node_id}"
+    # Unless the answer ends with its first token, the prefill node's context must have room for one more token.
+    whole = query.num_tokens + query.max_new_tokens
+    fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
+    if not fitting.incarnations:
+        return fitting, f"no prefill node takes {query.num_tokens} tokens"
+    if query.last and not without(fitting, query.avoid).incarnations:
+        return fitting, "the prefill nodes failed this request before"
+    return fitting, ""
