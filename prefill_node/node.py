@@ -32,12 +32,13 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.kv_allocator import first_kept
-from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
+from common.engine.kv_transfer import SourceReleased, TransferPlan
 from common.engine.scheduled_step import Progress
 from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import FromClient, FromPeer, PeerGone
-from kvtransfer.traffic import count_bytes
+from common.node.traffic import count_bytes
+from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ class _Attempt(Attempt):
 class PrefillNode(NodeCore[_Attempt]):
     """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(self, parts: CoreParts, sender: KVSender) -> None:
+    def __init__(self, parts: CoreParts, transfers: NodeTransfers) -> None:
         super().__init__(parts)
-        self.sender = sender
+        self.transfers = transfers
 
     # ------------------------------------------------------------ events
 
@@ -91,7 +92,7 @@ class PrefillNode(NodeCore[_Attempt]):
                 count_bytes(self._relayed_by, traffic)
                 self._released(self.attempts[key], bytes_sent, error)
             case PeerGone(incarnation, reason):
-                self.sender.disconnect(incarnation)
+                self.transfers.disconnect(incarnation)
                 for attempt in [a for a in self.attempts.values() if a.request.decode.incarnation == incarnation]:
                     self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
             case _:
@@ -123,17 +124,15 @@ class PrefillNode(NodeCore[_Attempt]):
         seq = attempt.seq
         hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
         attempt.phase = Phase.COMPUTING
-        self.sender.open(
-            OutgoingTransfer(
+        self.transfers.open_source(
+            TransferPlan(
                 key=seq.key,
-                src_incarnation=self.me.incarnation,
-                src_blocks=[list(blocks) for blocks in seq.block_tables],
+                blocks=[list(blocks) for blocks in seq.block_tables],
                 first_blocks=[first_kept(seq.num_tokens, window) for window in self.layout.spec.windows],
                 block_hashes=hashes,
-                num_tokens=seq.num_tokens,
                 timeout_s=self.transfer_timeout_s,
-                final_blocks=seq.num_computed // BLOCK_SIZE,
-            )
+            ),
+            final_blocks=seq.num_computed // BLOCK_SIZE,
         )
         attempt.mark("offer", self.clock())
         self.send_buffer.to_peer(
@@ -150,7 +149,7 @@ class PrefillNode(NodeCore[_Attempt]):
             self._fail(attempt, error)
             return
         attempt.mark("grant", self.clock())
-        self.sender.grant(grant)
+        self.transfers.grant(grant)
 
     def _tokens(self, attempt: _Attempt, done: Progress) -> None:
         seq, now_s = attempt.seq, self.clock()
@@ -211,7 +210,7 @@ class PrefillNode(NodeCore[_Attempt]):
             self.scheduler.abort(attempt.seq)
         if attempt.phase in _READ_BY_SENDER:
             attempt.phase = Phase.ENDING
-            self.sender.abort(attempt.seq.key)
+            self.transfers.abort(attempt.seq.key)
         else:
             self.scheduler.free(attempt.seq)
             del self.attempts[attempt.seq.key]

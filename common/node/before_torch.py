@@ -17,7 +17,7 @@ COMPILE_S = 120.0
 """Time for compiling native kernels at a start, where the installation has not done it. After it, PyTorch computes."""
 
 
-def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
+def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any]]) -> None:
     """Set threads and niceness, import the role and with it torch, and run the node.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
@@ -45,8 +45,8 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
 
 
 def import_node(
-    load_role: Callable[[], NodeRole[Any, Any]],
-) -> tuple[Callable[[NodeRole[Any, Any], Any], None], NodeRole[Any, Any]]:
+    load_role: Callable[[], NodeRole[Any]],
+) -> tuple[Callable[[NodeRole[Any], Any], None], NodeRole[Any]]:
     """Import all that a node needs. Returns what runs it, and its role."""
     from common.node.startup import run_node
 

@@ -19,7 +19,6 @@ from common.cluster.address import advertised
 from common.cluster.loaded_adapters import read_loaded_adapters
 from common.config.fields import listed
 from common.config.service_configs import NodeConfig
-from common.engine.kv_transfer import NodeTransfers
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
@@ -31,17 +30,17 @@ from common.node.ranks.leader import Leader
 from common.node.ranks.main import run_rank
 from common.node.role import NodeRole
 from common.node.server import NodeServer
+from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
-TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
 
 _MAX_ACCEPTED = 1024
 """Attempts that a node holds at once, waiting ones included; further ones are refused as overload."""
 
 
-def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
+def run_node(role: NodeRole[ConfigT], config: ConfigT) -> None:
     """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
@@ -56,9 +55,7 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
         run_service(lambda: _serve(role, config, plan, forked))
 
 
-async def _serve(
-    role: NodeRole[ConfigT, TransfersT], config: ConfigT, plan: NodePlan, forked: Sequence[ForkedRank]
-) -> None:
+async def _serve(role: NodeRole[ConfigT], config: ConfigT, plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
     """Run until cancelled. Raises: as `run_node`."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
@@ -76,9 +73,10 @@ async def _serve(
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
         adapters = AdapterTable(loader, config.max_loras, [*configured, *loaded])
         lora = AdapterAdmin(adapters, configured, missing, config, plan.model_config, server, names)
-        transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
+        make_end = partial(role.transfer_end, config, leader.worker, 0, incarnation)
+        transfers = NodeTransfers(plan.world_size, leader.broadcast, server.post, make_end)
         try:
-            await leader.start_ranks(incarnation, advertised(transfers.address, config))
+            await leader.start_ranks(incarnation, advertised(transfers.end.address, config))
             leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
             chunk = role.prefill_chunk(config, plan)
@@ -87,7 +85,7 @@ async def _serve(
                 layout=plan.layout,
                 vocab_size=plan.model.vocab_size,
                 scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=chunk),
-                executor=leader.executor(transfers.on_blocks_final, server.post),
+                executor=leader.executor(transfers.end.blocks_final, server.post),
                 grammars=grammars,
                 send_buffer=server.send_buffer,
                 clock=monotonic,

@@ -1,4 +1,4 @@
-"""The interface of a transport, as `kvtransfer.sender` and `kvtransfer.receiver` use it.
+"""The interface of a transport, as the two halves of a transfer end use it.
 
     Connector    at a sender: makes a `Peer` for each receiving rank to send to
     Peer         one connection of a sender: provides buffers to fill, sends messages, returns acks
@@ -27,7 +27,7 @@ from common.control.messages import AttemptKey
 from kvtransfer import wire
 from kvtransfer.copy.device import POLL_S, RelayDevice
 from kvtransfer.mailbox import Command
-from kvtransfer.outgoing import Batch
+from kvtransfer.send_state import Batch
 from kvtransfer.transports.choose import TransportOffer
 
 log = logging.getLogger(__name__)

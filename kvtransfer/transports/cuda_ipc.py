@@ -31,7 +31,7 @@ from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.copy.device import LentBlocks, RankMemory, RelayDevice
-from kvtransfer.outgoing import Batch
+from kvtransfer.send_state import Batch
 from kvtransfer.transports.base import Arrival, Buffer, TransportContext
 from kvtransfer.transports.choose import CUDA_IPC, TransportOffer
 from kvtransfer.transports.same_host import require_host_id

@@ -80,9 +80,7 @@ def join_mesh(config: NodeConfig, plan: NodePlan, rank: int, setup: RankSetup) -
     )
 
 
-async def run_other_host(
-    config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank]
-) -> None:
+async def run_other_host(config: NodeConfig, role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
     """Run the ranks of a host other than the leader's until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.

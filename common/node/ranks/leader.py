@@ -53,7 +53,7 @@ class Leader:
     """Rank 0 of a node and its links to the others. Use: `load`, `start_ranks`, `executor`; `close` at the end."""
 
     def __init__(
-        self, config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()
+        self, config: NodeConfig, role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()
     ) -> None:
         """Starts the processes of this host's other ranks, in `forked` if that is not empty."""
         self._config = config

@@ -22,7 +22,7 @@ from common.base.torch_setup import configure_torch
 from common.cluster.address import advertised, rank_host
 from common.config.service_configs import NodeConfig
 from common.engine.executor import LocalExecutor
-from common.engine.kv_transfer import RankTransferEnd, TransferOrder
+from common.engine.kv_transfer import TransferEnd, TransferOrder
 from common.engine.step import StepInput
 from common.node.plan import NodePlan, peak_memory_bytes
 from common.node.ranks.adapters import RankAdapters
@@ -62,7 +62,7 @@ not return."""
 class RankProcess:
     """One rank's sockets and main loop."""
 
-    def __init__(self, config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, rank: int, leader: str) -> None:
+    def __init__(self, config: NodeConfig, role: NodeRole[Any], plan: NodePlan, rank: int, leader: str) -> None:
         """`leader`: address of the leader's socket for reports."""
         self._config = config
         self._role = role
@@ -125,17 +125,17 @@ class RankProcess:
         start = self._wait_for(RankStart, "blocked until all ranks have loaded their shards")
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
-        end = self._role.rank_transfers(config, worker, self._rank, start.incarnation, self.report)
+        end = self._role.transfer_end(config, worker, self._rank, start.incarnation, self.report)
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
-            self.report(RankStarted(self._rank, advertised(end.data_address, config)))
-            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker)
+            self.report(RankStarted(self._rank, advertised(end.address, config)))
+            self._serve(LocalExecutor(worker.runner, end.blocks_final), end, adapters, worker)
         finally:
             adapters.close()
             end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, adapters: RankAdapters, worker: Worker) -> None:
+    def _serve(self, executor: LocalExecutor, end: TransferEnd, adapters: RankAdapters, worker: Worker) -> None:
         """Run steps on this thread, and transfer orders on another, because they must not wait for a step."""
         steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
@@ -156,7 +156,7 @@ class RankProcess:
             if worker.samples:
                 self.report(output)
 
-    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: RankTransferEnd, adapters: RankAdapters) -> None:
+    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: TransferEnd, adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
         allowed_s = self._config.start_timeout_s
         try:
