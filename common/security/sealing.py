@@ -94,8 +94,9 @@ class Channel:
 class ServerKey:
     """A server's key; `public` is its public half."""
 
-    def __init__(self) -> None:
-        self._private = X25519PrivateKey.generate()
+    def __init__(self, secret: bytes | None = None) -> None:
+        """secret: 32 bytes that the key follows from. None: a new key."""
+        self._private = X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
         self.public: bytes = self._private.public_key().public_bytes_raw()
 
     def channel(self, client: bytes) -> Channel:

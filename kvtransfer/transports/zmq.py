@@ -1,7 +1,7 @@
 """The ZMQ transport: DEALER to ROUTER over TCP, one connection per pair of ranks that exchange KV.
 
 A data message is `[header, payload]` (`kvtransfer.wire`), sent without copying it; with certificates, messages and acks are
-sealed (`kvtransfer.transports.sealed`). Used by the I/O threads of senders and receivers.
+sealed (`common.security.sealed_sockets`). Used by the I/O threads of senders and receivers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvtransfer.transports.base import (
 from kvtransfer.transports.choose import ZMQ, TransportOffer
 
 if TYPE_CHECKING:
+    from common.security.sealed_sockets import SealedServer
     from common.security.sealing import Channel
-    from kvtransfer.transports.sealed import SealedServer
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class DealerLink:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         try:
             if server_key is not None:
-                from kvtransfer.transports.sealed import introduce
+                from common.security.sealed_sockets import introduce
 
                 self.channel = introduce(self._socket, server_key)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -274,7 +274,7 @@ class ZmqListener:
     def __init__(self, host: str, port: int, *, seals: bool = False) -> None:
         self._sealed: SealedServer | None = None
         if seals:
-            from kvtransfer.transports.sealed import SealedServer
+            from common.security.sealed_sockets import SealedServer
 
             self._sealed = SealedServer()
         self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES + OVERHEAD_BYTES, self._sealed)

@@ -25,7 +25,7 @@ from common.engine.step import StepOutput
 from common.node.plan import NodePlan, peak_memory_bytes, resident_bytes, steps_ahead, warm_up
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import join_mesh, ranks_of_host
-from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
+from common.node.ranks.links import MultiRankExecutor, RankLinks
 from common.node.ranks.messages import (
     RankBusy,
     RankHello,
@@ -37,6 +37,7 @@ from common.node.ranks.messages import (
     RankStart,
     RankStarted,
 )
+from common.node.ranks.sockets import node_secret
 from common.node.role import NodeRole
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
@@ -64,7 +65,7 @@ class Leader:
         if plan.world_size > 1:
             ranks = ranks_of_host(config, plan.world_size)
             host = config.master_addr if config.nnodes > 1 else rank_host(config)
-            self.links = RankLinks(plan.world_size, host, config.master_port, rank_keys(config))
+            self.links = RankLinks(plan.world_size, host, config.master_port, node_secret(config))
             self.links.spawn(type(role).__module__, ranks[1:], config, self.links.address, forked)
         self.worker: Worker
         self.num_blocks = 0

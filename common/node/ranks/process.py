@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import zmq
 
-from common.base.bounded_messages import BoundedMessages
-from common.base.endpoints import bind, connect
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.torch_setup import configure_torch
 from common.cluster.address import advertised, rank_host
@@ -27,7 +25,6 @@ from common.engine.step import StepInput
 from common.node.plan import NodePlan, peak_memory_bytes
 from common.node.ranks.adapters import RankAdapters
 from common.node.ranks.launch import join_mesh
-from common.node.ranks.links import rank_keys
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
     DropAdapter,
@@ -44,9 +41,10 @@ from common.node.ranks.messages import (
     RankStart,
     RankStarted,
 )
+from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader, node_secret
 from common.node.role import NodeRole
 from common.node.worker import Worker, load_worker
-from common.security.curve import encrypt_client, encrypt_server
+from common.security.sealed_endpoints import with_key
 
 log = logging.getLogger(__name__)
 
@@ -71,29 +69,20 @@ class RankProcess:
         self._leader = leader
         self._codec = RankCodec()
         self._context = zmq.Context()
-        self._orders = self._context.socket(zmq.PULL)
-        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
-        self._keys = rank_keys(config)
-        encrypt_server(self._orders, self._keys)
-        self._incoming = BoundedMessages(self._orders, MAX_ORDER_BYTES)
-        bind(self._orders, rank_host(config), 0)
-        self._reports = self._connect()
+        self._secret = node_secret(config)
+        self._orders = RankInbox(self._context, rank_host(config), 0, MAX_ORDER_BYTES, self._secret)
+        self._reports: RankOutbox | None = None if self._secret else RankOutbox(self._context, leader)
+        """With certificates it is made once the leader has told its key."""
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._executor: LocalExecutor | None = None
         self._serving_since_s = 0.0
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        encrypt_client(socket, self._keys and self._keys.public)
-        connect(socket, self._leader)
-        return socket
-
     def report(self, message: RankReport) -> None:
         """Send a report to the leader. Any thread."""
         with self._lock:
-            self._reports.send(self._codec.encode(message))
+            if self._reports is not None:
+                self._reports.send(self._codec.encode(message))
 
     def run(self) -> None:
         """Run until the leader ends. Raises: KvRelayError, after reporting it to the leader."""
@@ -107,16 +96,21 @@ class RankProcess:
             raise
         finally:
             self._ending.set()
-            self._incoming.close()
+            self._orders.close()
             self._context.destroy(linger=1000)
 
     def _run(self) -> None:
         config, plan = self._config, self._plan
-        address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = self._orders.address
         if config.nnodes > 1:
             address = advertised(address, config)
-        self.report(RankHello(self._rank, address))
-        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        leader = self._leader
+        if self._secret is not None:
+            timeout_s = config.start_timeout_s
+            leader = ask_leader(self._context, leader, self._orders, address, self._secret, timeout_s)
+            self._reports = RankOutbox(self._context, leader)
+        self.report(RankHello(self._rank, with_key(address, self._orders.key)))
+        threading.Thread(target=self._send_heartbeats, args=(leader,), name="heartbeat", daemon=True).start()
         setup = self._wait_for(RankSetup, "blocked until all ranks have started")
         configure_torch(config.threads)
         mesh = join_mesh(config, plan, self._rank, setup)
@@ -195,19 +189,14 @@ class RankProcess:
 
     def _next_order(self, timeout_s: float) -> RankOrder | None:
         """None if none comes in time."""
-        try:
-            frame = self._incoming.receive()
-        except zmq.Again:
-            if not self._orders.poll(int(1000 * timeout_s)):
-                return None
-            frame = self._incoming.receive()
-        return self._codec.decode(frame.bytes)
+        data = self._orders.receive(timeout_s)
+        return None if data is None else self._codec.decode(data)
 
-    def _send_heartbeats(self) -> None:
-        socket = self._connect()
+    def _send_heartbeats(self, leader: str) -> None:
+        outbox = RankOutbox(self._context, leader)
         while not self._ending.wait(self._config.lease_s / 6):
-            socket.send(self._codec.encode(RankBeat(self._rank, self._busy())))
-        socket.close(linger=0)
+            outbox.send(self._codec.encode(RankBeat(self._rank, self._busy())))
+        outbox.close()
 
     def _busy(self) -> RankBusy:
         executor = self._executor

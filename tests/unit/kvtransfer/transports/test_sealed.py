@@ -17,11 +17,11 @@ from support.transports import Transport
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import AbortOrder, DestinationReleased, ReceiveFailed, SourceReleased
+from common.security import sealed_sockets
 from common.security.sealed_endpoints import OVERHEAD_BYTES, split_key, with_key
 from common.security.sealing import Channel, ServerKey
 from kvtransfer import wire
 from kvtransfer.transfer_end import TransferEnd
-from kvtransfer.transports import sealed
 from kvtransfer.transports.zmq import DealerLink, ZmqListener
 
 
@@ -106,7 +106,7 @@ def introduced(cluster: Cluster) -> Iterator[tuple[zmq.Socket[bytes], Channel]]:
     assert key is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.setsockopt(zmq.LINGER, 0)
-        channel = sealed.introduce(client, key)
+        channel = sealed_sockets.introduce(client, key)
         client.connect(address)
         yield client, channel
 
@@ -174,7 +174,7 @@ def test_a_message_that_is_sent_again_is_dropped_and_its_transfer_goes_on(cluste
 def test_a_message_sent_again_after_its_connection_was_forgotten_harms_no_other_transfer(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed, "MAX_CHANNELS", 1)
+    monkeypatch.setattr(sealed_sockets, "MAX_CHANNELS", 1)
     past, present = cluster.transfer(), cluster.transfer(tokens=20)
     past.open_receivers()
     receiver = cluster.receivers[0]

@@ -73,7 +73,7 @@ def said_just_now() -> Iterator[RankLinks]:
 
 def test_a_rank_that_said_why_it_ends_is_quoted(links: RankLinks) -> None:
     with said(links, NO_MEMORY):
-        assert links._reports.poll(10_000)
+        assert links._reports._socket.poll(10_000)
         with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
             links.collect(RankReady, 10.0, "they load their shards")
 
@@ -120,7 +120,7 @@ def test_of_ranks_that_ended_the_one_that_was_killed_is_named(links: RankLinks) 
 def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
     links = RankLinks(2, "127.0.0.1", 0)
     with said(links, RankReady(1, 7, 0)):
-        assert links._reports.poll(10_000)
+        assert links._reports._socket.poll(10_000)
         long_ago_s = time.monotonic() - 700.0
         assert links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)[1].max_blocks == 7
         with pytest.raises(ConfigError, match=r"no report from ranks \[1\] within 600 s: they load their shards"):
@@ -196,11 +196,11 @@ def test_a_report_that_never_ends_costs_its_connection_and_the_next_one_is_read(
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
 def test_an_order_that_never_ends_costs_its_connection_and_the_next_one_is_read(links: RankLinks) -> None:
     rank = RankProcess(DecodeConfig(model="m"), SimpleNamespace(), SimpleNamespace(), 1, links.address)  # type: ignore[arg-type]
-    address = rank._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+    address = rank._orders.address
     until_closed(address, lambda: rank._next_order(0.001))
     with zmq.Context() as context, context.socket(zmq.PUSH) as leader:
         leader.connect(address)
         leader.send(CODEC.encode(LeaderBeat(1)))
         assert rank._next_order(10.0) == LeaderBeat(1)
-    rank._incoming.close()
+    rank._orders.close()
     rank._context.destroy(linger=0)
