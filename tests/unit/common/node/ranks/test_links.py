@@ -13,14 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from support.certificates import made
 from support.zmtp import connected, frame
 
 from common.base import bounded_messages
 from common.base.errors import ConfigError, RankLost
 from common.config.service_configs import DecodeConfig
 from common.node.ranks.links import RankLinks
-from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankReady
+from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankHello, RankReady, RankSetup
 from common.node.ranks.process import RankProcess
+from common.node.ranks.sockets import node_secret
 
 CODEC = RankCodec()
 
@@ -55,10 +57,10 @@ class SaidJustNow(RankLinks):
 
 def leader(kind: type[RankLinks]) -> Iterator[RankLinks]:
     """One whose rank 1 has ended, while it was busy itself."""
-    made = kind(2, "127.0.0.1", 0)
-    made._children[1] = ended_by(["false"])
-    yield made
-    made.close()
+    links = kind(2, "127.0.0.1", 0)
+    links._children[1] = ended_by(["false"])
+    yield links
+    links.close()
 
 
 @pytest.fixture
@@ -153,6 +155,31 @@ def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
     assert rank.stdout.readline() == b"compiles\n"
     links.close()
     rank.communicate(timeout=30)  # to the end of the output that the compiler shares
+
+
+# ---------------------------------------------------------------- with certificates
+
+
+def test_rank_with_certificates_reports_to_its_leader_and_takes_its_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecodeConfig(model="m", tls_dir=str(made() / "node"))
+
+    def no_mesh(*_: object) -> None:
+        raise ConfigError("there is no interface eth7")
+
+    monkeypatch.setattr("common.node.ranks.process.join_mesh", no_mesh)
+    monkeypatch.setattr("common.node.ranks.process.configure_torch", lambda _: None)
+    links = RankLinks(2, "127.0.0.1", 0, node_secret(config))
+    rank = RankProcess(config, SimpleNamespace(), SimpleNamespace(), 1, links.address)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        runs = pool.submit(rank.run)
+        hello = links.collect(RankHello, 30.0, "their processes are starting")[1]
+        assert "?key=" in hello.address
+        links.broadcast(RankSetup("127.0.0.1", 7, same_host=True))
+        with pytest.raises(ConfigError, match="rank 1: there is no interface eth7"):
+            links.collect(RankReady, 30.0, "they load their shards")
+        with pytest.raises(ConfigError):
+            runs.result(30)
+    links.close()
 
 
 # ---------------------------------------------------------------- messages that never end
