@@ -50,7 +50,7 @@ there is something to send, it is one, so that both directions get their share o
 class TransferEnd:
     """One rank's end of its transfers (`common.engine.kv_transfer.TransferEnd`): one object, one I/O thread, both directions.
 
-    It sends over `connectors`, of which each pair of ranks uses one, and receives over all `listeners` at once. Without
+    It sends over `connectors` (each pair of ranks uses one) and receives over all `listeners` at once. Without
     listeners it opens no socket that others could connect to.
     """
 

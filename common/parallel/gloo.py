@@ -26,7 +26,7 @@ _Group = Any
 
 
 def make_group(store: Store, index: int, ranks: list[int], interface: str, timeout_s: float) -> _Group:
-    """The gloo group of the `ranks`, of which this is the `index`-th; listens on `interface` only.
+    """The gloo group of the `ranks`; this one is the `index`-th. Listens on `interface` only.
 
     `interface` is a network interface's name or an address of this host.
     Raises: ConfigError if there is no such interface; RankLost if a member did not connect within `timeout_s`.
@@ -118,7 +118,7 @@ class PipelineLink:
     def close(self) -> None:
         self._in_flight.clear()
         if self._device.type == "cuda":
-            self._group.abort()  # as `NcclGroup.close`
+            self._group.abort()  # see `NcclGroup.close`
         else:
             self._group.shutdown()
 

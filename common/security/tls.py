@@ -87,7 +87,7 @@ class Credentials:
 
 
 def open_credentials(folder: str | None) -> Credentials | None:
-    """The credentials in `folder` (`--tls-dir`); None without one. Raises: as `Credentials`."""
+    """The credentials in `folder` (`--tls-dir`); None without one. Raises: see `Credentials`."""
     return None if folder is None else Credentials(folder)
 
 

@@ -105,7 +105,7 @@ class Leader:
             raise
 
     def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
-        """Raises: as `RankLinks.collect`, with the start's deadline."""
+        """One report of `kind` from every other rank, before the start's deadline. Raises: see `RankLinks.collect`."""
         return links.collect(kind, self._config.start_timeout_s, what, since_s=self._since_s)
 
     def _load(self) -> None:
