@@ -119,7 +119,7 @@ class PeerTable:
     def _connect(self, grant: Grant, dst_rank: int) -> Peer:
         """A connection over the best transport that works, which is not always the best one that both ranks offer.
 
-        Raises: as `get_or_connect`.
+        Raises: see `get_or_connect`.
         """
         address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
         ours, theirs = [c.offer for c in self._connectors.values()], parse_offers(address)

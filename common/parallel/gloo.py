@@ -61,12 +61,12 @@ class GlooGroup:
         self._ranks = ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Mesh.all_reduce`."""
+        """Sum `x` over the ranks of this stage, in place."""
         _complete(lambda: self._group.allreduce([x]), f"all-reduce among ranks {self._ranks}")
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """See `Mesh.gather_columns`."""
+        """The columns of all ranks side by side, on rank 0 of the stage."""
         parts = [torch.empty_like(x) for _ in self._ranks] if self._index == 0 else []
         options = GatherOptions()
         options.rootRank = 0
@@ -96,7 +96,7 @@ class PipelineLink:
         self._received = 0
 
     def send(self, x: Tensor) -> None:
-        """See `Mesh.send_hidden`."""
+        """Hand `x` to the next stage without waiting for it."""
         to = self._pp_rank + 1
         what = f"hidden states to rank {self._ranks[to]}"
         while len(self._in_flight) >= self._most_in_flight:
@@ -107,7 +107,7 @@ class PipelineLink:
         self._sent += 1
 
     def recv(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """See `Mesh.recv_hidden`."""
+        """The oldest hidden states that were not received yet. Raises: RankLost."""
         out = torch.empty(rows, hidden, dtype=dtype, device=self._device)
         source = self._pp_rank - 1
         tag = _tag(self._received)

@@ -67,7 +67,7 @@ def fork_ranks(config: NodeConfig, plan: NodePlan, run: RunRank) -> list[ForkedR
 
 
 def join_mesh(config: NodeConfig, plan: NodePlan, rank: int, setup: RankSetup) -> Mesh:
-    """Connect `rank` to the other ranks of its node. Blocks until all are connected. Raises: as `connect_mesh`."""
+    """Connect `rank` to the other ranks of its node. Blocks until all are connected. Raises: see `connect_mesh`."""
     place = plan.place(rank)
     return connect_mesh(
         place,

@@ -154,7 +154,7 @@ class Leader:
     async def start_ranks(self, incarnation: str, own_data_address: str) -> None:
         """Have the other ranks allocate KV memory and open their transfer ends. `data_addresses` is complete after it.
 
-        Raises: as `load`.
+        Raises: see `load`.
         """
         self.data_addresses = [own_data_address] if own_data_address else []
         links = self.links

@@ -142,8 +142,10 @@ class RankLinks:
         return {rank: child.pid for rank, child in self._children.items()}
 
     def check_children(self) -> None:
-        """Raises: RankLost naming a local rank whose process ended. If several did, one that was killed is named: it caused the
-        end of the others."""
+        """Check that the local ranks run.
+
+        Raises: RankLost naming one whose process ended. Of several, one that was killed: it caused the end of the others.
+        """
         codes = self._exit_codes()
         if codes:
             rank = min(codes, key=codes.__getitem__)
@@ -257,7 +259,7 @@ class RankLinks:
 
 
 def _raise_if_failed(report: RankReport) -> None:
-    """Raises: the error of a rank that ends."""
+    """Raise the error that a rank reported before its end."""
     if isinstance(report, RankFailed):
         raise from_code(report.code, f"rank {report.rank}: {report.message}")
 
@@ -274,7 +276,7 @@ class MultiRankExecutor:
         self._samples_here = samples_here
 
     def submit(self, step: StepInput) -> StepOutput | None:
-        """Raises: RankLost, after which the node must end."""
+        """Run a step on all ranks. Raises: RankLost, after which the node must end."""
         output = self.start(step).wait()
         return output if self._samples_here else None
 

@@ -1,6 +1,6 @@
 """A rank other than its node's leader: connects to the other ranks, loads its shard, carries out the leader's orders.
 
-The main thread computes, one thread receives orders, one sends heartbeats. A leader that is silent past its lease ends
+The main thread computes, a second one receives orders, a third one sends heartbeats. A leader that is silent past its lease ends
 the rank, as does any failed step: ranks share fate.
 """
 
@@ -188,7 +188,7 @@ class RankProcess:
         return order
 
     def _next_order(self, timeout_s: float) -> RankOrder | None:
-        """None if none comes in time."""
+        """The leader's next order; None if none comes in time."""
         data = self._orders.receive(timeout_s)
         return None if data is None else self._codec.decode(data)
 
