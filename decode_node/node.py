@@ -38,7 +38,7 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
-from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
+from common.engine.kv_transfer import DestinationReleased, Opened, Received, ReceiveFailed, TransferPlan
 from common.engine.priority import insert_by_priority
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
@@ -46,10 +46,10 @@ from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
 from common.node.core import CoreParts, NodeCore
 from common.node.events import ClientLost, FromClient
+from common.node.traffic import count_bytes
+from common.node.transfers import NodeTransfers
 from decode_node.early import EarlyMessages, Messages
 from decode_node.pacing import rest_s
-from kvtransfer.node_transfers import NodeReceiver
-from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +89,14 @@ class _Attempt(Attempt):
 class DecodeNode(NodeCore[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(self, parts: CoreParts, receiver: NodeReceiver, *, early_s: float, shared_cores: bool = False) -> None:
+    def __init__(
+        self, parts: CoreParts, transfers: NodeTransfers, *, early_s: float, shared_cores: bool = False
+    ) -> None:
         """`early_s`: seconds that a prefill node's message waits for the router's request, or a withdrawal of its
         blocks for the reason. `shared_cores`: prefill nodes compute on the same cores, so that steps are paced.
         """
         super().__init__(parts)
-        self.receiver = receiver
+        self.transfers = transfers
         self.deferred: deque[_Attempt] = deque()
         self.early = EarlyMessages(early_s)
         self._shared_cores = shared_cores
@@ -240,17 +242,12 @@ class DecodeNode(NodeCore[_Attempt]):
         assert offer is not None
         attempt.phase = Phase.RECEIVING
         attempt.first_blocks = first_blocks
-        opened = self.receiver.open(
-            IncomingTransfer(
-                key=attempt.seq.key,
-                src=offer.src,
-                src_layout=offer.layout,
-                dst_blocks=[list(blocks) for blocks in attempt.seq.blocks.tables],
-                block_hashes=attempt.block_hashes,
-                first_blocks=first_blocks,
-                timeout_s=self.transfer_timeout_s,
-                timeline=attempt.seq.request.timeline,
-            )
+        blocks = [list(each) for each in attempt.seq.blocks.tables]
+        opened = self.transfers.open_destination(
+            TransferPlan(attempt.seq.key, blocks, first_blocks, attempt.block_hashes, self.transfer_timeout_s),
+            offer.src,
+            offer.layout,
+            timeline=attempt.seq.request.timeline,
         )
         attempt.mark("grant", self.clock())
         if opened:
@@ -289,7 +286,7 @@ class DecodeNode(NodeCore[_Attempt]):
             # The prefill node's attempt is over, perhaps with the whole answer, which comes over the slower control link.
             attempt.phase = Phase.WITHDRAWN
             attempt.withdrawal_deadline_s = self.clock() + self.early.keep_s
-            self.receiver.abort(attempt.seq.key)
+            self.transfers.abort(attempt.seq.key)
             return
         self._transfers_failed += 1
         self._fail(attempt, error if isinstance(error, KvRelayError) else CorruptSlice(str(error)))
@@ -381,7 +378,7 @@ class DecodeNode(NodeCore[_Attempt]):
             return
         if attempt.phase is Phase.RECEIVING:
             attempt.phase = Phase.DRAINING
-            self.receiver.abort(attempt.seq.key)
+            self.transfers.abort(attempt.seq.key)
             return
         if attempt.phase is Phase.WITHDRAWN and attempt.seq.key in self.scheduler.reserved:
             attempt.phase, attempt.withdrawal_deadline_s = Phase.DRAINING, math.inf

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from common.config.service_configs import DecodeConfig
-from common.engine.kv_transfer import OnReceiverEvent, OnTransferEvent, TransferOrder
+from common.engine.kv_transfer import OnTransferEvent, TransferEnd
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, plan_node
 from common.node.role import NodeRole
+from common.node.transfers import NodeTransfers
 from common.node.worker import Worker
 from decode_node.node import DecodeNode
-from kvtransfer.factory import make_receiver
-from kvtransfer.node_transfers import NodeReceiver, RankReceiver
-from kvtransfer.receiver import Receiver
+from kvtransfer.factory import make_end
 
 
-class DecodeRole(NodeRole[DecodeConfig, NodeReceiver]):
-    """Every rank receives; steps are mostly one row per sequence, over pipeline stages if so configured."""
+class DecodeRole(NodeRole[DecodeConfig]):
+    """Every rank listens for KV; steps are mostly one row per sequence, over pipeline stages if so configured."""
 
     name = "decode"
     config_type = DecodeConfig
@@ -33,27 +29,21 @@ class DecodeRole(NodeRole[DecodeConfig, NodeReceiver]):
             shares_cores=config.shared_cores,
         )
 
-    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankReceiver:
-        return RankReceiver(rank, report, _make_local(worker, rank, incarnation, port=0))
+    def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
+        relay = worker.plan.relay
+        listen_port = relay.port if rank == 0 else 0
+        return make_end(
+            relay,
+            worker.storage,
+            worker.plan.layout,
+            rank,
+            on_event,
+            incarnation=incarnation,
+            listen_port=listen_port,
+        )
 
-    def node_transfers(
-        self,
-        worker: Worker,
-        incarnation: str,
-        broadcast: Callable[[TransferOrder], None],
-        post: OnTransferEvent,
-    ) -> NodeReceiver:
-        make_local = _make_local(worker, 0, incarnation, port=worker.plan.relay.port)
-        return NodeReceiver(worker.plan.world_size, broadcast, post, make_local)
-
-    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeReceiver) -> DecodeNode:
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeTransfers) -> DecodeNode:
         return DecodeNode(parts, transfers, early_s=plan.hosts.lease_s, shared_cores=plan.shares_cores)
-
-
-def _make_local(worker: Worker, rank: int, incarnation: str, *, port: int) -> Callable[[OnReceiverEvent], Receiver]:
-    return partial(
-        make_receiver, worker.plan.relay, worker.storage, worker.plan.layout, rank, port=port, incarnation=incarnation
-    )
 
 
 ROLE = DecodeRole()

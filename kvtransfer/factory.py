@@ -1,17 +1,16 @@
-"""Makes the sender or receiver of one rank with all transports that its node may use. Called once, when a node starts."""
+"""Makes the transfer end of one rank with all transports that its node may use. Called once, when a node starts."""
 
 from __future__ import annotations
 
 import logging
 
 from common.base.errors import ConfigError
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent, RelaySettings
+from common.engine.kv_transfer import OnTransferEvent, RelaySettings
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.cuda import CudaDevice
 from kvtransfer.copy.device import RelayDevice
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports.base import Connector, Listener
 from kvtransfer.transports.choose import CUDA_IPC, GLOO, NCCL, SHM, ZMQ
 from kvtransfer.transports.collective.connector import CollectiveConnector
@@ -25,47 +24,46 @@ from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 log = logging.getLogger(__name__)
 
 
-def make_sender(
-    relay: RelaySettings, storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent
-) -> Sender:
-    """A rank's `KVSender`, with the transports that `relay.transport` allows.
-
-    Raises: ConfigError if this host has none of them, or one does not support these sizes.
-    """
-    device = _device(storage)
-    connectors = [
-        _connector(name, relay, storage, device)
-        for name in _allowed(relay.transport, storage, collectives=relay.may_use_collectives)
-    ]
-    return Sender(storage, layout, rank, on_event, connectors, device=device, wanted=relay.transport)
-
-
-def make_receiver(
+def make_end(
     relay: RelaySettings,
     storage: KVStorage,
     layout: KVLayout,
     rank: int,
-    on_event: OnReceiverEvent,
+    on_event: OnTransferEvent,
     *,
-    port: int,
     incarnation: str,
-) -> Receiver:
-    """A rank's `KVReceiver`, with the transports that `relay.transport` allows. The first that needs a
-    port listens on `port`; 0 means any free one.
+    listen_port: int | None = None,
+) -> TransferEnd:
+    """A rank's transfer end, with the transports that `relay.transport` allows.
 
-    Raises: ConfigError if this host has none of them, or one cannot listen.
+    listen_port: where the first transport that needs a port listens for KV; 0 means any free one. None: this rank only
+    sends, and opens no listening socket.
+
+    Raises: ConfigError if this host has none of them, one cannot listen, or one does not support these sizes.
     """
     device = _device(storage)
+    names = _allowed(relay.transport, storage, collectives=relay.may_use_collectives)
+    connectors = [_connector(name, relay, storage, device) for name in names]
     listeners: list[Listener] = []
     try:
-        for name in _allowed(relay.transport, storage, collectives=relay.may_use_collectives):
-            listeners.append(_listener(name, relay, storage, device, port))
-            port = 0 if name not in (SHM, CUDA_IPC) else port
+        for name in names if listen_port is not None else ():
+            listeners.append(_listener(name, relay, storage, device, listen_port or 0))
+            listen_port = listen_port if name in (SHM, CUDA_IPC) else 0
     except BaseException:
-        for listener in listeners:
-            listener.close()
+        for transport in (*connectors, *listeners):
+            transport.close()
         raise
-    return Receiver(storage, layout, rank, on_event, listeners, device=device, incarnation=incarnation)
+    return TransferEnd(
+        storage,
+        layout,
+        rank,
+        on_event,
+        connectors,
+        listeners,
+        incarnation=incarnation,
+        device=device,
+        wanted=relay.transport,
+    )
 
 
 def _device(storage: KVStorage) -> RelayDevice | None:

@@ -1,4 +1,4 @@
-"""The I/O thread of a sender or receiver: its life cycle, its commands and its event reports."""
+"""The I/O thread of a transfer end: its life cycle, its commands and its event reports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import DestinationReleased, ReceiverEvent, SenderEvent, SourceReleased
+from common.engine.kv_transfer import DestinationReleased, OnTransferEvent, SourceReleased, TransferEvent
 from kvtransfer.mailbox import Command, Mailbox
 
 log = logging.getLogger(__name__)
@@ -18,10 +17,8 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 """Longest pause after a failure: a thread whose every turn fails must neither fill the log nor occupy a core."""
 
-Event = TypeVar("Event", SenderEvent, ReceiverEvent)
 
-
-class IOThread(Generic[Event]):
+class IOThread:
     """A thread that calls `turn` repeatedly until `stop`, then `finish` once.
 
     `turn` waits for work, which includes the mailbox, and calls `run_commands`. An exception in it is logged and passed to
@@ -32,7 +29,7 @@ class IOThread(Generic[Event]):
     def __init__(
         self,
         name: str,
-        on_event: Callable[[Event], None],
+        on_event: OnTransferEvent,
         *,
         turn: Callable[[], None],
         recover: Callable[[Exception], None],
@@ -83,7 +80,7 @@ class IOThread(Generic[Event]):
         for command in self.mailbox.take():
             self._guard(command)
 
-    def report(self, events: Iterable[Event]) -> None:
+    def report(self, events: Iterable[TransferEvent]) -> None:
         """Pass events to the owner. A failing callback does not prevent later ones."""
         for event in events:
             if isinstance(event, (SourceReleased, DestinationReleased)):

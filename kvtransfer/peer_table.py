@@ -1,19 +1,19 @@
-"""The connections of one sender: the transport to each receiving rank, and when a connection is given up.
+"""The connections over which one rank sends: the transport to each receiving rank, and when a connection is given up.
 
-Used by the sender's I/O thread.
+Used by the I/O thread of its transfer end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.base.clock import Clock
 from common.base.errors import PeerLost
 from common.control.messages import Grant
 from common.security.sealed_endpoints import without_keys
-from kvtransfer.rank_transfers import SendingTransfers
+from kvtransfer.tables import SendTable
 from kvtransfer.transports.base import Connector, Peer
 from kvtransfer.transports.choose import ChosenTransport, TransportFailures, choose, parse_offers
 
@@ -38,15 +38,15 @@ class PeerTable:
     def __init__(
         self,
         rank: int,
-        connectors: Mapping[str, Connector],
-        transfers: SendingTransfers,
+        connectors: Sequence[Connector],
+        transfers: SendTable,
         *,
         wanted: str,
         idle_s: float,
         clock: Clock,
     ) -> None:
         self._rank = rank
-        self._connectors = connectors
+        self._connectors = {connector.offer.transport: connector for connector in connectors}
         self._transfers = transfers
         self._wanted = wanted
         self._idle_s = idle_s
@@ -119,7 +119,7 @@ class PeerTable:
     def _connect(self, grant: Grant, dst_rank: int) -> Peer:
         """A connection over the best transport that works, which is not always the best one that both ranks offer.
 
-        Raises: as `get_or_connect`.
+        Raises: see `get_or_connect`.
         """
         address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
         ours, theirs = [c.offer for c in self._connectors.values()], parse_offers(address)

@@ -17,7 +17,7 @@ class Piece:
     part: GroupPart
 
 
-def plan(src: KVLayout, dst: KVLayout) -> list[Piece]:
+def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
     """The pieces that give every destination rank its shard, each byte once.
 
     At most one piece for each pair of ranks and group. Where the source replicates a group, because it has fewer heads

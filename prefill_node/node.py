@@ -32,14 +32,15 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.kv_allocator import first_kept
-from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
+from common.engine.kv_transfer import SourceReleased, TransferPlan
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
 from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
 from common.node.core import CoreParts, NodeCore
 from common.node.events import FromClient, FromPeer, PeerGone
-from kvtransfer.traffic import count_bytes
+from common.node.traffic import count_bytes
+from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,9 @@ class _Attempt(Attempt):
 class PrefillNode(NodeCore[_Attempt]):
     """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(self, parts: CoreParts, sender: KVSender) -> None:
+    def __init__(self, parts: CoreParts, transfers: NodeTransfers) -> None:
         super().__init__(parts)
-        self.sender = sender
+        self.transfers = transfers
 
     # ------------------------------------------------------------ events
 
@@ -93,7 +94,7 @@ class PrefillNode(NodeCore[_Attempt]):
                 count_bytes(self._relayed_by, traffic)
                 self._released(self.attempts[key], bytes_sent, error)
             case PeerGone(incarnation, reason):
-                self.sender.disconnect(incarnation)
+                self.transfers.disconnect(incarnation)
                 for attempt in [a for a in self.attempts.values() if a.request.decode.incarnation == incarnation]:
                     self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
             case _:
@@ -125,17 +126,15 @@ class PrefillNode(NodeCore[_Attempt]):
         seq = attempt.seq
         hashes = hash_blocks(seq.root, seq.tokens.ids, parents=seq.full_block_hashes(), include_partial=True)
         attempt.phase = Phase.COMPUTING
-        self.sender.open(
-            OutgoingTransfer(
+        self.transfers.open_source(
+            TransferPlan(
                 key=seq.key,
-                src_incarnation=self.me.incarnation,
-                src_blocks=[list(blocks) for blocks in seq.blocks.tables],
+                blocks=[list(blocks) for blocks in seq.blocks.tables],
                 first_blocks=[first_kept(seq.num_tokens, window) for window in self.layout.spec.windows],
                 block_hashes=hashes,
-                num_tokens=seq.num_tokens,
                 timeout_s=self.transfer_timeout_s,
-                final_blocks=seq.progress.num_computed // BLOCK_SIZE,
-            )
+            ),
+            final_blocks=seq.progress.num_computed // BLOCK_SIZE,
         )
         attempt.mark("offer", self.clock())
         self.send_buffer.to_peer(
@@ -152,7 +151,7 @@ class PrefillNode(NodeCore[_Attempt]):
             self._fail(attempt, error)
             return
         attempt.mark("grant", self.clock())
-        self.sender.grant(grant)
+        self.transfers.grant(grant)
 
     def on_tokens(self, attempt: _Attempt, done: SequenceOutput) -> None:
         seq, now_s = attempt.seq, self.clock()
@@ -213,7 +212,7 @@ class PrefillNode(NodeCore[_Attempt]):
         self.scheduler.end(seq, reason)
         if attempt.phase in _READ_BY_SENDER:
             attempt.phase = Phase.ENDING
-            self.sender.abort(seq.key)
+            self.transfers.abort(seq.key)
             return
         if seq.state is SequenceState.HELD:
             self.scheduler.free(seq)

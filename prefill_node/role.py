@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from common.config.service_configs import PrefillConfig
-from common.engine.kv_transfer import OnTransferEvent, TransferOrder
+from common.engine.kv_transfer import OnTransferEvent, TransferEnd
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, plan_node
 from common.node.role import NodeRole
+from common.node.transfers import NodeTransfers
 from common.node.worker import Worker
-from kvtransfer.factory import make_sender
-from kvtransfer.node_transfers import NodeSender, RankSender
+from kvtransfer.factory import make_end
 from prefill_node.node import PrefillNode
 
 
-class PrefillRole(NodeRole[PrefillConfig, NodeSender]):
-    """Every rank sends; a step may be one long prompt."""
+class PrefillRole(NodeRole[PrefillConfig]):
+    """Every rank only sends, so none listens for KV; a step may be one long prompt."""
 
     name = "prefill"
     config_type = PrefillConfig
@@ -26,22 +23,10 @@ class PrefillRole(NodeRole[PrefillConfig, NodeSender]):
     def plan(self, config: PrefillConfig) -> NodePlan:
         return plan_node(config)
 
-    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankSender:
-        return RankSender(
-            rank, report, partial(make_sender, worker.plan.relay, worker.storage, worker.plan.layout, rank)
-        )
+    def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
+        return make_end(worker.plan.relay, worker.storage, worker.plan.layout, rank, on_event, incarnation=incarnation)
 
-    def node_transfers(
-        self,
-        worker: Worker,
-        incarnation: str,
-        broadcast: Callable[[TransferOrder], None],
-        post: OnTransferEvent,
-    ) -> NodeSender:
-        make_local = partial(make_sender, worker.plan.relay, worker.storage, worker.plan.layout, 0)
-        return NodeSender(worker.plan.world_size, broadcast, post, make_local)
-
-    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeSender) -> PrefillNode:
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeTransfers) -> PrefillNode:
         return PrefillNode(parts, transfers)
 
 

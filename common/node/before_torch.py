@@ -17,7 +17,7 @@ COMPILE_S = 120.0
 """Time limit for compiling native kernels at a start, if the installation has not done it. If it passes, PyTorch computes."""
 
 
-def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
+def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any]]) -> None:
     """Set threads and niceness, import the role and with it torch, and run the node.
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
@@ -43,9 +43,9 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
 
 
 def import_node(
-    load_role: Callable[[], NodeRole[Any, Any]],
-) -> tuple[Callable[[NodeRole[Any, Any], Any], None], NodeRole[Any, Any]]:
-    """Import everything that a node needs. Returns the function that runs it, and its role."""
+    load_role: Callable[[], NodeRole[Any]],
+) -> tuple[Callable[[NodeRole[Any], Any], None], NodeRole[Any]]:
+    """Import all that a node needs. Returns what runs it, and its role."""
     from common.node.startup import run_node
 
     return run_node, load_role()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from common.config.service_configs import NodeConfig
 from common.control.messages import Role
-from common.engine.kv_transfer import NodeTransfers, OnTransferEvent, RankTransferEnd, TransferOrder
+from common.engine.kv_transfer import OnTransferEvent, TransferEnd
 from common.node.core import CoreParts, NodeCore
 from common.node.plan import NodePlan
+from common.node.transfers import NodeTransfers
 from common.node.worker import Worker
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
-TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
 
 
-class NodeRole(ABC, Generic[ConfigT, TransfersT]):
+class NodeRole(ABC, Generic[ConfigT]):
     """One role. Stateless; each role's module has one instance, `ROLE`, which its rank processes load by name."""
 
     name: Role
@@ -30,22 +29,9 @@ class NodeRole(ABC, Generic[ConfigT, TransfersT]):
         """Model, layout and device of the node. Raises: ConfigError."""
 
     @abstractmethod
-    def rank_transfers(self, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankTransferEnd:
-        """The transfer end of a rank other than the leader's. `report` may be called on any thread."""
+    def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
+        """The transfer end of one rank. `on_event` may be called on any thread."""
 
     @abstractmethod
-    def node_transfers(
-        self,
-        worker: Worker,
-        incarnation: str,
-        broadcast: Callable[[TransferOrder], None],
-        post: OnTransferEvent,
-    ) -> TransfersT:
-        """The leader's own transfer end and its view of those of all ranks.
-
-        `broadcast` sends an order to every other rank; `post` hands the node's events to the core.
-        """
-
-    @abstractmethod
-    def core(self, plan: NodePlan, parts: CoreParts, transfers: TransfersT) -> NodeCore[Any]:
+    def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeTransfers) -> NodeCore[Any]:
         """The core of the node."""

@@ -16,7 +16,6 @@ from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.loaded_adapters import read_loaded_adapters
 from common.config.service_configs import NodeConfig
-from common.engine.kv_transfer import NodeTransfers
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
@@ -30,17 +29,17 @@ from common.node.ranks.leader import Leader
 from common.node.ranks.main import run_rank
 from common.node.role import NodeRole
 from common.node.server import NodeServer
+from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
-TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
 
 _MAX_ACCEPTED = 1024
 """Maximum number of attempts at a node at once, including waiting ones; further attempts are refused as overload."""
 
 
-def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
+def run_node(role: NodeRole[ConfigT], config: ConfigT) -> None:
     """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
@@ -55,9 +54,7 @@ def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
         run_service(lambda: run_other_host(role, plan, forked))
 
 
-async def _serve(
-    role: NodeRole[Any, TransfersT], options: ServerOptions, plan: NodePlan, forked: Sequence[ForkedRank]
-) -> None:
+async def _serve(role: NodeRole[Any], options: ServerOptions, plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
     """Run the leader of a node until cancelled. Raises: ConfigError, EngineError."""
     server = NodeServer(options)
     await server.bind()
@@ -74,9 +71,10 @@ async def _serve(
         loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
         adapters = AdapterTable(loader, plan.adapters.max_loras, [*configured, *loaded])
         lora = AdapterAdmin(adapters, configured, missing, plan.adapters, plan.model_config, server, plan.names)
-        transfers = role.node_transfers(leader.worker, incarnation, leader.broadcast, server.post)
+        make_end = partial(role.transfer_end, leader.worker, 0, incarnation)
+        transfers = NodeTransfers(plan.world_size, leader.broadcast, server.post, make_end)
         try:
-            await leader.start_ranks(incarnation, options.addresses.advertised(transfers.address))
+            await leader.start_ranks(incarnation, options.addresses.advertised(transfers.end.address))
             leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
             parts = CoreParts(
@@ -84,7 +82,7 @@ async def _serve(
                 layout=plan.layout,
                 vocab_size=plan.model.vocab_size,
                 scheduler=make_scheduler(plan, leader.num_blocks),
-                executor=leader.executor(transfers.on_blocks_final, server.post),
+                executor=leader.executor(transfers.end.blocks_final, server.post),
                 grammars=grammars,
                 send_buffer=server.send_buffer,
                 clock=monotonic,

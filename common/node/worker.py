@@ -98,7 +98,7 @@ class Worker:
         return self.place.is_last_stage and self.place.tp_rank == 0
 
     def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
-        """Raises: ConfigError with the sizes, if the GPU has no room."""
+        """The KV blocks that fit beside the largest step. Raises: ConfigError with the sizes, if the GPU has no room."""
         plan, limits = self.plan, self.plan.steps
         # The profile's steps go through all ranks, so all must have loaded.
         self.mesh.agree("weights", "loaded", plan.hosts.start_timeout_s)

@@ -27,7 +27,7 @@ _Group = Any
 
 
 def make_group(store: Store, index: int, ranks: list[int], interface: str, timeout_s: float) -> _Group:
-    """The gloo group of the `ranks`, of which this is the `index`-th; listens on `interface` only.
+    """The gloo group of the `ranks`; this one is the `index`-th. Listens on `interface` only.
 
     `interface` is a network interface's name or an address of this host.
     Raises: ConfigError if there is no such interface; RankLost if a member did not connect within `timeout_s`.
@@ -62,12 +62,12 @@ class GlooGroup:
         self._ranks = ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Mesh.all_reduce`."""
+        """Sum `x` over the ranks of this stage, in place."""
         _complete(lambda: self._group.allreduce([x]), f"all-reduce among ranks {self._ranks}")
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """See `Mesh.gather_columns`."""
+        """The columns of all ranks side by side, on rank 0 of the stage."""
         parts = [torch.empty_like(x) for _ in self._ranks] if self._index == 0 else []
         options = GatherOptions()
         options.rootRank = 0
@@ -120,7 +120,7 @@ class PipelineLink:
     def close(self) -> None:
         self._in_flight.clear()
         if self._device.type == "cuda":
-            self._group.abort()  # as `NcclGroup.close`
+            self._group.abort()  # see `NcclGroup.close`
         else:
             self._group.shutdown()
 

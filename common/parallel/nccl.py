@@ -24,7 +24,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def make_nccl_group(store: Store, index: int, ranks: list[int], interface: str, timeout_s: float) -> Any:
-    """The group of the `ranks`, of which this is the `index`-th. NCCL itself connects at the first exchange.
+    """The NCCL group of the `ranks`; this one is the `index`-th. NCCL itself connects at the first exchange.
 
     An exchange that takes longer than `timeout_s` ends the process, as the loss of a rank does.
     Raises: ConfigError where PyTorch has no NCCL.

@@ -81,7 +81,7 @@ class Rendezvous:
         return self._exchange(what, value, ranks, must_equal=False)
 
     def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
-        """See `Mesh.agree`."""
+        """Make sure that all ranks call this with the same `value`. Raises: see `Mesh.agree`."""
         self._exchange(what, value, None, must_equal=True, timeout_s=timeout_s)
 
     def _exchange(

@@ -135,7 +135,7 @@ class SharedMemoryGroup:
         self._count = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Mesh.all_reduce`."""
+        """Sum `x` over the ranks of this stage, in place."""
         flat = x.view(-1)
         slots = self._slots[x.dtype]
         room = slots.size(2)
@@ -166,7 +166,7 @@ class SharedMemoryGroup:
             piece[share].copy_(slots[i, share])
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """See `Mesh.gather_columns`."""
+        """The columns of all ranks side by side, on rank 0 of the stage."""
         rows, columns = x.shape
         out = x.new_empty(rows, self._size, columns) if self._index == 0 else None
         slots = self._slots[x.dtype]

@@ -57,12 +57,12 @@ class Authority:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether the folder holds a whole one, or one that has issued certificates."""
+        """Whether the folder holds a complete authority, or one that has issued certificates."""
         return (folder / REVOKED).exists() or any((folder / _ISSUED).glob("*.pem"))
 
     @classmethod
     def create(cls, folder: Path) -> Authority:
-        """A new one, also in place of one whose making was interrupted. Raises: ConfigError if there is one already, or the folder
+        """Create an authority; one whose creation was interrupted is replaced. Raises: ConfigError if there is one already, or the folder
         cannot be written."""
         if cls.is_in(folder):
             raise ConfigError(f"{folder} holds a certificate authority already")
@@ -80,11 +80,11 @@ class Authority:
 
     @property
     def ends(self) -> datetime.datetime:
-        """End of its certificate's validity, and of every certificate that it has issued."""
+        """When its certificate expires, and with it every certificate that it has issued."""
         return self._certificate.not_valid_after_utc
 
     def renew(self) -> None:
-        """A new certificate of the same key and name: what the authority has issued is valid with either one.
+        """Make a new certificate of the same key and name: what the authority has issued is valid with either one.
 
         Its `ca.pem` and `crl.pem` have to reach every service's folder. Raises: ConfigError if a file cannot be read or written.
         """
@@ -97,7 +97,7 @@ class Authority:
             raise ConfigError(f"cannot write {self.folder}: {error.strerror}") from error
 
     def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> bool:
-        """Write a new key and certificate of a service into `folder`; of an earlier one they take the place.
+        """Write a new key and certificate of a service into `folder`; they replace earlier ones.
 
         Returns whether it ends before `days` have passed, as it ends with the authority. Raises: ConfigError if the folder
         cannot be written, or the authority has ended.
@@ -167,7 +167,7 @@ class Authority:
         self._renew_part(folder / REVOKED, self._signed_list)
 
     def copy_all(self, folder: Path) -> None:
-        """Renew the authority's certificate there, too. Raises: OSError."""
+        """Renew the authority's certificate in a service's folder. Raises: OSError."""
         self._renew_part(folder / CA, self._has_key)
         self.copy_revoked(folder)
 

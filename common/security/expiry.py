@@ -19,7 +19,7 @@ _DAY_S, _CHECK_S = 86_400.0, 3600.0
 
 
 class Validity(NamedTuple):
-    """From when until when a certificate is valid."""
+    """The period in which a certificate is valid."""
 
     begins: datetime.datetime
     ends: datetime.datetime

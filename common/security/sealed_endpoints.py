@@ -9,17 +9,17 @@ import re
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 16, 32
 OVERHEAD_BYTES = TAG_BYTES + NONCE_BYTES
-"""What a sealed frame has beyond its content: a tag and a nonce."""
+"""A sealed frame is longer than its content by a tag and a nonce."""
 _IN_ADDRESS = re.compile(r"\?key=[0-9a-f]+")
 
 
 def with_key(address: str, key: bytes | None) -> str:
-    """An address that tells the key of the server behind it."""
+    """`address` with the key of the server behind it."""
     return address if key is None else f"{address}?key={key.hex()}"
 
 
 def split_key(address: str) -> tuple[str, bytes | None]:
-    """An address without the key, and the key that it tells. Raises: ValueError if that is not a key."""
+    """An address without its key, and the key. Raises: ValueError if that is not a key."""
     plain, separator, key = address.partition("?key=")
     if not separator:
         return address, None

@@ -1,7 +1,7 @@
 """Authenticated encryption (AEGIS-128L) of messages to a server whose key is told only over mutually authenticated links.
 
-A server has an X25519 key that is new in each process. Its public half never travels in clear: to know it is to be allowed
-in. A client makes an X25519 key for each connection and sends its public half in clear. Both derive one key for each
+A server has an X25519 key that is new in each process. Its public half never travels in clear: a client that knows it is
+allowed in. A client makes an X25519 key for each connection and sends its public half in clear. Both derive one key for each
 direction from the shared secret and both public halves (HKDF-SHA256). Needs the packages `cryptography` and `pynacl`.
 
 A sealed frame is ciphertext, tag and nonce. The nonces of a direction only ever grow, also if the server forgets a channel
@@ -85,7 +85,7 @@ class Channel:
         self._newest = nonce
 
     def open(self, frame: Any) -> bytes:
-        """The content of a sealed frame. Raises: as `open_into`."""
+        """The content of a sealed frame. Raises: see `open_into`."""
         out = bytearray(max(0, len(frame) - OVERHEAD_BYTES))
         self.open_into(frame, out)
         return bytes(out)
@@ -94,8 +94,9 @@ class Channel:
 class ServerKey:
     """A server's key; `public` is its public half."""
 
-    def __init__(self) -> None:
-        self._private = X25519PrivateKey.generate()
+    def __init__(self, secret: bytes | None = None) -> None:
+        """secret: 32 bytes that the key follows from. None: a new key."""
+        self._private = X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
         self.public: bytes = self._private.public_key().public_bytes_raw()
 
     def channel(self, client: bytes) -> Channel:
@@ -116,7 +117,7 @@ def client_channel(server: bytes) -> tuple[bytes, Channel]:
 
 
 def password(server: bytes) -> bytes:
-    """Shows that a client knows the public half `server`, and does not tell it: hexadecimal digits."""
+    """Proves that a client knows the public half `server` without telling it; hexadecimal digits."""
     return hmac.digest(server, _PASSWORD, hashlib.sha256).hex().encode()
 
 

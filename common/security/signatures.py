@@ -62,7 +62,7 @@ class Signer:
         return tuple((self._folder / name).stat().st_mtime_ns for name in (KEY, CERTIFICATE))
 
     def check(self, content: bytes, certificate: bytes, signature: bytes, role: str) -> None:
-        """Raises: ProtocolError unless a service of this role signed `content`, with a certificate that is valid now."""
+        """Check a signature. Raises: ProtocolError unless a service of this role made it, with a certificate that is valid now."""
         try:
             signer = x509.load_pem_x509_certificate(certificate)
             authorities = x509.load_pem_x509_certificates((self._folder / CA).read_bytes())

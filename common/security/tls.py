@@ -33,12 +33,12 @@ class Credentials:
         return str(self._folder)
 
     def for_server(self) -> ssl.SSLContext:
-        """For one connection to a listener: the client must show a certificate."""
+        """The context of one connection to a listener: the client must show a certificate."""
         self._read_if_changed()
         return self._server
 
     def for_client(self) -> ssl.SSLContext:
-        """For one connection, to the server named `host_of(role)`."""
+        """The context of one connection to the server named `host_of(role)`."""
         self._read_if_changed()
         return self._client
 
@@ -87,7 +87,7 @@ class Credentials:
 
 
 def open_credentials(folder: str | None) -> Credentials | None:
-    """The credentials in `folder` (`--tls-dir`); None without one. Raises: as `Credentials`."""
+    """The credentials in `folder` (`--tls-dir`); None without one. Raises: see `Credentials`."""
     return None if folder is None else Credentials(folder)
 
 
@@ -99,7 +99,7 @@ def shows_role(connection: ssl.SSLObject | ssl.SSLSocket, roles: Sequence[str]) 
 
 
 def why_refused(error: OSError) -> str:
-    """Why a connection over TLS was not made, in a few words: of a certificate what is wrong with it."""
+    """Why a connection over TLS failed, in a few words; for a certificate, what is wrong with it."""
     found = getattr(error, "verify_message", None) or getattr(error, "reason", None) or str(error)[:200]
     return str(found or type(error).__name__)
 

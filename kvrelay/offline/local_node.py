@@ -17,16 +17,16 @@ from common.base.clock import monotonic
 from common.base.errors import TransferAborted
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey, Message, ModelInfo, PeerRef
-from common.engine.kv_transfer import IncomingTransfer, TransferOrder
+from common.engine.kv_transfer import TransferOrder
 from common.engine.loop import EngineLoop
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
 from common.node.parts import make_grammars, make_scheduler
 from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.leader import Leader
+from common.node.transfers import NodeTransfers
 from decode_node.node import DecodeNode
 from decode_node.role import ROLE
-from kvtransfer.node_transfers import NodeReceiver
 
 MAX_ACCEPTED = 1024
 """Requests that the node holds at once, waiting ones included."""
@@ -95,7 +95,7 @@ class LocalNode:
         self._grammars = make_grammars(plan, self._post)
         self.core = core = DecodeNode(
             self._parts(plan, send_buffer),
-            NodeReceiver(1, _ignore, self._post, lambda _: _NoRelay()),
+            NodeTransfers(1, _ignore, self._post, lambda _: _NoRelay()),
             early_s=plan.hosts.lease_s,
         )
         self._loop = EngineLoop(core, send_buffer.flush, on_crash)
@@ -131,14 +131,14 @@ class LocalNode:
 
 
 class _NoRelay:
-    """The KV receiver of a node that no other node can reach: it does nothing."""
+    """The transfer end of a node that no other node can reach."""
 
     address = ""
 
-    def open(self, transfer: IncomingTransfer) -> None:
-        raise TransferAborted("an engine without sockets receives no KV")
+    def apply(self, order: TransferOrder) -> None:
+        raise TransferAborted("an engine without sockets moves no KV")
 
-    def abort(self, key: AttemptKey) -> None:
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
         pass
 
     def close(self) -> None:

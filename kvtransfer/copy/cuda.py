@@ -32,7 +32,7 @@ class EventMark:
         self.event.record(stream)
 
     def done(self) -> bool:
-        """As `StreamMark.done`."""
+        """Whether all work before it has ended. Raises: RuntimeError if the GPU failed."""
         return self.event.query()
 
 
@@ -51,20 +51,20 @@ class CudaDevice:
 
     @property
     def gpu_id(self) -> str:
-        """As `RelayDevice.gpu_id`: the driver's UUID of the GPU, whatever its number in this process."""
+        """The driver's UUID of the GPU, whatever its number in this process."""
         return self._gpu_id
 
     def mark(self) -> EventMark:
-        """As `RelayDevice.mark`."""
+        """A mark after everything that the calling thread has started on the compute stream."""
         return EventMark(torch.cuda.current_stream(self._device))
 
     def follow(self, mark: StreamMark) -> None:
-        """As `RelayDevice.follow`: the GPU waits, not the caller."""
+        """Run copies that are started from now on after `mark`: the GPU waits, not the caller."""
         assert isinstance(mark, EventMark)
         self._stream.wait_event(mark.event)
 
     def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
-        """As `RelayDevice.copy`. Raises: RuntimeError or OSError if the GPU failed."""
+        """Start copying runs of blocks. Raises: RuntimeError or OSError if the GPU failed."""
         if self._library is None:
             with torch.cuda.stream(self._stream):
                 copy_by_index(dst, src, planes, blocks, run_bytes)
@@ -76,11 +76,11 @@ class CudaDevice:
         self._library.copy_runs(self._stream, _side(dst, dst_ids), _side(src, src_ids), planes, blocks, run_bytes, grid)
 
     def fence(self) -> EventMark:
-        """As `RelayDevice.fence`."""
+        """A mark after all copies started so far."""
         return EventMark(self._stream)
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """As `RelayDevice.wait`."""
+        """Wait until all copies have ended or the GPU has failed, for at most this time."""
         until_s = time.monotonic() + at_most_s
         try:
             while not self._stream.query():
@@ -93,31 +93,31 @@ class CudaDevice:
         return True
 
     def as_bytes(self, storage: KVStorage) -> torch.Tensor:
-        """As `RelayDevice.as_bytes`."""
+        """[bytes], uint8: the whole storage."""
         return storage.data
 
     def reaches(self, buffer: Any) -> bool:
-        """As `RelayDevice.reaches`."""
+        """Whether the GPU can copy from and to `buffer`: its own memory, or pinned host memory."""
         tensor = as_tensor(buffer)
         return tensor.is_cuda or tensor.is_pinned()
 
     def host_buffer(self, size_bytes: int) -> np.ndarray:
-        """As `RelayDevice.host_buffer`: pinned."""
+        """[size_bytes], uint8, in pinned host memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
     def device_buffer(self, size_bytes: int) -> torch.Tensor:
-        """As `RelayDevice.device_buffer`."""
+        """[size_bytes], uint8, on the GPU."""
         with torch.cuda.stream(self._stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def export(self) -> int:
-        """As `RelayDevice.export`."""
+        """A file descriptor of the storage's memory. Raises: OSError if it cannot be shared."""
         if self._storage.shared is None:
             raise OSError("this KV memory was not allocated to be shared")
         return self._storage.shared.export()
 
     def open(self, fd: int, size_bytes: int) -> GpuMemory:
-        """As `RelayDevice.open`."""
+        """The memory behind another process' descriptor. Raises: OSError if it cannot be mapped here."""
         if self._library is None:
             raise OSError("pages.cu is not compiled")
         return self._library.open(self._device, fd, size_bytes)
@@ -141,7 +141,7 @@ def _side(runs: CopyRuns, ids: torch.Tensor | None) -> tuple[int, int, int, int]
 
 
 def copy_by_index(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
-    """As `RelayDevice.copy`, on PyTorch's current stream and with its operators alone; for tensors on any device."""
+    """Copy runs of blocks on PyTorch's current stream and with its operators alone; for tensors on any device."""
 
     def view(runs: CopyRuns) -> torch.Tensor:
         count = blocks if runs.ids is None else int(runs.ids.max()) + 1

@@ -32,7 +32,7 @@ class DeviceCopier:
         self._bounces: list[np.ndarray] = []
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> StreamMark:
-        """As `Copier.gather_all`; `out` is filled when the mark is done."""
+        """Start to gather `pieces` into `out`, which is filled when the mark is done."""
         size_bytes = self._size(pieces)
         if self._device.reaches(out):
             self._move(pieces, blocks, out, into_buffer=True)
@@ -47,7 +47,7 @@ class DeviceCopier:
         return _Then(self._device.fence(), finish)
 
     def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> StreamMark:
-        """As `Copier.scatter_all`; `payload` may be reused when the mark is done.
+        """Start to scatter `pieces` out of `payload`, which may be reused when the mark is done.
 
         Raises: CorruptSlice if lent blocks are not where the message says they are; nothing is written then.
         """
@@ -67,7 +67,7 @@ class DeviceCopier:
         return _Then(self._device.fence(), lambda: self._bounces.append(bounce))
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """As `Copier.wait`."""
+        """Wait until every copy has ended, for at most this time. Returns whether they have."""
         return self._device.wait(at_most_s)
 
     def _copy_lent(self, piece: KVSlice, blocks: np.ndarray, lent: LentBlocks) -> None:

@@ -125,7 +125,7 @@ class SliceCopier:
             at += size_bytes
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """As `Copier.wait`: all copies have ended already."""
+        """True: every copy ended with the call that made it."""
         return True
 
     def _rows(

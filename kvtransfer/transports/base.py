@@ -1,10 +1,10 @@
-"""The interface of a transport, as `kvtransfer.sender` and `kvtransfer.receiver` use it.
+"""The interface of a transport, as the two halves of a transfer end use it.
 
-    Connector    at a sender: makes a `Peer` for each receiving rank to send to
-    Peer         one connection of a sender: provides buffers to fill, sends messages, returns acks
-    Listener     at a receiver: returns the messages that have arrived, as `Arrival`s, and acknowledges them
+    Connector    sends: makes a `Peer` for each receiving rank
+    Peer         one connection to send over: provides buffers to fill, sends messages, returns acks
+    Listener     receives: returns the messages that have arrived (`Arrival`) and acknowledges them
 
-All three are called by the I/O thread of their sender or receiver and never block it. From `send` until its ack, a
+All three are called by the I/O thread of their transfer end and never block it. From `send` until its ack, a
 message's buffer belongs to the peer; the ack proves that nobody reads it any more. Buffers of a broken connection are
 never reused.
 """
@@ -27,7 +27,7 @@ from common.control.messages import AttemptKey
 from kvtransfer import wire
 from kvtransfer.copy.device import POLL_S, RelayDevice
 from kvtransfer.mailbox import Command
-from kvtransfer.outgoing import Batch
+from kvtransfer.send_state import Batch
 from kvtransfer.transports.choose import TransportOffer
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ Buffer = Any
 Ready = set[Any]
 """The sockets and file descriptors that the poller found readable."""
 _LONGEST_POLL_S = 2.0
-"""Connections that are idle or silent are looked for so often."""
+"""Interval of the search for connections that are idle or silent."""
 _LINE_BYTES = 64
 MESSAGE_BYTES = 2 * 2**20
 """Size of a message through host memory, where it is not raised to that of one block of one layer."""
@@ -45,7 +45,7 @@ MESSAGE_BYTES = 2 * 2**20
 
 @dataclass(frozen=True)
 class TransportContext:
-    """Passed to a connector or listener by its sender or receiver."""
+    """Passed to connectors and listeners by their transfer end."""
 
     rank: int
     unit_bytes: int

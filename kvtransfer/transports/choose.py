@@ -37,7 +37,7 @@ class TransportOffer:
     gpu_id: str = ""
     """For NCCL and CUDA IPC: the GPU that holds this rank's KV."""
     key: bytes | None = None
-    """The key of an endpoint whose messages are sealed (`kvtransfer.transports.sealed`)."""
+    """The key of an endpoint whose messages are sealed (`common.security.sealed_sockets`)."""
 
     def __str__(self) -> str:
         return with_key(f"{self.transport}+{self.endpoint}", self.key) + (f"#{self.gpu_id}" if self.gpu_id else "")

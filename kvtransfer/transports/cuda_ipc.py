@@ -31,7 +31,7 @@ from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.copy.device import LentBlocks, RankMemory, RelayDevice
-from kvtransfer.outgoing import Batch
+from kvtransfer.send_state import Batch
 from kvtransfer.transports.base import Arrival, Buffer, TransportContext
 from kvtransfer.transports.choose import CUDA_IPC, TransportOffer
 from kvtransfer.transports.same_host import require_host_id
@@ -44,8 +44,8 @@ MESSAGE_BYTES, WINDOW = 2**30, 16
 The window bounds the delay of an abort to some milliseconds."""
 SAME_GPU_BYTES = 128 * 2**20
 """Minimum size of a message between two processes of one GPU while more will follow. A GPU computes for one process at a
-time, so that each copy interrupts the computation of the prompt for about half a millisecond; copying so many bytes takes
-less."""
+time, so that each copy interrupts the computation of the prompt for about half a millisecond; copying this many bytes
+takes less."""
 _LOAN_WORDS = 3
 _MAX_MEMORY_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
@@ -124,7 +124,7 @@ class CudaIpcPeer(ShmPeer):
         """The page of each loan, by message."""
 
     def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
-        """As `Peer.lend`."""
+        """Write into the page which blocks are lent."""
         count = len(header.block_hashes) // HASH_BYTES
         loan = buffer.view(np.int64)
         loan[:_LOAN_WORDS] = 1, header.first_block, count
@@ -135,12 +135,12 @@ class CudaIpcPeer(ShmPeer):
         return True
 
     def revoke(self, sequence: int) -> Batch:
-        """As `Peer.revoke`."""
+        """Mark the page as taken back; the receiver then discards its copy."""
         self._loans.pop(sequence)[0] = 0
         return super().revoke(sequence)
 
     def returned(self, sequence: int) -> Batch | None:
-        """As `Peer.returned`."""
+        """Forget the page of a loan that was acknowledged."""
         self._loans.pop(sequence, None)
         return super().returned(sequence)
 
@@ -175,12 +175,12 @@ class CudaIpcConnector:
         self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.gpu_id)
 
     def attach(self, context: TransportContext) -> None:
-        """As `Connector.attach`."""
+        """Raise the size of messages to one block of one layer where that is more."""
         self._poller = context.poller
         self._message_bytes = max(self._message_bytes, context.unit_bytes)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CudaIpcPeer:
-        """As `Connector.connect`. Raises: PeerLost."""
+        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         return CudaIpcPeer(
             offer.endpoint.rpartition("/")[2],
             self._poller,
@@ -195,7 +195,7 @@ class CudaIpcConnector:
         )
 
     def close(self) -> None:
-        """As `Connector.close`."""
+        """Nothing to close: all belongs to peers."""
 
 
 class _LendingSender(RingSender):
@@ -211,12 +211,12 @@ class _LendingSender(RingSender):
         self._memory: RankMemory | None = None
 
     def forget(self) -> None:
-        """As `RingSender.forget`. Copies in progress keep the memory mapped as long as they need it."""
+        """Drop the references to ring and KV memory. Copies in progress keep it mapped as long as they need it."""
         super().forget()
         self._memory = None
 
     def accept(self, greeting: bytes, fds: list[int]) -> ring.Ring:
-        """As `RingSender.accept`."""
+        """Map the ring and the KV memory of a greeting. Raises: OSError, ProtocolError."""
         shared = ring.accept(greeting[: ring.GREETING_BYTES], fds[0])
         if len(greeting) != self.greeting_bytes or shared.page_bytes != _loan_bytes(self._spec.num_tables):
             raise ProtocolError(f"a greeting of {len(greeting)} bytes with pages of {shared.page_bytes}")
@@ -226,7 +226,7 @@ class _LendingSender(RingSender):
         return shared
 
     def arrival(self, shared: ring.Ring, page: int, header: bytes, payload_bytes: int) -> Arrival:
-        """As `RingSender.arrival`."""
+        """The loan in `page`, as a message with that header. Raises: ProtocolError."""
         assert self._memory is not None
         loan = shared.payload(page, shared.page_bytes).view(np.int64)
         first, count = int(loan[1]), int(loan[2])

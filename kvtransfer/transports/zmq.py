@@ -1,7 +1,7 @@
 """The ZMQ transport: DEALER to ROUTER over TCP, one connection per pair of ranks that exchange KV.
 
 A data message is `[header, payload]` (`kvtransfer.wire`), sent without copying it; with certificates, messages and acks are
-sealed (`kvtransfer.transports.sealed`). Used by the I/O threads of senders and receivers.
+sealed (`common.security.sealed_sockets`). Used by I/O threads of transfer ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvtransfer.transports.base import (
 from kvtransfer.transports.choose import ZMQ, TransportOffer
 
 if TYPE_CHECKING:
+    from common.security.sealed_sockets import SealedServer
     from common.security.sealing import Channel
-    from kvtransfer.transports.sealed import SealedServer
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class DealerLink:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         try:
             if server_key is not None:
-                from kvtransfer.transports.sealed import introduce
+                from common.security.sealed_sockets import introduce
 
                 self.channel = introduce(self._socket, server_key)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -140,7 +140,7 @@ class ZmqPeer(Peer):
         self._pool = pool
 
     def stage(self) -> Buffer:
-        """As `Peer.stage`."""
+        """A buffer to fill for one message."""
         return self._pool.take()
 
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
@@ -177,18 +177,18 @@ class ZmqConnector:
         self._context: Context = zmq.Context()
 
     def attach(self, context: TransportContext) -> None:
-        """As `Connector.attach`. Raises: ConfigError."""
+        """Make the pool of staging buffers. Raises: ConfigError if one block of one layer has no room in a message."""
         self._poller = context.poller
         size_bytes, keep = fit_message(self._message_bytes, context.unit_bytes), 2 * self._window
         self._pool = StagingPool(size_bytes + OVERHEAD_BYTES, keep, context.make_host_buffer)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
-        """As `Connector.connect`. Raises: PeerLost."""
+        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         link = DealerLink(self._context, self._poller, _resolved(offer.endpoint), offer.key)
         return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
-        """As `Connector.close`."""
+        """Close all sockets."""
         self._context.destroy(linger=0)
 
 
@@ -274,7 +274,7 @@ class ZmqListener:
     def __init__(self, host: str, port: int, *, seals: bool = False) -> None:
         self._sealed: SealedServer | None = None
         if seals:
-            from kvtransfer.transports.sealed import SealedServer
+            from common.security.sealed_sockets import SealedServer
 
             self._sealed = SealedServer()
         self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES + OVERHEAD_BYTES, self._sealed)
@@ -283,18 +283,18 @@ class ZmqListener:
         self.malformed_messages = 0
 
     def attach(self, context: TransportContext) -> None:
-        """As `Listener.attach`."""
+        """Start to listen."""
         context.poller.register(self._router.socket, zmq.POLLIN)
         if self._sealed is not None:
             context.poller.register(self._sealed.requests, zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """As `Listener.on_poll`."""
+        """Accept or refuse the connections that wait, if messages are sealed."""
         if self._sealed is not None:
             self._sealed.admit()
 
     def receive(self) -> Arrival | None:
-        """As `Listener.receive`."""
+        """The next message; None if none waits."""
         while frames := self._router.receive(3):
             try:
                 return self._arrival(frames)
@@ -316,7 +316,7 @@ class ZmqListener:
         return Arrival(content, np.frombuffer(opened, dtype=np.uint8), _Origin(identity.bytes, channel))
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """As `Listener.acknowledge`."""
+        """Send the ack."""
         identity, channel = arrival.origin
         if ack is None:
             self.malformed_messages += 1
@@ -325,5 +325,5 @@ class ZmqListener:
             self._router.send(identity, data if channel is None else channel.seal(data))
 
     def close(self) -> None:
-        """As `Listener.close`."""
+        """Stop listening."""
         self._router.close()

@@ -16,7 +16,6 @@ from common.control.codec import encode
 from common.control.ids import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
-from common.engine.kv_transfer import IncomingTransfer
 from common.engine.loop import LOOK_S
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
@@ -46,19 +45,8 @@ class _Computed:
         return self.output
 
 
-class NoReceiver:
+class NoTransfers:
     """Nothing is ever relayed here."""
-
-    address = "none"
-
-    def open(self, transfer: IncomingTransfer) -> bool:
-        raise AssertionError("no transfer was asked for")
-
-    def abort(self, key: AttemptKey) -> None:
-        """Nothing to stop."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class OverheadNode:
@@ -82,7 +70,7 @@ class OverheadNode:
             max_accepted=1024,
             transfer_timeout_s=60.0,
         )
-        self._node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
+        self._node = DecodeNode(parts, NoTransfers(), early_s=3.0)  # type: ignore[arg-type]
 
     def measure(self, prompts: list[list[int]], steps: int, sampling: SamplingParams = GREEDY) -> dict[str, Any]:
         """Run all prompts until each has generated, then time `steps` rounds in which all of them decode."""

@@ -20,13 +20,14 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import (
-    IncomingTransfer,
-    OutgoingTransfer,
+    GrantOrder,
+    OpenDestinationOrder,
+    OpenSourceOrder,
     Received,
     ReceiveFailed,
-    ReceiverEvent,
-    SenderEvent,
     SourceReleased,
+    TransferEvent,
+    TransferPlan,
 )
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 from common.kv.rank_layout import blocks_for
@@ -106,10 +107,10 @@ class OverlapSource(_Engine):
     def __init__(self, chunk: int, **config: Any) -> None:
         super().__init__(PrefillConfig(**config))
         self._chunk = chunk
-        self._sender = zmq_sender(self.worker.storage, self.layout, 0, self._on_event)
+        self._sender = zmq_sender(self.worker.storage, self.layout, 0, self._on_event, incarnation="0" * 16)
         self._layer_wise = LocalExecutor(self.worker.runner, self._sender.blocks_final)
 
-    def _on_event(self, event: SenderEvent) -> None:
+    def _on_event(self, event: TransferEvent) -> None:
         if isinstance(event, SourceReleased):
             self.ended(event.key, event.error)
 
@@ -118,10 +119,12 @@ class OverlapSource(_Engine):
         the computing began and the token was there."""
         key, prompt = self.key(number), self.prompt(number, tokens)
         blocks = list(range(blocks_for(tokens)))
-        self._sender.open(OutgoingTransfer(key, "0" * 16, [blocks], [0], self.hashes(prompt), tokens, _TIMEOUT_S))
-        self._sender.grant(
-            Grant(key, PeerRef("dst", "1" * 16, "none", [address]), self.layout, [0], [pack_ids(blocks)])
+        plan, dst = (
+            TransferPlan(key, [blocks], [0], self.hashes(prompt), _TIMEOUT_S),
+            PeerRef("dst", "1" * 16, "none", [address]),
         )
+        self._sender.apply(OpenSourceOrder(plan))
+        self._sender.apply(GrantOrder(Grant(key, dst, self.layout, [0], [pack_ids(blocks)])))
         executor = self._layer_wise if layer_wise else self.executor
         first = -1
         started = time.perf_counter()
@@ -154,9 +157,11 @@ class OverlapDestination(_Engine):
 
     def __init__(self, bind: str, **config: Any) -> None:
         super().__init__(DecodeConfig(**config))
-        self._receiver = zmq_receiver(self.worker.storage, self.layout, 0, self._on_event, host=bind)
+        self._receiver = zmq_receiver(
+            self.worker.storage, self.layout, 0, self._on_event, host=bind, incarnation="1" * 16
+        )
 
-    def _on_event(self, event: ReceiverEvent) -> None:
+    def _on_event(self, event: TransferEvent) -> None:
         if isinstance(event, ReceiveFailed):
             self.ended(event.key, event.error)
         elif isinstance(event, Received):
@@ -171,9 +176,8 @@ class OverlapDestination(_Engine):
         self.worker.storage.groups[0].stacked.zero_()
         prompt = self.prompt(number, tokens)
         src, blocks = PeerRef("src", "0" * 16, "none", []), list(range(blocks_for(tokens)))
-        self._receiver.open(
-            IncomingTransfer(self.key(number), src, self.layout, [blocks], self.hashes(prompt), [0], _TIMEOUT_S)
-        )
+        plan = TransferPlan(self.key(number), [blocks], [0], self.hashes(prompt), _TIMEOUT_S)
+        self._receiver.apply(OpenDestinationOrder(plan, src, self.layout))
 
     def second_token(self, number: int, tokens: int, first: int) -> dict[str, Any]:
         """Wait for the KV, then draw the second token. Returns it, and when the KV, the step and the token were there."""

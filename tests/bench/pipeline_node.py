@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench.overhead_node import NoReceiver
+from bench.overhead_node import NoTransfers
 
 from common.base.clock import monotonic
 from common.base.torch_setup import configure_torch
@@ -116,7 +116,7 @@ class PipelineNode:
                 max_accepted=1024,
                 transfer_timeout_s=60.0,
             )
-            node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
+            node = DecodeNode(parts, NoTransfers(), early_s=3.0)  # type: ignore[arg-type]
             self._engine = EngineLoop(node, self._send_buffer.flush, self._on_crash)
             self._leader.watch(self._on_step, lambda report: None, self._on_crash, lambda answer: None)
             self._engine.start()

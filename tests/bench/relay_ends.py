@@ -25,13 +25,14 @@ from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
-    IncomingTransfer,
-    OutgoingTransfer,
+    GrantOrder,
+    OpenDestinationOrder,
+    OpenSourceOrder,
     Received,
     ReceiveFailed,
-    ReceiverEvent,
-    SenderEvent,
     SourceReleased,
+    TransferEvent,
+    TransferPlan,
 )
 from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.spec import KVSpec
@@ -39,6 +40,8 @@ from common.kv.storage import KVStorage
 
 _TIMEOUT_S = 60.0
 _COPIES = 4
+_SOURCE, _DESTINATION = "0" * 16, "1" * 16
+"""Incarnations."""
 
 SENDERS = {
     "zmq": zmq_sender,
@@ -171,9 +174,9 @@ class RelaySource(_End):
         """Send over `transport` from now on."""
         self.close()
         make: Any = SENDERS[transport]
-        self.sender = make(self.storage, self.layout, self.rank, self._on_event, **self.more())
+        self.sender = make(self.storage, self.layout, self.rank, self._on_event, incarnation=_SOURCE, **self.more())
 
-    def _on_event(self, event: SenderEvent) -> None:
+    def _on_event(self, event: TransferEvent) -> None:
         if isinstance(event, SourceReleased):
             self.ended(event.key, event.error)
 
@@ -182,19 +185,16 @@ class RelaySource(_End):
         keys = self.keys(number)
         self.left = set(keys)
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
-            self.sender.open(
-                OutgoingTransfer(
-                    key, "0" * 16, [blocks], [0], hashes, self.tokens, _TIMEOUT_S, final_blocks=len(blocks)
-                )
-            )
+            plan = TransferPlan(key, [blocks], [0], hashes, _TIMEOUT_S)
+            self.sender.apply(OpenSourceOrder(plan, final_blocks=len(blocks)))
 
     def send(self, number: int, addresses: list[str], layout: tuple[int, int] = (1, 1)) -> float:
         """Send everything to the ranks at `addresses`. Returns when the grants were given (`time.perf_counter`)."""
-        dst = PeerRef("dst", "1" * 16, "none", addresses)
+        dst = PeerRef("dst", _DESTINATION, "none", addresses)
         dst_layout = self.layout_of(layout)
         started = time.perf_counter()
         for key, blocks in zip(self.keys(number), self.blocks, strict=True):
-            self.sender.grant(Grant(key, dst, dst_layout, [0], [pack_ids(blocks)]))
+            self.sender.apply(GrantOrder(Grant(key, dst, dst_layout, [0], [pack_ids(blocks)])))
         self.wait()
         return started
 
@@ -217,9 +217,11 @@ class RelayDestination(_End):
         """Receive over `transport` from now on."""
         self.close()
         make: Any = RECEIVERS[transport]
-        self.receiver = make(self.storage, self.layout, self.rank, self._on_event, **self.more())
+        self.receiver = make(
+            self.storage, self.layout, self.rank, self._on_event, incarnation=_DESTINATION, **self.more()
+        )
 
-    def _on_event(self, event: ReceiverEvent) -> None:
+    def _on_event(self, event: TransferEvent) -> None:
         if isinstance(event, ReceiveFailed):
             self.ended(event.key, event.error)
         elif isinstance(event, Received):
@@ -235,9 +237,10 @@ class RelayDestination(_End):
         self.received = 0
         keys = self.keys(number)
         self.left = set(keys)
-        src, src_layout = PeerRef("src", "0" * 16, "none", []), self.layout_of(layout)
+        src, src_layout = PeerRef("src", _SOURCE, "none", []), self.layout_of(layout)
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
-            self.receiver.open(IncomingTransfer(key, src, src_layout, [blocks], hashes, [0], _TIMEOUT_S))
+            plan = TransferPlan(key, [blocks], [0], hashes, _TIMEOUT_S)
+            self.receiver.apply(OpenDestinationOrder(plan, src, src_layout))
 
     def arrived(self) -> tuple[float, int]:
         """Wait for everything. Returns when the last slice was in (`time.perf_counter`), and the bytes."""

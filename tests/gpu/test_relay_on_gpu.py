@@ -19,6 +19,7 @@ from support.relay_gpu import GpuPair, digest, random_storage, relay_bytes_per_s
 
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
+from common.engine.kv_transfer import AbortOrder
 from common.kv.cuda_pages import cuda_library
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -199,7 +200,7 @@ def test_abort_in_the_middle_ends_both_ends(pair: GpuPair) -> None:
     pair.open(KEY, blocks, blocks)
     torch.cuda._sleep(LONG // 10)
     pair.final(KEY, 199)
-    pair.sender.abort(KEY)
+    pair.sender.apply(AbortOrder(KEY))
     assert pair.released().error is not None
     pair.ask("abort", KEY)
     kinds = [pair.ask("next event")[0]]

@@ -15,7 +15,7 @@ from common.kv.rank_layout import GroupPart, KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 from kvtransfer.copy.host import SliceCopier
-from kvtransfer.resharding import plan
+from kvtransfer.resharding import reshard
 from kvtransfer.wire import KVSlice
 
 NUM_BLOCKS = 3
@@ -77,7 +77,7 @@ def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayo
     whole = [np.arange(len(g.layers) * g.num_heads).reshape(len(g.layers), g.num_heads) for g in groups]
     have = [[cut(whole[part.group], part) for part in shard.parts] for shard in src.shards()]
     got = [[np.full((part.num_layers, part.num_heads), -1) for part in shard.parts] for shard in dst.shards()]
-    for piece in plan(src, dst):
+    for piece in reshard(src, dst):
         group = piece.part.group
         a, b = src.shards()[piece.src_rank].parts[group], dst.shards()[piece.dst_rank].parts[group]
         assert a.contains(piece.part), "the source has the layers and the heads"
@@ -110,7 +110,7 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
         for part in storage.shard.parts:
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
                 plane[:, ids[0]] = cut(truth, part).transpose(0, 2, 1, 3, 4)
-    for piece in plan(src, dst):
+    for piece in reshard(src, dst):
         p = piece.part
         moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, NUM_BLOCKS)]
         payload = np.zeros(moved[0].size_bytes(src.spec.unit_bytes), dtype=np.uint8)
@@ -125,7 +125,7 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
 @settings(deadline=None)
 @given(pairs())
 def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLayout, KVLayout]) -> None:
-    counts = Counter((p.src_rank, p.dst_rank, p.part.group) for p in plan(*pair))
+    counts = Counter((p.src_rank, p.dst_rank, p.part.group) for p in reshard(*pair))
     assert not counts or max(counts.values()) == 1
 
 
@@ -134,7 +134,7 @@ def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLa
 def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayout, KVLayout]) -> None:
     """In every stage of the source, no rank sends to more than one destination more than another rank does."""
     src, dst = pair
-    pieces = plan(src, dst)
+    pieces = reshard(src, dst)
     for number, group in enumerate(src.spec.groups):
         if group.num_heads > 1:
             continue
@@ -150,4 +150,4 @@ def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayou
 def test_replicas_of_the_source_share_the_work(heads: int, src_tp: int, dst_tp: int, busy: int) -> None:
     spec = KVSpec.uniform(2, heads, 4, "float32")
     src, dst = KVLayout("m", spec, tp_size=src_tp), KVLayout("m", spec, tp_size=dst_tp)
-    assert len({p.src_rank for p in plan(src, dst)}) == busy
+    assert len({p.src_rank for p in reshard(src, dst)}) == busy

@@ -20,17 +20,19 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
     Received,
     ReceiveFailed,
     SourceReleased,
+    TransferPlan,
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
-from kvtransfer.incoming import Claim
-from kvtransfer.outgoing import Batch
-from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
+from kvtransfer.receive_state import Claim
+from kvtransfer.send_state import Batch
+from kvtransfer.tables import ReceiveTable, SendTable
 from kvtransfer.wire import KVSlice, SliceHeader
 
 NUM_BLOCKS = 64
@@ -71,8 +73,8 @@ class Relay(RuleBasedStateMachine):
     @initialize(spec=st.sampled_from(list(SPECS)), splits=st.tuples(st.sampled_from(SPLITS), st.sampled_from(SPLITS)))
     def nodes(self, spec: str, splits: list[tuple[int, tuple[int, ...]]]) -> None:
         self.src, self.dst = src, dst = [KVLayout("m", SPECS[spec], tp_size=tp, pp_layers=pp) for tp, pp in splits]
-        self.senders = [SendingTransfers(src, r, NUM_BLOCKS) for r in range(src.world_size)]
-        self.receivers = [ReceivingTransfers(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
+        self.senders = [SendTable(src, r, NUM_BLOCKS) for r in range(src.world_size)]
+        self.receivers = [ReceiveTable(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
 
     # ---------------------------------------------------------------- what the nodes do
 
@@ -93,10 +95,11 @@ class Relay(RuleBasedStateMachine):
         self.attempts[key] = {"blocks": blocks, "held": held, "hashes": hashes, "final": final, "granted": False}
         src = PeerRef("p", "s1", "", [])
         for r, receiver in enumerate(self.receivers):
-            receiver.open(IncomingTransfer(key, src, self.src, [ids], hashes, [held], float(timeout)), self.now)
+            plan = TransferPlan(key, [ids], [held], hashes, float(timeout))
+            receiver.open(OpenDestinationOrder(plan, src, self.src), self.now)
             self.opened["d", r, key] = 1
         for r, sender in enumerate(self.senders):
-            sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, blocks * 2, float(timeout)))
+            sender.open(OpenSourceOrder(TransferPlan(key, [ids], [0], hashes, float(timeout))))
             self.opened["s", r, key] = 1
         if ready:
             self.all_final(key)
@@ -193,7 +196,7 @@ class Relay(RuleBasedStateMachine):
     @rule(data=st.data())
     def send(self, data: st.DataObject) -> None:
         src_rank, batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
-        header = self.senders[src_rank].state_of(batch).header(batch, "d1", 0)
+        header = self.senders[src_rank].state_of(batch).header(batch, "s1", "d1", 0)
         self.senders[src_rank].sent(batch, self.now)
         self.wire.append((header, batch))
 
@@ -357,8 +360,8 @@ TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline
 def test_attempt_that_timed_out_with_a_batch_in_use_has_no_deadline_any_more() -> None:
     """Its I/O thread would poll without a pause until the batch completes, which it never does on a GPU that hangs."""
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
-    end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
-    end.open(OutgoingTransfer(key, "s1", [[0]], [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
+    end, key = SendTable(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
+    end.open(OpenSourceOrder(TransferPlan(key, [[0]], [0], [bytes(HASH_BYTES)], timeout_s=5.0), final_blocks=1))
     assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [0], [pack_ids([0])]), now=0.0) == [0]
     batch = end.take(key, 0, max_bytes=2**20, now=0.0)
     assert batch is not None
@@ -374,10 +377,12 @@ def test_receiver_has_no_deadline_before_its_first_slice() -> None:
     """The sender may compute for longer than the timeout before the first block that the receiver lacks: behind a sliding
     window, or after a prefix that only the receiver has in its cache."""
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
-    sender, receiver = SendingTransfers(kv, 0, NUM_BLOCKS), ReceivingTransfers(kv, 0, NUM_BLOCKS, "d1")
+    sender, receiver = SendTable(kv, 0, NUM_BLOCKS), ReceiveTable(kv, 0, NUM_BLOCKS, "d1")
     key, ids, hashes = AttemptKey("r", 1), list(range(10)), [bytes([i]).ljust(HASH_BYTES) for i in range(10)]
-    receiver.open(IncomingTransfer(key, PeerRef("p", "s1", "", []), kv, [ids], hashes, [8], timeout_s=5.0), 0.0)
-    sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, 40, timeout_s=5.0))
+    there = TransferPlan(key, [ids], [8], hashes, timeout_s=5.0)
+    receiver.open(OpenDestinationOrder(there, PeerRef("p", "s1", "", []), kv), 0.0)
+    assert receiver.take_events() == [Opened(key)]
+    sender.open(OpenSourceOrder(TransferPlan(key, [ids], [0], hashes, timeout_s=5.0)))
     sender.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [8], [pack_ids(ids)]), 0.0)
 
     now = 0.0
@@ -389,7 +394,7 @@ def test_receiver_has_no_deadline_before_its_first_slice() -> None:
         sender.blocks_final(key, 0, blocks, now)
     batch = sender.take(key, 0, max_bytes=2**20, now=now)
     assert batch is not None
-    header = sender.state_of(batch).header(batch, "d1", 1)
+    header = sender.state_of(batch).header(batch, "s1", "d1", 1)
     receiver.placed(receiver.accept(header, batch.size_bytes), now)
     assert receiver.next_deadline() == now + 5.0
     receiver.expire(now + 6.0)
@@ -399,14 +404,15 @@ def test_receiver_has_no_deadline_before_its_first_slice() -> None:
 def test_attempt_that_waits_behind_another_one_of_the_same_node_has_no_deadline_while_that_one_moves() -> None:
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     receiver, ids, hashes = (
-        ReceivingTransfers(kv, 0, NUM_BLOCKS),
+        ReceiveTable(kv, 0, NUM_BLOCKS, "d"),
         [0, 1, 2],
         [bytes([i]).ljust(HASH_BYTES) for i in range(3)],
     )
     keys = {name: AttemptKey(name, 1) for name in ("waits", "moves", "other node")}
     for name, key in keys.items():
         src = PeerRef("p", "s2" if name == "other node" else "s1", "", [])
-        receiver.open(IncomingTransfer(key, src, kv, [ids], hashes, [0], timeout_s=5.0), 0.0)
+        receiver.open(OpenDestinationOrder(TransferPlan(key, [ids], [0], hashes, timeout_s=5.0), src, kv), 0.0)
+    receiver.take_events()
 
     def place(name: str, block: int, now: float) -> None:
         receiver.expire(now)
@@ -428,11 +434,13 @@ def test_stage_of_a_pipeline_has_no_deadline() -> None:
     """It gets nothing while the sender computes the layers of the other stages, each within the timeout."""
     spec = KVSpec.uniform(6, 1, 8, "float32", block_size=4)
     src, dst = KVLayout("m", spec), KVLayout("m", spec, pp_layers=(2, 4))
-    sender, receivers = SendingTransfers(src, 0, NUM_BLOCKS), [ReceivingTransfers(dst, r, NUM_BLOCKS) for r in range(2)]
+    sender, receivers = SendTable(src, 0, NUM_BLOCKS), [ReceiveTable(dst, r, NUM_BLOCKS, "d1") for r in range(2)]
     key, ids, hashes = AttemptKey("r", 1), [0, 1], [bytes([i]).ljust(HASH_BYTES) for i in range(2)]
     for receiver in receivers:
-        receiver.open(IncomingTransfer(key, PeerRef("p", "s1", "", []), src, [ids], hashes, [0], timeout_s=5.0), 0.0)
-    sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, 8, timeout_s=5.0))
+        plan = TransferPlan(key, [ids], [0], hashes, timeout_s=5.0)
+        receiver.open(OpenDestinationOrder(plan, PeerRef("p", "s1", "", []), src), 0.0)
+        receiver.take_events()
+    sender.open(OpenSourceOrder(TransferPlan(key, [ids], [0], hashes, timeout_s=5.0)))
     sender.grant(Grant(key, PeerRef("d", "d1", "", ["a", "b"]), dst, [0], [pack_ids(ids)]), 0.0)
 
     now = 0.0
@@ -446,7 +454,7 @@ def test_stage_of_a_pipeline_has_no_deadline() -> None:
             stage = int(layer >= 2)
             batch = sender.take(key, stage, max_bytes=2**20, now=now)
             assert batch is not None
-            header = sender.state_of(batch).header(batch, "d1", 1)
+            header = sender.state_of(batch).header(batch, "s1", "d1", 1)
             sender.sent(batch, now)
             receivers[stage].placed(receivers[stage].accept(header, batch.size_bytes), now)
             sender.acknowledged(batch, now)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, Grant, PromptLogprobs
 from common.engine.kv_transfer import (
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
+    OnTransferEvent,
     Received,
-    ReceiverEvent,
-    SenderEvent,
     SourceReleased,
+    TransferPlan,
 )
 from common.engine.step import SampledToken, StepInput, StepOutput
 
@@ -164,12 +163,12 @@ class FakeWire:
 
     def __init__(self, source: FakeRunner, destination: FakeRunner) -> None:
         self.source, self.destination = source, destination
-        self.on_sender_event: Callable[[SenderEvent], None]
-        self.on_receiver_event: Callable[[ReceiverEvent], None]
-        self.outgoing: dict[AttemptKey, OutgoingTransfer] = {}
+        self.on_sender_event: OnTransferEvent
+        self.on_receiver_event: OnTransferEvent
+        self.outgoing: dict[AttemptKey, TransferPlan] = {}
         self.final: dict[AttemptKey, int] = {}
         self.grants: dict[AttemptKey, Grant] = {}
-        self.incoming: dict[AttemptKey, IncomingTransfer] = {}
+        self.incoming: dict[AttemptKey, TransferPlan] = {}
         self.sent: dict[AttemptKey, int] = {}
         self.blocks_moved = 0
         self.disconnected: list[str] = []
@@ -187,7 +186,7 @@ class FakeWire:
                     for table, first in enumerate(grant.first_blocks):
                         assert first >= transfer.first_blocks[table], "asked for KV that the sender has given up"
                         if index >= first:
-                            self._copy(transfer.src_blocks[table][index], incoming.dst_blocks[table][index])
+                            self._copy(transfer.blocks[table][index], incoming.blocks[table][index])
                             self.blocks_moved += 1
                 self.sent[key] += 1
                 return True
@@ -214,9 +213,9 @@ class _FakeSender:
     def __init__(self, wire: FakeWire) -> None:
         self.wire = wire
 
-    def open(self, transfer: OutgoingTransfer) -> None:
-        self.wire.outgoing[transfer.key] = transfer
-        self.wire.final[transfer.key] = transfer.final_blocks
+    def open_source(self, plan: TransferPlan, final_blocks: int = 0) -> None:
+        self.wire.outgoing[plan.key] = plan
+        self.wire.final[plan.key] = final_blocks
 
     def grant(self, grant: Grant) -> None:
         if grant.key in self.wire.outgoing:
@@ -238,13 +237,11 @@ class _FakeSender:
 
 
 class _FakeReceiver:
-    address = "fake"
-
     def __init__(self, wire: FakeWire) -> None:
         self.wire = wire
 
-    def open(self, transfer: IncomingTransfer) -> bool:
-        self.wire.incoming[transfer.key] = transfer
+    def open_destination(self, plan: TransferPlan, *_: Any, timeline: bool = False) -> bool:
+        self.wire.incoming[plan.key] = plan
         return True
 
     def abort(self, key: AttemptKey) -> None:

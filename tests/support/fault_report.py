@@ -19,8 +19,8 @@ from support.fault_streams import STREAMS
 _TITLE, _TITLE_TLS = "# The fault matrix", "# The fault matrix with certificates"
 _HEAD_TLS = """
 Made by `scripts/test-faults --tls`: the same cells, with a certificate for each service (`--tls-dir`), so that control
-links use TLS, KV over ZMQ is sealed, links between ranks use CURVE, and records in Redis are signed. Ranks of one node on
-two hosts add their parts up over gloo, which stays in clear (`--allow-plain-collectives`). Redis itself and the clients'
+links use TLS, KV over ZMQ and links between ranks are sealed, and records in Redis are signed. Ranks of one node on two
+hosts add their parts up over gloo, which stays in clear (`--allow-plain-collectives`). Redis itself and the clients'
 connections are as above. Three of the streams have a regular expression as grammar.
 """
 _HEAD = f"""

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from common.base.errors import PeerLost
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
+from common.engine.kv_transfer import OnTransferEvent
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, TransportContext, fit_message
 from kvtransfer.transports.choose import TransportOffer
 
@@ -144,12 +143,14 @@ class LoopbackListener:
 
 
 def loopback_sender(
-    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent, network: LoopbackNetwork, **options: Any
-) -> Sender:
-    return Sender(storage, layout, rank, on_event, [LoopbackConnector(network)], wanted=LOOPBACK, **options)
+    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnTransferEvent, network: LoopbackNetwork, **options: Any
+) -> TransferEnd:
+    given = {"incarnation": "src-1", "wanted": LOOPBACK} | options
+    return TransferEnd(storage, layout, rank, on_event, [LoopbackConnector(network)], **given)
 
 
 def loopback_receiver(
-    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnReceiverEvent, network: LoopbackNetwork, **options: Any
-) -> Receiver:
-    return Receiver(storage, layout, rank, on_event, [LoopbackListener(network)], **options)
+    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnTransferEvent, network: LoopbackNetwork, **options: Any
+) -> TransferEnd:
+    given = {"incarnation": "dst-1"} | options
+    return TransferEnd(storage, layout, rank, on_event, [], [LoopbackListener(network)], **given)

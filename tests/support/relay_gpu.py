@@ -16,16 +16,20 @@ from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
+    GrantOrder,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
     Received,
     RelaySettings,
     SourceReleased,
+    TransferPlan,
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.factory import make_receiver, make_sender
+from kvtransfer.factory import make_end
 
 DEADLINE_S = 60.0
 
@@ -57,16 +61,21 @@ def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, de
         torch.cuda.set_device(storage.groups[0].stacked.device)
         torch.cuda.synchronize()
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def on_event(event: Any) -> None:
+        if not isinstance(event, Opened):
+            events.put(event)
+
     config = DecodeConfig(kv_transport=transport)  # type: ignore[arg-type]
-    receiver = make_receiver(RelaySettings.of(config), storage, kv, 0, events.put, port=0, incarnation="dst-1")
+    receiver = make_end(RelaySettings.of(config), storage, kv, 0, on_event, incarnation="dst-1", listen_port=0)
     pipe.send(receiver.address)
     while (order := pipe.recv()) is not None:
         kind, value = order
         match kind:
             case "open":
-                pipe.send(receiver.open(value))
+                pipe.send(receiver.apply(value))
             case "abort":
-                pipe.send(receiver.abort(value))
+                pipe.send(receiver.apply(AbortOrder(value)))
             case "next event":
                 event = events.get(timeout=DEADLINE_S)
                 pipe.send((type(event).__name__, str(getattr(event, "error", ""))))
@@ -85,7 +94,7 @@ class GpuPair:
         self.storage = random_storage(kv, 0, num_blocks, 1, devices[0])
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         config = PrefillConfig(kv_transport=transport)  # type: ignore[arg-type]
-        self.sender = make_sender(RelaySettings.of(config), self.storage, kv, 0, self.events.put)
+        self.sender = make_end(RelaySettings.of(config), self.storage, kv, 0, self.events.put, incarnation="src-1")
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.child = context.Process(target=_receive, args=(theirs, kv, num_blocks, transport, devices[1]), daemon=True)
@@ -103,11 +112,12 @@ class GpuPair:
     ) -> None:
         """Open both ends and grant the transfer."""
         hashes = hashes_of(len(src_blocks))
-        tokens = len(hashes) * self.kv.spec.block_size
         source = PeerRef("p", "src-1", "", [])
-        self.ask("open", IncomingTransfer(key, source, self.kv, [dst_blocks], hashes, [0], timeout_s))
-        self.sender.open(OutgoingTransfer(key, "src-1", [src_blocks], [0], hashes, tokens, timeout_s))
-        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, [0], [pack_ids(dst_blocks)]))
+        there = TransferPlan(key, [dst_blocks], [0], hashes, timeout_s)
+        self.ask("open", OpenDestinationOrder(there, source, self.kv))
+        self.sender.apply(OpenSourceOrder(TransferPlan(key, [src_blocks], [0], hashes, timeout_s)))
+        destination = PeerRef("d", "dst-1", "", [self.address])
+        self.sender.apply(GrantOrder(Grant(key, destination, self.kv, [0], [pack_ids(dst_blocks)])))
 
     def final(self, key: AttemptKey, num_blocks: int) -> None:
         """Report every layer as final, like the engine."""

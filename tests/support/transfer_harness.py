@@ -17,11 +17,14 @@ from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
+    GrantOrder,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
     Received,
     ReceiveFailed,
     SourceReleased,
+    TransferPlan,
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec, LayerGroup
@@ -38,7 +41,7 @@ def layout(
 
 
 class Recorder:
-    """Collects one end's events from any thread."""
+    """Collects one end's events from any thread, without `Opened`."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -46,6 +49,8 @@ class Recorder:
         self._changed = threading.Condition()
 
     def __call__(self, event: Any) -> None:
+        if isinstance(event, Opened):
+            return
         with self._changed:
             self.events.append(event)
             self.threads.add(threading.current_thread().name)
@@ -165,31 +170,17 @@ class Transfer:
     def open_receivers(self, *, src_incarnation: str = "src-1", hashes: list[bytes] | None = None) -> None:
         src = PeerRef("prefill", src_incarnation, "", [])
         for rank in self.cluster.receivers:
-            rank.end.open(
-                IncomingTransfer(
-                    self.key,
-                    src,
-                    self.cluster.src_layout,
-                    [self.dst_blocks],
-                    hashes or self.hashes,
-                    [self.held],
-                    self.timeout_s,
-                )
-            )
+            plan = TransferPlan(self.key, [self.dst_blocks], [self.held], hashes or self.hashes, self.timeout_s)
+            rank.end.apply(OpenDestinationOrder(plan, src, self.cluster.src_layout))
 
     def open_senders(self) -> None:
         for rank in self.cluster.senders:
-            rank.end.open(
-                OutgoingTransfer(self.key, "src-1", [self.src_blocks], [0], self.hashes, self.tokens, self.timeout_s)
-            )
+            rank.end.apply(OpenSourceOrder(TransferPlan(self.key, [self.src_blocks], [0], self.hashes, self.timeout_s)))
 
     def grant(self, dst: PeerRef | None = None) -> None:
+        to, blocks = dst or self.cluster.dst, [pack_ids(self.dst_blocks)]
         for rank in self.cluster.senders:
-            rank.end.grant(
-                Grant(
-                    self.key, dst or self.cluster.dst, self.cluster.dst_layout, [self.held], [pack_ids(self.dst_blocks)]
-                )
-            )
+            rank.end.apply(GrantOrder(Grant(self.key, to, self.cluster.dst_layout, [self.held], blocks)))
 
     def final(self, num_blocks: int | None = None, layers: range | None = None) -> None:
         """Every sending rank's `layers` (its own numbering; all of them by default) are final."""

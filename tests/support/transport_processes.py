@@ -11,10 +11,7 @@ from support.transfer_harness import layout
 from common.base.clock import Clock, monotonic
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.engine.kv_transfer import (
-    IncomingTransfer,
-    OutgoingTransfer,
-)
+from common.engine.kv_transfer import GrantOrder, OpenDestinationOrder, OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
@@ -61,13 +58,17 @@ def storage_of(kv: KVLayout) -> KVStorage:
     return KVStorage(kv, kv.shard(0, 0), 16)
 
 
-def incoming(kv: KVLayout = KV) -> IncomingTransfer:
-    return IncomingTransfer(KEY, PeerRef("p", "src-1", "", []), kv, [IDS], HASHES, [0], 60.0)
+def plan_of(key: AttemptKey = KEY) -> TransferPlan:
+    return TransferPlan(key, [IDS], [0], HASHES, 60.0)
 
 
-def outgoing() -> OutgoingTransfer:
-    return OutgoingTransfer(KEY, "src-1", [IDS], [0], HASHES, 32, 60.0)
+def incoming(kv: KVLayout = KV, key: AttemptKey = KEY) -> OpenDestinationOrder:
+    return OpenDestinationOrder(plan_of(key), PeerRef("p", "src-1", "", []), kv)
 
 
-def grant_of(address: str, kv: KVLayout = KV) -> Grant:
-    return Grant(KEY, PeerRef("d", "dst-1", "", [address]), kv, [0], [pack_ids(IDS)])
+def outgoing(key: AttemptKey = KEY, final_blocks: int = 0) -> OpenSourceOrder:
+    return OpenSourceOrder(plan_of(key), final_blocks)
+
+
+def grant_of(address: str, kv: KVLayout = KV, key: AttemptKey = KEY, incarnation: str = "dst-1") -> GrantOrder:
+    return GrantOrder(Grant(key, PeerRef("d", incarnation, "", [address]), kv, [0], [pack_ids(IDS)]))

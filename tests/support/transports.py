@@ -18,8 +18,7 @@ from support.transfer_harness import Cluster, Recorder, layout
 from common.base.clock import Clock
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from kvtransfer.transfer_end import TransferEnd
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Transport:
         return self.make_sender(storage, kv, rank, on_event, clock=clock)
 
     def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Any:
-        return self.make_receiver(storage, kv, rank, on_event, clock=clock, incarnation="dst-1")
+        return self.make_receiver(storage, kv, rank, on_event, clock=clock)
 
 
 def zmq(seals: bool = False, **options: Any) -> Transport:
@@ -83,10 +82,18 @@ def cuda_ipc(device: Callable[[KVStorage], Any] = HostDevice, **options: Any) ->
 def staged(connector: Callable[[], Any], listener: Callable[[], Any]) -> Transport:
     """KV on a simulated GPU, sent through host memory."""
     return Transport(
-        lambda storage, *where, **kw: Sender(
-            storage, *where, [connector()], device=HostDevice(storage), min_message_bytes=1, **kw
+        lambda storage, *where, **kw: TransferEnd(
+            storage,
+            *where,
+            [connector()],
+            incarnation="src-1",
+            device=HostDevice(storage),
+            min_message_bytes=1,
+            **kw,
         ),
-        lambda storage, *where, **kw: Receiver(storage, *where, [listener()], device=HostDevice(storage), **kw),
+        lambda storage, *where, **kw: TransferEnd(
+            storage, *where, [], [listener()], incarnation="dst-1", device=HostDevice(storage), **kw
+        ),
     )
 
 

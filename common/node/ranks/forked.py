@@ -56,7 +56,7 @@ class ForkedRank:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises: subprocess.TimeoutExpired."""
+        """The exit code, once the process has ended. Raises: subprocess.TimeoutExpired."""
         deadline_s = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > deadline_s:
@@ -65,11 +65,11 @@ class ForkedRank:
         return code
 
     def terminate(self) -> None:
-        """SIGTERM, if it runs."""
+        """Send SIGTERM, if it runs."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, if it runs."""
+        """Send SIGKILL, if it runs."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

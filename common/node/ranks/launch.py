@@ -32,7 +32,7 @@ def fork_ranks(plan: NodePlan, run: RunRank) -> list[ForkedRank]:
 
 
 def join_mesh(plan: NodePlan, rank: int, setup: RankSetup) -> Mesh:
-    """Connect `rank` to the other ranks of its node. Blocks until all are connected. Raises: as `connect_mesh`."""
+    """Connect `rank` to the other ranks of its node. Blocks until all are connected. Raises: see `connect_mesh`."""
     place = plan.place(rank)
     return connect_mesh(
         place,
@@ -45,7 +45,7 @@ def join_mesh(plan: NodePlan, rank: int, setup: RankSetup) -> Mesh:
     )
 
 
-async def run_other_host(role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
+async def run_other_host(role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
     """Run the ranks of a host other than the leader's until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.

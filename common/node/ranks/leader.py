@@ -25,7 +25,7 @@ from common.node.parts import warm_up
 from common.node.plan import NodePlan
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import join_mesh
-from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
+from common.node.ranks.links import MultiRankExecutor, RankLinks
 from common.node.ranks.messages import (
     RankBusy,
     RankHello,
@@ -37,6 +37,7 @@ from common.node.ranks.messages import (
     RankStart,
     RankStarted,
 )
+from common.node.ranks.sockets import node_secret
 from common.node.role import NodeRole
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
@@ -52,7 +53,7 @@ _GRACE_S = 5.0
 class Leader:
     """Rank 0 of a node and its links to the others. Use: `load`, `start_ranks`, `executor`; `close` at the end."""
 
-    def __init__(self, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()) -> None:
+    def __init__(self, role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()) -> None:
         """Starts the processes of this host's other ranks, in `forked` if that is not empty."""
         self._plan = plan
         self._small_batches = role.small_batches
@@ -60,7 +61,7 @@ class Leader:
         self.links: RankLinks | None = None
         if plan.world_size > 1:
             hosts = plan.hosts
-            self.links = RankLinks(plan.world_size, self._host, hosts.leader_port, rank_keys(hosts.tls_dir))
+            self.links = RankLinks(plan.world_size, self._host, hosts.leader_port, node_secret(hosts.tls_dir))
             self.links.spawn(type(role).__module__, hosts.ranks_here[1:], hosts.fields, self.links.address, forked)
         self.worker: Worker
         self.num_blocks = 0
@@ -106,7 +107,7 @@ class Leader:
             raise
 
     def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
-        """Raises: as `RankLinks.collect`, with the start's deadline."""
+        """One report of `kind` from every other rank, before the start's deadline. Raises: see `RankLinks.collect`."""
         return links.collect(kind, self._plan.hosts.start_timeout_s, what, since_s=self._since_s)
 
     def _load(self) -> None:
@@ -154,7 +155,7 @@ class Leader:
     async def start_ranks(self, incarnation: str, own_data_address: str) -> None:
         """Have the other ranks allocate KV memory and open their transfer ends. `data_addresses` is complete after it.
 
-        Raises: as `load`.
+        Raises: see `load`.
         """
         self.data_addresses = [own_data_address] if own_data_address else []
         links = self.links

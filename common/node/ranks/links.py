@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import zmq
 
-from common.base.bounded_messages import BoundedMessages
-from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, module_command, tied_command
 from common.engine.executor import LocalExecutor, RunningStep
@@ -39,8 +37,7 @@ from common.node.ranks.messages import (
     RankReport,
     RankStarted,
 )
-from common.security.curve import CurveKeys, derived_keys, encrypt_client, encrypt_server
-from common.security.tls import open_credentials
+from common.node.ranks.sockets import RankInbox, RankOutbox
 
 log = logging.getLogger(__name__)
 
@@ -61,26 +58,21 @@ _END_S = 1.0
 class RankLinks:
     """Sockets to ranks 1 ... `world_size` - 1. Use: `spawn`, then `collect` and `broadcast` in turn, then `run`."""
 
-    def __init__(self, world_size: int, host: str, port: int, keys: CurveKeys | None = None) -> None:
-        """keys: of `rank_keys`."""
+    def __init__(self, world_size: int, host: str, port: int, secret: bytes | None = None) -> None:
+        """secret: from `node_secret`; messages are then sealed. Raises: ConfigError if it cannot listen there."""
         self.world_size = world_size
-        self._keys = keys
         self._codec = RankCodec()
         self._context = zmq.Context()
-        self._reports = self._context.socket(zmq.PULL)
-        self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
-        encrypt_server(self._reports, keys)
-        self._incoming = BoundedMessages(self._reports)
         try:
-            bind(self._reports, host, port)
+            self._reports = RankInbox(self._context, host, port, MAX_REPORT_BYTES, secret, leads=True)
         except zmq.ZMQError as error:
-            self._close_sockets()
+            self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
         self.busy: dict[int, RankBusy] = {rank: RankBusy() for rank in range(1, world_size)}
         """From each other rank's latest heartbeat."""
-        self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._orders: dict[int, zmq.Socket[bytes]] = {}
-        self._heartbeats: dict[int, zmq.Socket[bytes]] = {}
+        self.address = self._reports.address
+        self._orders: dict[int, RankOutbox] = {}
+        self._heartbeats: dict[int, RankOutbox] = {}
         self._children: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -135,28 +127,23 @@ class RankLinks:
             for report in self._receive(timeout_ms=200):
                 _raise_if_failed(report)
                 if isinstance(report, RankHello):
-                    self._connect(report)
+                    for outboxes in (self._orders, self._heartbeats):
+                        outboxes[report.rank] = RankOutbox(self._context, report.address)
                 if isinstance(report, kind):
                     got[report.rank] = report
             with self.prefer_rank_error():
                 self.check_children()
         return got
 
-    def _connect(self, hello: RankHello) -> None:
-        for sockets in (self._orders, self._heartbeats):
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            encrypt_client(socket, self._keys and self._keys.public)
-            connect(socket, hello.address)
-            sockets[hello.rank] = socket
-
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks on this host but the leader."""
         return {rank: child.pid for rank, child in self._children.items()}
 
     def check_children(self) -> None:
-        """Raises: RankLost naming a local rank whose process ended. If several did, one that was killed is named: it caused the
-        end of the others."""
+        """Check that the local ranks run.
+
+        Raises: RankLost naming one whose process ended. Of several, one that was killed: it caused the end of the others.
+        """
         codes = self._exit_codes()
         if codes:
             rank = min(codes, key=codes.__getitem__)
@@ -192,12 +179,11 @@ class RankLinks:
         return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
 
     def _receive(self, timeout_ms: int) -> Iterator[RankReport]:
-        self._reports.poll(timeout_ms)
-        while True:
+        timeout_s = timeout_ms / 1000
+        while (data := self._reports.receive(timeout_s)) is not None:
+            timeout_s = 0.0
             try:
-                yield self._codec.decode(self._incoming.receive().bytes)
-            except zmq.Again:
-                return
+                yield self._codec.decode(data)
             except ProtocolError as error:
                 log.warning("discarding a malformed report of a rank: %s", error)
 
@@ -207,8 +193,8 @@ class RankLinks:
         """Send an order to every other rank, from any thread. One thread's orders arrive in order."""
         data = self._codec.encode(order)
         with self._lock:
-            for socket in self._orders.values():
-                socket.send(data)
+            for outbox in self._orders.values():
+                outbox.send(data)
 
     def run(
         self, on_report: Callable[[RankReport], None], on_dead: Callable[[BaseException], None], lease_s: float
@@ -236,8 +222,8 @@ class RankLinks:
                 now_s = time.monotonic()
                 if now_s > heartbeat_s + lease_s / 6:
                     heartbeat_s = now_s
-                    for rank, socket in self._heartbeats.items():
-                        socket.send(self._codec.encode(LeaderBeat(rank)))
+                    for rank, outbox in self._heartbeats.items():
+                        outbox.send(self._codec.encode(LeaderBeat(rank)))
                 with self.prefer_rank_error():
                     self.check_children()
                 for rank, last_s in last_heard_s.items():
@@ -266,18 +252,12 @@ class RankLinks:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        self._incoming.close()
+        self._reports.close()
         self._context.destroy(linger=0)
 
 
-def rank_keys(tls_dir: str | None) -> CurveKeys | None:
-    """The keys of all sockets between the ranks of a node; None without `--tls-dir`. Raises: ConfigError."""
-    credentials = open_credentials(tls_dir)
-    return None if credentials is None else derived_keys(credentials.secret(b"links between ranks"))
-
-
 def _raise_if_failed(report: RankReport) -> None:
-    """Raises: the error of a rank that ends."""
+    """Raise the error that a rank reported before its end."""
     if isinstance(report, RankFailed):
         raise from_code(report.code, f"rank {report.rank}: {report.message}")
 
@@ -294,7 +274,7 @@ class MultiRankExecutor:
         self._samples_here = samples_here
 
     def submit(self, step: StepInput) -> StepOutput | None:
-        """Raises: RankLost, after which the node must end."""
+        """Run a step on all ranks. Raises: RankLost, after which the node must end."""
         output = self.start(step).wait()
         return output if self._samples_here else None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
+def run_rank(load_role: Callable[[], NodeRole[Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
     """Run rank `rank` until the leader ends. `fields`: the node's configuration; `leader`: the address that takes the
     rank's reports. `load_role` may import torch.
 

@@ -104,7 +104,7 @@ class LoadAdapter:
     """Load a LoRA adapter beside the steps, and answer with `RankLoadedAdapter`."""
 
     adapter_id: int
-    """As in `StepInput.adapters`; new at every load."""
+    """The id that `StepInput.adapters` uses; new at every load."""
     path: str
     digest: str
     """Digest of its weights when it was registered."""

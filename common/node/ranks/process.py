@@ -1,6 +1,6 @@
 """A rank other than its node's leader: connects to the other ranks, loads its shard, carries out the leader's orders.
 
-The main thread computes, one thread receives orders, one sends heartbeats. A leader that is silent past its lease ends
+The main thread computes, a second one receives orders, a third one sends heartbeats. A leader that is silent past its lease ends
 the rank, as does any failed step: ranks share fate.
 """
 
@@ -15,18 +15,15 @@ from typing import Any, TypeVar
 
 import zmq
 
-from common.base.bounded_messages import BoundedMessages
-from common.base.endpoints import bind, connect
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.free_memory import peak_memory_bytes
 from common.base.torch_setup import configure_torch
 from common.engine.executor import LocalExecutor
-from common.engine.kv_transfer import RankTransferEnd, TransferOrder
+from common.engine.kv_transfer import TransferEnd, TransferOrder
 from common.engine.step import StepInput
 from common.node.plan import NodePlan
 from common.node.ranks.adapters import RankAdapters
 from common.node.ranks.launch import join_mesh
-from common.node.ranks.links import rank_keys
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
     DropAdapter,
@@ -43,9 +40,10 @@ from common.node.ranks.messages import (
     RankStart,
     RankStarted,
 )
+from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader, node_secret
 from common.node.role import NodeRole
 from common.node.worker import Worker, load_worker
-from common.security.curve import encrypt_client, encrypt_server
+from common.security.sealed_endpoints import with_key
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ not return."""
 class RankProcess:
     """One rank's sockets and main loop."""
 
-    def __init__(self, role: NodeRole[Any, Any], plan: NodePlan, rank: int, leader: str) -> None:
+    def __init__(self, role: NodeRole[Any], plan: NodePlan, rank: int, leader: str) -> None:
         """`leader`: address of the leader's socket for reports."""
         self._role = role
         self._plan = plan
@@ -69,29 +67,20 @@ class RankProcess:
         self._leader = leader
         self._codec = RankCodec()
         self._context = zmq.Context()
-        self._orders = self._context.socket(zmq.PULL)
-        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
-        self._keys = rank_keys(plan.hosts.tls_dir)
-        encrypt_server(self._orders, self._keys)
-        self._incoming = BoundedMessages(self._orders, MAX_ORDER_BYTES)
-        bind(self._orders, plan.hosts.addresses.for_ranks, 0)
-        self._reports = self._connect()
+        self._secret = node_secret(plan.hosts.tls_dir)
+        self._orders = RankInbox(self._context, plan.hosts.addresses.for_ranks, 0, MAX_ORDER_BYTES, self._secret)
+        self._reports: RankOutbox | None = None if self._secret else RankOutbox(self._context, leader)
+        """With certificates it is made once the leader has told its key."""
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._executor: LocalExecutor | None = None
         self._serving_since_s = 0.0
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        encrypt_client(socket, self._keys and self._keys.public)
-        connect(socket, self._leader)
-        return socket
-
     def report(self, message: RankReport) -> None:
         """Send a report to the leader. Any thread."""
         with self._lock:
-            self._reports.send(self._codec.encode(message))
+            if self._reports is not None:
+                self._reports.send(self._codec.encode(message))
 
     def run(self) -> None:
         """Run until the leader ends. Raises: KvRelayError, after reporting it to the leader."""
@@ -105,16 +94,21 @@ class RankProcess:
             raise
         finally:
             self._ending.set()
-            self._incoming.close()
+            self._orders.close()
             self._context.destroy(linger=1000)
 
     def _run(self) -> None:
         plan, hosts = self._plan, self._plan.hosts
-        address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = self._orders.address
         if not hosts.same_host:
             address = hosts.addresses.advertised(address)
-        self.report(RankHello(self._rank, address))
-        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        leader = self._leader
+        if self._secret is not None:
+            timeout_s = hosts.start_timeout_s
+            leader = ask_leader(self._context, leader, self._orders, address, self._secret, timeout_s)
+            self._reports = RankOutbox(self._context, leader)
+        self.report(RankHello(self._rank, with_key(address, self._orders.key)))
+        threading.Thread(target=self._send_heartbeats, args=(leader,), name="heartbeat", daemon=True).start()
         setup = self._wait_for(RankSetup, "blocked until all ranks have started")
         configure_torch(hosts.threads)
         mesh = join_mesh(plan, self._rank, setup)
@@ -123,17 +117,17 @@ class RankProcess:
         start = self._wait_for(RankStart, "blocked until all ranks have loaded their shards")
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
-        end = self._role.rank_transfers(worker, self._rank, start.incarnation, self.report)
+        end = self._role.transfer_end(worker, self._rank, start.incarnation, self.report)
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
-            self.report(RankStarted(self._rank, hosts.addresses.advertised(end.data_address)))
-            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker)
+            self.report(RankStarted(self._rank, hosts.addresses.advertised(end.address)))
+            self._serve(LocalExecutor(worker.runner, end.blocks_final), end, adapters, worker)
         finally:
             adapters.close()
             end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, adapters: RankAdapters, worker: Worker) -> None:
+    def _serve(self, executor: LocalExecutor, end: TransferEnd, adapters: RankAdapters, worker: Worker) -> None:
         """Run steps on this thread, and transfer orders on another, because they must not wait for a step."""
         steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
@@ -154,7 +148,7 @@ class RankProcess:
             if worker.samples:
                 self.report(output)
 
-    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: RankTransferEnd, adapters: RankAdapters) -> None:
+    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: TransferEnd, adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
         allowed_s = self._plan.hosts.start_timeout_s
         try:
@@ -192,20 +186,15 @@ class RankProcess:
         return order
 
     def _next_order(self, timeout_s: float) -> RankOrder | None:
-        """None if none comes in time."""
-        try:
-            frame = self._incoming.receive()
-        except zmq.Again:
-            if not self._orders.poll(int(1000 * timeout_s)):
-                return None
-            frame = self._incoming.receive()
-        return self._codec.decode(frame.bytes)
+        """The leader's next order; None if none comes in time."""
+        data = self._orders.receive(timeout_s)
+        return None if data is None else self._codec.decode(data)
 
-    def _send_heartbeats(self) -> None:
-        socket = self._connect()
+    def _send_heartbeats(self, leader: str) -> None:
+        outbox = RankOutbox(self._context, leader)
         while not self._ending.wait(self._plan.hosts.lease_s / 6):
-            socket.send(self._codec.encode(RankBeat(self._rank, self._busy())))
-        socket.close(linger=0)
+            outbox.send(self._codec.encode(RankBeat(self._rank, self._busy())))
+        outbox.close()
 
     def _busy(self) -> RankBusy:
         executor = self._executor

@@ -84,11 +84,11 @@ class CollectivePeer(Peer):
 
     @property
     def has_room(self) -> bool:
-        """As `Peer.has_room`; False until the group exists."""
+        """Whether one more message may be sent; False until the group exists."""
         return self._usable and super().has_room
 
     def stage(self) -> Buffer:
-        """As `Peer.stage`."""
+        """A buffer to fill for one message."""
         return self._pool.take()
 
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
@@ -185,7 +185,7 @@ class CollectiveConnector:
         """The last group at each endpoint, the latest last."""
 
     def attach(self, context: TransportContext) -> None:
-        """As `Connector.attach`. Raises: ConfigError."""
+        """Make the pool of staging buffers. Raises: ConfigError if one block of one layer has no room in a message."""
         self._transport_context = context
         self._pool = StagingPool(
             fit_message(self._message_bytes, context.unit_bytes),
@@ -194,7 +194,7 @@ class CollectiveConnector:
         )
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
-        """As `Connector.connect`. Raises: PeerLost."""
+        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         self._peers = [peer for peer in self._peers if not peer.link_closed]
         size = self._pool.buffer_bytes
         if not has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
@@ -230,7 +230,7 @@ class CollectiveConnector:
         return peer
 
     def close(self) -> None:
-        """As `Connector.close`."""
+        """End the groups' threads and the links."""
         join_threads(peer.group for peer in self._peers)
         for peer in self._peers:
             peer.close_link()

@@ -83,20 +83,20 @@ class CollectiveListener:
         self._now = 0.0
 
     def attach(self, context: TransportContext) -> None:
-        """As `Listener.attach`. Raises: ConfigError."""
+        """Start to listen. Raises: ConfigError if the backend cannot use this rank's memory."""
         self._context = context
         self._make_buffer = buffer_maker(self._backend, context)
         context.poller.register(self._router.socket, zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """As `Listener.on_poll`."""
+        """Drop the senders that have been silent for too long."""
         self._now = now
         for sender in list(self._senders.values()):
             if now - sender.heard_at > SILENCE_S:
                 self._drop(sender, f"nothing heard from the sender for {SILENCE_S:g} s")
 
     def receive(self) -> Arrival | None:
-        """As `Listener.receive`."""
+        """The next message; None if none waits."""
         while frames := self._router.receive(3):
             try:
                 self._on_frames(frames[0].bytes, frames[1:])
@@ -106,7 +106,7 @@ class CollectiveListener:
         return self._arrived.popleft() if self._arrived else None
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """As `Listener.acknowledge`."""
+        """Take the buffer back and send the ack."""
         origin: _Origin = arrival.origin
         origin.sender.waiting -= 1
         origin.sender.pool.give_back(origin.buffer)
@@ -116,7 +116,7 @@ class CollectiveListener:
             self._router.send(origin.sender.identity, ACK_TAG + wire.encode(ack))
 
     def close(self) -> None:
-        """As `Listener.close`."""
+        """Drop all senders and stop listening."""
         for sender in list(self._senders.values()):
             self._drop(sender, "the receiver was closed")
         join_threads(self._groups)

@@ -104,12 +104,12 @@ class ShmListener:
         self._socket.listen(128)
 
     def attach(self, context: TransportContext) -> None:
-        """As `Listener.attach`."""
+        """Start to listen."""
         self._poller = context.poller
         self._poller.register(self._socket.fileno(), zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """As `Listener.on_poll`."""
+        """Accept new senders, and note which ones have messages."""
         if self._accept_again_s is not None and now >= self._accept_again_s:
             self._accept_again_s = None
             self._poller.register(self._socket.fileno(), zmq.POLLIN)
@@ -120,7 +120,7 @@ class ShmListener:
         self._readable.extend(s for fd, s in self._senders.items() if fd in ready and s not in known)
 
     def receive(self) -> Arrival | None:
-        """As `Listener.receive`; senders take turns."""
+        """The next message; None if none waits. Senders take turns."""
         while self._readable:
             sender = self._readable.popleft()
             arrival = self._read(sender)
@@ -130,7 +130,7 @@ class ShmListener:
         return None
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """As `Listener.acknowledge`."""
+        """Send the ack, which frees the page. A sender whose header cannot be read is dropped."""
         sender: RingSender = arrival.origin
         if ack is None:
             self._malformed(sender, "its header cannot be read")
@@ -141,7 +141,7 @@ class ShmListener:
             self._drop(sender, str(error))
 
     def close(self) -> None:
-        """As `Listener.close`."""
+        """Drop all senders and stop listening."""
         for sender in list(self._senders.values()):
             self._drop(sender, "closed by this receiver")
         self._socket.close()

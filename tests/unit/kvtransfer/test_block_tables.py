@@ -9,13 +9,13 @@ from common.base.errors import TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer
+from common.engine.kv_transfer import OpenDestinationOrder, OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 from kvtransfer.copy.host import SliceCopier
-from kvtransfer.incoming import Incoming
-from kvtransfer.outgoing import Outgoing
+from kvtransfer.receive_state import ReceiveState
+from kvtransfer.send_state import SendState
 
 PLANES = KVPlane("k", 3), KVPlane("v", 3)
 SPEC = KVSpec(
@@ -42,8 +42,8 @@ def storages(layout: KVLayout) -> list[KVStorage]:
     return [KVStorage(layout, shard, NUM_BLOCKS) for shard in layout.shards()]
 
 
-def transfer(source: list[list[int]] | None = None) -> OutgoingTransfer:
-    return OutgoingTransfer(KEY, "s1", source or tables(1), HELD_BY_SENDER, HASHES, TOTAL * 2, 60.0)
+def transfer(source: list[list[int]] | None = None) -> OpenSourceOrder:
+    return OpenSourceOrder(TransferPlan(KEY, source or tables(1), HELD_BY_SENDER, HASHES, 60.0))
 
 
 def grant(layout: KVLayout, first_blocks: list[int], blocks: list[list[int]]) -> Grant:
@@ -71,15 +71,12 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
         for group, part in enumerate(storage.shard.parts):
             own = truth[group, part.layer_lo : part.layer_hi, :, :, part.head_lo : part.head_hi]
             storage.groups[group].stacked.numpy()[:, :, ours[group]] = own
-    incoming = [
-        Incoming(
-            IncomingTransfer(KEY, PeerRef("p", "s1", "", []), src, theirs, HASHES, first_blocks, 60.0), dst, r, 24, 0
-        )
-        for r in range(dst.world_size)
-    ]
+    plan = TransferPlan(KEY, theirs, first_blocks, HASHES, 60.0)
+    order = OpenDestinationOrder(plan, PeerRef("p", "s1", "", []), src)
+    incoming = [ReceiveState(order, dst, r, NUM_BLOCKS, 0) for r in range(dst.world_size)]
     moved = 0
     for rank, storage in enumerate(sources):
-        outgoing = Outgoing(transfer(ours), src, rank, NUM_BLOCKS)
+        outgoing = SendState(transfer(ours), src, rank, NUM_BLOCKS)
         outgoing.grant(grant(dst, first_blocks, theirs), 0.0)
         for layer in range(storage.shard.num_layers):
             outgoing.blocks_final(layer, TOTAL, 0.0)
@@ -87,7 +84,7 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
             while (batch := outgoing.take(target, max_bytes=500, now=0.0)) is not None:
                 payload = np.zeros(batch.size_bytes, np.uint8)
                 SliceCopier(storage).gather_all(batch.slices, outgoing.blocks, payload)
-                claim = incoming[target].claim(outgoing.header(batch, "d1", 0), len(payload))
+                claim = incoming[target].claim(outgoing.header(batch, "s1", "d1", 0), len(payload))
                 SliceCopier(targets[target]).scatter_all(claim.slices, incoming[target].blocks, payload)
                 incoming[target].placed(claim, 0.0)
                 moved += batch.size_bytes
@@ -105,7 +102,7 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
 @pytest.mark.parametrize("first_blocks", [[0, 2, 3], [0, 3, 2], [8, 3, 3], [0, 3], [0]])
 def test_a_grant_of_blocks_that_the_sender_has_given_up_or_never_had_is_refused(first_blocks: list[int]) -> None:
     layout = KVLayout("m", SPEC)
-    outgoing = Outgoing(transfer(), layout, 0, NUM_BLOCKS)
+    outgoing = SendState(transfer(), layout, 0, NUM_BLOCKS)
     with pytest.raises(TransferError, match="KV from blocks"):
         outgoing.grant(grant(layout, first_blocks, tables(2)), 0.0)
     with pytest.raises(TransferError):

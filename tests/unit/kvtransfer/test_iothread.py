@@ -9,7 +9,7 @@ import pytest
 from support.transfer_harness import DEADLINE_S, wait_until
 
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import SenderEvent, SourceReleased
+from common.engine.kv_transfer import SourceReleased, TransferEvent
 from kvtransfer.iothread import IOThread
 
 KEY = AttemptKey("r", 1)
@@ -22,9 +22,9 @@ class Failing:
         self.turns = 0
         self.recovered = 0
         self.finished = threading.Event()
-        self.events: list[SenderEvent] = []
+        self.events: list[TransferEvent] = []
         self._recovers = recovers
-        self.thread: IOThread[SenderEvent] = IOThread(
+        self.thread: IOThread = IOThread(
             "kv-failing", self.events.append, turn=self._turn, recover=self._recover, finish=self.finished.set
         )
         self.thread.start()
@@ -72,7 +72,7 @@ def test_thread_closes_its_mailbox_even_if_finish_fails() -> None:
         raise RuntimeError("no")
 
     cleared: list[Exception] = []
-    thread: IOThread[SenderEvent] = IOThread(
+    thread: IOThread = IOThread(
         "kv-failing", fail, turn=lambda: thread.run_commands(), recover=cleared.append, finish=fail
     )
     thread.start()

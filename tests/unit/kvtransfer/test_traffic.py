@@ -5,8 +5,7 @@ from __future__ import annotations
 from support import transports
 from support.transfer_harness import Cluster, layout
 
-from common.engine.kv_transfer import Received, SourceReleased, Traffic
-from kvtransfer.traffic import MAX_PAIRS, TrafficLog
+from common.engine.kv_transfer import Received, SourceReleased
 
 
 def test_both_ends_report_the_bytes_of_every_pair() -> None:
@@ -23,11 +22,3 @@ def test_both_ends_report_the_bytes_of_every_pair() -> None:
     assert {(t.rank, t.peer_rank): t.size_bytes for t in sent} == expected
     assert {(t.peer_rank, t.rank): t.size_bytes for t in received} == expected
     assert all(t.transport == "loopback" and t.why for t in sent)
-
-
-def test_log_is_bounded_and_keeps_the_latest() -> None:
-    log = TrafficLog("to")
-    for number in range(MAX_PAIRS + 5):
-        log.add(f"n{number}", "i", [Traffic(0, 0, "zmq", "", 1)])
-    assert len(log.pairs) == MAX_PAIRS
-    assert log.pairs[-1].peer == f"n{MAX_PAIRS + 4}"

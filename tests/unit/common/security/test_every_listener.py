@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-import zmq.utils.z85
 from support.certificates import made
 
 from common.base.endpoints import connect
@@ -19,11 +18,10 @@ from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminRoute, AdminServer
 from common.control.links import Server
 from common.node.ranks.links import RankLinks
-from common.security.curve import derived_keys, encrypt_client
 from common.security.names import host_of
+from common.security.sealed_sockets import SealedPush, introduce
 from common.security.sealing import ServerKey
 from common.security.tls import Credentials
-from kvtransfer.transports.sealed import introduce
 from kvtransfer.transports.zmq import ZmqListener
 from router.http.server import bind, http_server
 from router.router import Router
@@ -114,32 +112,35 @@ async def kv_listener() -> AsyncIterator[tuple[str, bytes, Callable[[], object]]
 
 @contextlib.asynccontextmanager
 async def rank_reports() -> AsyncIterator[tuple[str, bytes, Callable[[], object]]]:
-    keys = derived_keys(Credentials(str(made() / "node")).secret(b"links between ranks"))
-    links = RankLinks(2, "127.0.0.1", 0, keys)
-    yield links.address, keys.public, lambda: links._reports.poll(0)
+    """What arrives here would still have to open: test_sockets.py."""
+    secret = Credentials(str(made() / "node")).secret(b"links between ranks")
+    links = RankLinks(2, "127.0.0.1", 0, secret)
+    inbox = links._reports
+    assert inbox._sealed is not None
+
+    def arrived() -> object:
+        inbox._sealed.admit()
+        return inbox._socket.poll(0)
+
+    yield links.address, ServerKey(secret).public, arrived
     links.close()
 
 
 GuardedListener = Callable[[], contextlib.AbstractAsyncContextManager[tuple[str, bytes, Callable[[], object]]]]
 GUARDED: dict[GuardedListener, tuple[int, Callable[[zmq.Socket[bytes], bytes], object]]] = {
     kv_listener: (zmq.DEALER, introduce),
-    rank_reports: (zmq.PUSH, encrypt_client),
+    rank_reports: (zmq.PUSH, SealedPush),
 }
 """The client's kind of socket, and how it uses a key."""
 
 
-def guessed(listener: GuardedListener) -> bytes:
-    return ServerKey().public if listener is kv_listener else zmq.curve_keypair()[0]
+def other_service() -> bytes:
+    return ServerKey(Credentials(str(made() / "router")).secret(b"links between ranks")).public
 
 
-def other_service(listener: GuardedListener) -> bytes:
-    public = derived_keys(Credentials(str(made() / "router")).secret(b"links between ranks")).public
-    return zmq.utils.z85.decode(public) if listener is kv_listener else public
-
-
-STRANGERS: dict[str, Callable[[GuardedListener], bytes | None]] = {
-    "in clear": lambda _: None,
-    "a key that was guessed": guessed,
+STRANGERS: dict[str, Callable[[], bytes | None]] = {
+    "in clear": lambda: None,
+    "a key that was guessed": lambda: ServerKey().public,
     "another service's key": other_service,
 }
 
@@ -180,7 +181,7 @@ async def arrives(listener: GuardedListener, wrong: bytes | None) -> bool:
 @pytest.mark.parametrize("who", STRANGERS)
 @pytest.mark.parametrize("listener", GUARDED)
 def test_kv_and_reports_need_the_listeners_key(listener: GuardedListener, who: str) -> None:
-    assert not asyncio.run(arrives(listener, STRANGERS[who](listener)))
+    assert not asyncio.run(arrives(listener, STRANGERS[who]()))
 
 
 # ---------------------------------------------------------------- clients of the HTTP API check the router

@@ -16,13 +16,12 @@ from support.transfer_harness import Rank, Recorder, layout, wait_until
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import RelaySettings, SourceReleased
+from common.engine.kv_transfer import AbortOrder, RelaySettings, SourceReleased
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
+from common.node.traffic import count_bytes
 from kvtransfer import factory
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
-from kvtransfer.traffic import count_bytes
+from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports import same_host
 from kvtransfer.transports.choose import (
     FORGET_AFTER_S,
@@ -154,13 +153,14 @@ def test_host_id_is_stable_and_reveals_nothing_about_the_host() -> None:
 def even_ranks_share_memory() -> transports.Transport:
     """Even ranks of the source may share memory with the destination, odd ranks may not."""
 
-    def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> Sender:
+    def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> TransferEnd:
         connectors: list[Any] = [ZmqConnector(), *([] if rank % 2 else [ShmConnector()])]
-        return Sender(storage, kv, rank, on_event, connectors, min_message_bytes=1, **kw)
+        return TransferEnd(storage, kv, rank, on_event, connectors, incarnation="src-1", min_message_bytes=1, **kw)
 
-    return transports.Transport(
-        sender, lambda *where, **kw: Receiver(*where, [ZmqListener("127.0.0.1", 0), ShmListener()], **kw)
-    )
+    def receiver(*where: Any, **kw: Any) -> TransferEnd:
+        return TransferEnd(*where, [], [ZmqListener("127.0.0.1", 0), ShmListener()], incarnation="dst-1", **kw)
+
+    return transports.Transport(sender, receiver)
 
 
 def moved(rank: Rank) -> dict[str, int]:
@@ -218,7 +218,7 @@ def test_transport_that_breaks_before_its_first_ack_is_avoided_afterwards(
     transfer.final()
     sender = cluster.senders[0].end
     wait_until(
-        lambda: "shm" in sender._table._failures.of(cluster.receivers[0].end.address, 0.0),
+        lambda: "shm" in sender._send.connections._failures.of(cluster.receivers[0].end.address, 0.0),
         "the sender remembers the failure",
     )
     cluster.transfer("r", attempt=2, tokens=27).run()
@@ -238,9 +238,9 @@ def test_transport_that_takes_messages_and_never_acknowledges_is_avoided_afterwa
         transfer.grant()
         transfer.final()
         sender, recorder = cluster.senders[0].end, cluster.senders[0].recorder
-        wait_until(lambda: any(peer.in_flight for peer in list(sender._peers.values())), "a message is in flight")
+        wait_until(lambda: any(peer.in_flight for peer in list(sender._send._peers.values())), "a message is in flight")
         clock.advance(31.0)
-        sender.abort(AttemptKey("nobody", 1))  # makes the thread look at the clock
+        sender.apply(AbortOrder(AttemptKey("nobody", 1)))  # makes the thread look at the clock
         assert isinstance(recorder.wait(transfer.key, SourceReleased).error, PeerLost)
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert "shm" not in moved(cluster.receivers[0])
@@ -257,7 +257,7 @@ def test_transport_that_failed_is_tried_again_after_a_while(
 
     clock = MockClock()
     cluster = make(clock=clock)
-    cluster.senders[0].end._table._idle_s = idle_s
+    cluster.senders[0].end._send.connections._idle_s = idle_s
     with monkeypatch.context() as broken:
         broken.setattr(ring, "create", cannot)
         cluster.transfer("first", tokens=27).run()
@@ -280,8 +280,15 @@ def test_failures_are_bounded_and_the_oldest_is_forgotten() -> None:
 
 def test_sender_with_no_common_transport_fails_its_transfer(make: Any) -> None:
     cluster = make(layout(), layout())
-    lone = Sender(
-        cluster.senders[0].storage, cluster.src_layout, 0, cluster.senders[0].recorder, [ShmConnector()], wanted="zmq"
+    first = cluster.senders[0]
+    lone = TransferEnd(
+        first.storage,
+        cluster.src_layout,
+        0,
+        first.recorder,
+        [ShmConnector()],
+        incarnation="src-1",
+        wanted="zmq",
     )
     try:
         transfer = cluster.transfer()
@@ -302,7 +309,7 @@ def test_receiver_offers_what_its_configuration_allows(wanted: str, offered: lis
     kv = layout()
     config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_receiver(RelaySettings.of(config), storage, kv, 0, Recorder(), port=0, incarnation="d")
+    receiver = factory.make_end(RelaySettings.of(config), storage, kv, 0, Recorder(), incarnation="d", listen_port=0)
     try:
         assert [offer.transport for offer in parse_offers(receiver.address)] == offered
     finally:
@@ -316,13 +323,15 @@ def test_host_that_cannot_share_memory_offers_zmq_only_and_refuses_shm(
         monkeypatch.setattr(module, "host_id", lambda: None)
     kv = layout()
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_receiver(
-        RelaySettings.of(DecodeConfig()), storage, kv, 0, Recorder(), port=0, incarnation="d"
+    receiver = factory.make_end(
+        RelaySettings.of(DecodeConfig()), storage, kv, 0, Recorder(), incarnation="d", listen_port=0
     )
     receiver.close()
     assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
     with pytest.raises(ConfigError, match="Linux"):
-        factory.make_sender(RelaySettings.of(DecodeConfig(kv_transport="shm")), storage, kv, 0, Recorder())
+        factory.make_end(
+            RelaySettings.of(DecodeConfig(kv_transport="shm")), storage, kv, 0, Recorder(), incarnation="d"
+        )
 
 
 def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
@@ -332,21 +341,21 @@ def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
     assert factory._allowed("collective", on_gpu_storage) == ["nccl"]
     assert factory._allowed("cuda_ipc", on_gpu_storage) == ["cuda_ipc"]
     with pytest.raises(ConfigError, match="CUDA device"):
-        factory.make_sender(RelaySettings.of(DecodeConfig(kv_transport="cuda_ipc")), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
+        factory.make_end(
+            RelaySettings.of(DecodeConfig(kv_transport="cuda_ipc")), in_memory, kv, 0, Recorder(), incarnation="d"
+        )
 
 
-def test_sender_or_receiver_that_cannot_be_made_closes_its_transports() -> None:
+def test_end_that_cannot_be_made_closes_its_transports() -> None:
     kv = layout()
     storage, recorder = KVStorage(kv, kv.shard(0, 0), 4), Recorder()
     listeners: list[Any] = [ZmqListener("127.0.0.1", 0), CollectiveListener("127.0.0.1", 0, backend="nccl")]
     with pytest.raises(ConfigError, match="CUDA"):
-        Receiver(storage, kv, 0, recorder, listeners)
+        TransferEnd(storage, kv, 0, recorder, [], listeners, incarnation="d")
     assert all(listener._router.socket.closed for listener in listeners)
     storage.host_bytes = None  # as on a GPU, but no device is given
     connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="CPU memory"):
-        Sender(storage, kv, 0, recorder, [connector])
-    with pytest.raises(ConfigError, match="CPU memory"):
-        Receiver(storage, kv, 0, recorder, [listener])
+        TransferEnd(storage, kv, 0, recorder, [connector], [listener], incarnation="d")
     assert connector._context.closed
     assert listener._router.socket.closed

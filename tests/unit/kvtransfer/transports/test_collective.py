@@ -20,7 +20,7 @@ from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
 from common.base.errors import PeerLost
 from common.control.messages import PeerRef
-from common.engine.kv_transfer import SourceReleased
+from common.engine.kv_transfer import DisconnectOrder, SourceReleased
 from kvtransfer.transports.collective import process_group, protocol
 from kvtransfer.transports.collective.process_group import wait_for_payload
 from kvtransfer.transports.collective.protocol import GroupLeave, GroupMeet, GroupReply, GroupRequest
@@ -96,7 +96,7 @@ def test_link_whose_group_ended_by_itself_does_not_block_close(fake: FakeReceive
         fake.reply(identity, GroupReply(request.name, port))
         assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
         cluster.transfer("good").run()
-        connector: Any = cluster.senders[0].end._connectors["gloo"]
+        connector: Any = cluster.senders[0].end._send.connections._connectors["gloo"]
         wait_until(lambda: len(connector._peers) == 1 or connector._peers[0].link_closed, "its link is closed")
         gc.disable()
         try:
@@ -161,7 +161,7 @@ def test_refusal_names_its_reason(cluster: Cluster, fake: FakeReceiver) -> None:
 def test_sender_that_never_joins_its_group_is_forgotten(cluster: Cluster) -> None:
     """It announces that it joins the store but does not; meanwhile the receiver serves others."""
     receiver = cluster.receivers[0].end
-    listener: Any = receiver._listeners[0]
+    listener: Any = receiver._receive._listeners[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(receiver.address.removeprefix("gloo+"))
@@ -214,7 +214,7 @@ def test_payload_of_a_wrong_size_ends_its_group_before_a_buffer_is_taken(cluster
 def test_group_ends_with_sender_or_receiver_and_is_made_again(cluster: Cluster) -> None:
     cluster.transfer("first").run()
     receiver = cluster.receivers[0]
-    old: Any = receiver.end._listeners[0]
+    old: Any = receiver.end._receive._listeners[0]
     assert len(old._senders) == 1
     again = gloo_receiver(receiver.storage, cluster.dst_layout, 0, receiver.recorder)
     receiver.end.close()
@@ -222,7 +222,7 @@ def test_group_ends_with_sender_or_receiver_and_is_made_again(cluster: Cluster) 
     receiver.end = again
     cluster.transfer("second", seed=1).run()
     cluster.senders[0].end.close()
-    listener: Any = again._listeners[0]
+    listener: Any = again._receive._listeners[0]
     wait_until(lambda: not listener._senders, "the receiver has noticed")
 
 
@@ -281,7 +281,7 @@ def test_nccl_staging_stays_within_its_memory_limit(
     assert not protocol.has_room("nccl", [2**21] * 16, 2**21)
     cluster.transfer("good").run()
     monkeypatch.setattr(protocol, "NCCL", "gloo")
-    listener: Any = cluster.receivers[0].end._listeners[0]
+    listener: Any = cluster.receivers[0].end._receive._listeners[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(cluster.receivers[0].end.address.removeprefix("gloo+"))
@@ -303,7 +303,7 @@ def test_connection_that_could_not_announce_its_end_is_dropped_when_the_next_one
 ) -> None:
     """Otherwise the receiver would keep it, and its GPU memory, for half a minute."""
     cluster.transfer("first").run()
-    listener: Any = cluster.receivers[0].end._listeners[0]
+    listener: Any = cluster.receivers[0].end._receive._listeners[0]
     [old] = listener._senders.values()
     real_send, leave = DealerLink.send, ENCODE(GroupLeave())
 
@@ -312,7 +312,7 @@ def test_connection_that_could_not_announce_its_end_is_dropped_when_the_next_one
             real_send(link, *frames)
 
     monkeypatch.setattr(DealerLink, "send", send)
-    cluster.senders[0].end.disconnect("dst-1")
+    cluster.senders[0].end.apply(DisconnectOrder("dst-1"))
     cluster.transfer("second", seed=1).run()
     assert len(listener._senders) == 1
     assert old not in listener._senders.values()

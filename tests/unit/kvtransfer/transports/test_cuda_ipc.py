@@ -26,7 +26,15 @@ from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 from common.base.errors import DeadlineExceeded, PeerLost, TransferAborted
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, PeerRef
-from common.engine.kv_transfer import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
+from common.engine.kv_transfer import (
+    AbortOrder,
+    DestinationReleased,
+    OpenSourceOrder,
+    Received,
+    ReceiveFailed,
+    SourceReleased,
+    TransferPlan,
+)
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.transports import cuda_ipc
@@ -104,9 +112,8 @@ def test_cached_blocks_are_lent_once_the_gpu_has_computed_them(make: Any) -> Non
     transfer = cluster.transfer(tokens=12)
     theirs.compute.open = False
     sender = cluster.senders[0].end
-    sender.open(
-        OutgoingTransfer(transfer.key, "src-1", [transfer.src_blocks], [0], transfer.hashes, 12, 60.0, final_blocks=3)
-    )
+    plan = TransferPlan(transfer.key, [transfer.src_blocks], [0], transfer.hashes, 60.0)
+    sender.apply(OpenSourceOrder(plan, final_blocks=3))
     transfer.open_receivers()
     transfer.grant()
     wait_until(lambda: len(sender._final._commands) == 4, "the sender waits for the GPU")
@@ -136,7 +143,7 @@ def test_a_receiver_on_the_same_gpu_is_lent_several_layers_at_a_time(
     for layer in range(kv.spec.num_layers):
         transfer.final(layers=range(layer, layer + 1))
         time.sleep(0.1)
-        [peer] = cluster.senders[0].end._peers.values()
+        [peer] = cluster.senders[0].end._send._peers.values()
         sent.append(peer._sequence)
     assert sent == ([0, 1, 1, 2] if gpu == "the same" else [1, 2, 3, 4])
     transfer.check_received()
@@ -176,7 +183,7 @@ def test_destination_is_not_released_before_the_copies_have_ended(make: Any) -> 
     cluster = make()
     transfer = stuck(cluster)
     assert not cluster.senders[0].recorder.events
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     probe = cluster.transfer("probe", tokens=1, held=1)
     probe.open_receivers()
     cluster.receivers[0].recorder.wait(probe.key, DestinationReleased)
@@ -190,7 +197,7 @@ def test_destination_is_not_released_before_the_copies_have_ended(make: Any) -> 
 def test_aborting_sender_releases_its_blocks_at_once_and_late_copies_are_never_received(make: Any) -> None:
     cluster = make()
     transfer = stuck(cluster)
-    cluster.senders[0].end.abort(transfer.key)
+    cluster.senders[0].end.apply(AbortOrder(transfer.key))
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, TransferAborted)
     kv_words(cluster.senders[0].storage)[:] = 0xA5  # the engine computes something else there
@@ -198,7 +205,7 @@ def test_aborting_sender_releases_its_blocks_at_once_and_late_copies_are_never_r
     failed = cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     assert "took the blocks back" in str(failed.error)
     assert not cluster.receivers[0].recorder.of(transfer.key, Received)
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
     cluster.transfer("next", tokens=60).run()
 
@@ -211,7 +218,7 @@ def test_receiver_that_hangs_delays_its_transfer_no_longer_than_the_deadline(mak
     def deadline_has_passed() -> bool:
         # Again and again: a report of final blocks that is taken only now counts as progress.
         clock.advance(6.0)
-        cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+        cluster.senders[0].end.apply(AbortOrder(AttemptKey("nobody", 1)))
         return bool(cluster.senders[0].recorder.events)
 
     wait_until(deadline_has_passed, "the deadline")
@@ -222,7 +229,7 @@ def test_receiver_that_hangs_delays_its_transfer_no_longer_than_the_deadline(mak
 
 def test_receiver_on_a_gpu_that_hangs_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy follows what was computed before, and that may wait for a rank that is gone."""
-    monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.transfer_end.CLOSING_S", 0.2)
     cluster = make()
     ours, _ = devices(cluster)
     transfer = cluster.transfer(tokens=27)
@@ -250,20 +257,20 @@ def test_copies_in_progress_when_the_receiver_fails_are_acknowledged_when_they_h
         monkeypatch.undo()
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(receiver._transfers, "expire", fail)
+    monkeypatch.setattr(receiver._receive.table, "expire", fail)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
-    assert receiver._unanswered, "the GPU still reads the lent blocks"
+    assert receiver._receive._unanswered, "the GPU still reads the lent blocks"
     assert not cluster.senders[0].recorder.events
     ours.copying.open = True
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is not None
-    peer = next(iter(cluster.senders[0].end._peers.values()))
+    peer = next(iter(cluster.senders[0].end._send._peers.values()))
     wait_until(lambda: not (peer.in_flight or peer.lent), "the whole window is free again")
-    receiver.abort(transfer.key)
+    receiver.apply(AbortOrder(transfer.key))
     cluster.transfer("after", tokens=60, seed=1).run()
 
 
 def test_receiver_that_fails_on_a_gpu_that_hangs_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.transfer_end.CLOSING_S", 0.2)
     cluster = make()
     ours, _ = devices(cluster)
     transfer = cluster.transfer(tokens=27)
@@ -272,7 +279,7 @@ def test_receiver_that_fails_on_a_gpu_that_hangs_can_be_closed(make: Any, monkey
     transfer.hand_over()
     receiver = cluster.receivers[0].end
     wait_until(lambda: ours.copies > 0, "a copy is in progress")
-    monkeypatch.setattr(receiver._transfers, "expire", lambda _: 1 / 0)
+    monkeypatch.setattr(receiver._receive.table, "expire", lambda _: 1 / 0)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     closing = threading.Thread(target=receiver.close, daemon=True)
     closing.start()
@@ -302,7 +309,7 @@ def test_abort_while_every_slice_is_lent_counts_nothing_as_sent(make: Any) -> No
     transfer.grant()
     transfer.final()
     wait_until(lambda: ours.copies > 0, "a copy is in progress")
-    cluster.senders[0].end.abort(transfer.key)
+    cluster.senders[0].end.apply(AbortOrder(transfer.key))
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is not None
     ours.copying.open = True
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)

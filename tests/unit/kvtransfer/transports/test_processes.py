@@ -18,8 +18,6 @@ from support.transfer_harness import Recorder, wait_until
 from support.transport_processes import (
     BIG,
     BLOCKS,
-    HASHES,
-    IDS,
     KEY,
     KV,
     TRANSPORTS,
@@ -32,12 +30,10 @@ from support.transport_processes import (
 )
 
 from common.base.errors import DeadlineExceeded, PeerLost
-from common.control.ids import pack_ids
-from common.control.messages import AttemptKey, Grant, PeerRef
+from common.control.messages import AttemptKey
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
     Received,
     ReceiveFailed,
     SourceReleased,
@@ -48,8 +44,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from support.transport_processes import *
 kv = KV if sys.argv[3] == "small" else BIG
-end = make_receiver(sys.argv[2], storage_of(kv), print)
-end.open(incoming(kv))
+end = make_receiver(sys.argv[2], storage_of(kv), lambda event: None)
+end.apply(incoming(kv))
 print(end.address, flush=True)
 sys.stdin.read()
 """
@@ -61,8 +57,8 @@ kv = storage_of(KV)
 kv.host_bytes[:] = 7
 print("imported", flush=True)
 end = make_sender(sys.argv[2], kv, print)
-end.open(outgoing())
-end.grant(grant_of(sys.argv[3]))
+end.apply(outgoing())
+end.apply(grant_of(sys.argv[3]))
 for layer in range(4):
     end.blocks_final(KEY, layer, BLOCKS - 1)
 sys.stdin.read()
@@ -89,8 +85,8 @@ def test_killed_receiver_releases_the_source_long_before_the_deadline(spawn: Any
     recorder = Recorder()
     sender = make_sender(transport, storage_of(KV), recorder)
     try:
-        sender.open(outgoing())
-        sender.grant(grant_of(address))
+        sender.apply(outgoing())
+        sender.apply(grant_of(address))
         sender.blocks_final(KEY, 0, 1)
         _wait_until_acknowledged(sender)
         child.kill()
@@ -107,21 +103,21 @@ def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn:
     receiver = make_receiver(transport, storage, recorder, clock)
     try:
         child = spawn(SENDER, transport, receiver.address)
-        receiver.open(incoming())
+        receiver.apply(incoming())
         assert child.stdout.readline().strip() == "imported"
         wait_until(
             lambda: bool((kv_words(storage)[:, :, : BLOCKS - 1].view(np.uint8) == 7).all()), "what was sent has arrived"
         )
         child.kill()
         child.wait()
-        receiver.abort(AttemptKey("nobody", 1))
+        receiver.apply(AbortOrder(AttemptKey("nobody", 1)))
         assert not recorder.events
         clock.advance(61.0)
-        receiver.abort(AttemptKey("nobody", 1))
+        receiver.apply(AbortOrder(AttemptKey("nobody", 1)))
         failed = recorder.wait(KEY, ReceiveFailed)
         assert isinstance(failed.error, DeadlineExceeded)
         assert not recorder.of(KEY, DestinationReleased)
-        receiver.abort(KEY)
+        receiver.apply(AbortOrder(KEY))
         recorder.wait(KEY, DestinationReleased)
     finally:
         receiver.close()
@@ -137,18 +133,17 @@ def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, tran
     sender = make_sender(transport, storage_of(BIG), recorder)
     other = make_receiver(transport, storage_of(BIG), other_recorder)
     try:
-        sender.open(outgoing())
-        sender.grant(grant_of(address, BIG))
+        sender.apply(outgoing())
+        sender.apply(grant_of(address, BIG))
         sender.blocks_final(KEY, 0, 1)
         _wait_until_acknowledged(sender)
         os.kill(child.pid, signal.SIGSTOP)
         for layer in range(4):
             sender.blocks_final(KEY, layer, BLOCKS)
         second = AttemptKey("r", 2)
-        src = PeerRef("p", "src-1", "", [])
-        other.open(IncomingTransfer(second, src, BIG, [IDS], HASHES, [0], 60.0))
-        sender.open(OutgoingTransfer(second, "src-1", [IDS], [0], HASHES, 32, 60.0, final_blocks=BLOCKS))
-        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, [0], [pack_ids(IDS)]))
+        other.apply(incoming(BIG, second))
+        sender.apply(outgoing(second, final_blocks=BLOCKS))
+        sender.apply(grant_of(other.address, BIG, second))
         assert isinstance(other_recorder.wait(second, (Received, ReceiveFailed)), Received)
     finally:
         sender.close()
@@ -164,8 +159,8 @@ def test_group_whose_peer_hangs_is_given_up_after_its_own_timeout(spawn: Any) ->
     recorder = Recorder()
     sender = make_sender("collective", storage_of(BIG), recorder)
     try:
-        sender.open(outgoing())
-        sender.grant(grant_of(address, BIG))
+        sender.apply(outgoing())
+        sender.apply(grant_of(address, BIG))
         sender.blocks_final(KEY, 0, 1)
         _wait_until_acknowledged(sender)
         os.kill(child.pid, signal.SIGSTOP)
@@ -179,7 +174,7 @@ def test_group_whose_peer_hangs_is_given_up_after_its_own_timeout(spawn: Any) ->
 
 def _wait_until_acknowledged(sender: Any) -> None:
     wait_until(
-        lambda: bool(sender._traffic._open) and not any(peer.in_flight for peer in list(sender._peers.values())),
+        lambda: bool(sender._traffic._open) and not any(peer.in_flight for peer in list(sender._send._peers.values())),
         "the first ack",
     )
 

@@ -16,12 +16,12 @@ from support.transports import Transport
 
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import DestinationReleased, ReceiveFailed, SourceReleased
+from common.engine.kv_transfer import AbortOrder, DestinationReleased, ReceiveFailed, SourceReleased
+from common.security import sealed_sockets
 from common.security.sealed_endpoints import OVERHEAD_BYTES, split_key, with_key
 from common.security.sealing import Channel, ServerKey
 from kvtransfer import wire
-from kvtransfer.receiver import Receiver
-from kvtransfer.transports import sealed
+from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports.zmq import DealerLink, ZmqListener
 
 
@@ -62,11 +62,11 @@ class Tap:
 def tapped_cluster(*, seals: bool) -> Iterator[tuple[Cluster, list[Tap]]]:
     taps: list[Tap] = []
 
-    def receiver(*where, **options) -> Receiver:
+    def receiver(*where, **options) -> TransferEnd:
         listener = ZmqListener("127.0.0.1", 0, seals=seals)
         place, key = split_key(listener.offer.endpoint)[0], listener.offer.key
         taps.append(Tap(int(place.rpartition(":")[2])))
-        end = Receiver(*where, [listener], **options)
+        end = TransferEnd(*where, [], [listener], incarnation="dst-1", **options)
         end._address = with_key(f"zmq+tcp://127.0.0.1:{taps[-1].port}", key)
         return end
 
@@ -106,7 +106,7 @@ def introduced(cluster: Cluster) -> Iterator[tuple[zmq.Socket[bytes], Channel]]:
     assert key is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.setsockopt(zmq.LINGER, 0)
-        channel = sealed.introduce(client, key)
+        channel = sealed_sockets.introduce(client, key)
         client.connect(address)
         yield client, channel
 
@@ -174,7 +174,7 @@ def test_a_message_that_is_sent_again_is_dropped_and_its_transfer_goes_on(cluste
 def test_a_message_sent_again_after_its_connection_was_forgotten_harms_no_other_transfer(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed, "MAX_CHANNELS", 1)
+    monkeypatch.setattr(sealed_sockets, "MAX_CHANNELS", 1)
     past, present = cluster.transfer(), cluster.transfer(tokens=20)
     past.open_receivers()
     receiver = cluster.receivers[0]
@@ -182,7 +182,7 @@ def test_a_message_sent_again_after_its_connection_was_forgotten_harms_no_other_
         frames = message(channel, *first_message_of(cluster, past))
         client.send_multipart(frames)
         assert client.poll(1000 * DEADLINE_S)
-        receiver.end.abort(past.key)
+        receiver.end.apply(AbortOrder(past.key))
         receiver.recorder.wait(past.key, DestinationReleased)
         other.send_multipart(message(other_channel))  # now the first connection is forgotten
         wait_until(lambda: receiver.end.discarded_messages == 1, "a header that is none is counted")
@@ -227,7 +227,7 @@ def test_sending_to_a_receiver_that_has_refused_the_connection_costs_no_other_tr
 def test_replies_that_were_changed_are_dropped(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """They would free a message's buffer before it was sent."""
     transfer = cluster.transfer()
-    listener = cluster.receivers[0].end._listeners[0]
+    listener = cluster.receivers[0].end._receive._listeners[0]
     real_send, sent = listener._router.send, []
 
     def send(identity: bytes, data: bytes) -> None:

@@ -20,9 +20,9 @@ from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
 from common.base.errors import PeerLost, ProtocolError
 from common.control.messages import AttemptKey, PeerRef
-from common.engine.kv_transfer import SourceReleased
+from common.engine.kv_transfer import AbortOrder, SourceReleased
 from kvtransfer import wire
-from kvtransfer.receiver import Receiver
+from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports.same_host import host_id
 from kvtransfer.transports.shm import connector, ring
 
@@ -87,7 +87,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connec
     bystander = cluster.transfer("bystander", tokens=60)
     bystander.compute()
     bystander.hand_over(num_blocks=3)
-    listener = cluster.receivers[0].end._listeners[0]
+    listener = cluster.receivers[0].end._receive._listeners[0]
     wait_until(lambda: bool(listener._senders), "it is connected, at both ends")
 
     class Nothing(socket.socket):
@@ -125,7 +125,7 @@ def test_socket_of_another_user_in_place_of_the_receiver_gets_no_memory(
         assert (data, fds) == (b"", [])
 
 
-def connect(receiver: Receiver) -> socket.socket:
+def connect(receiver: TransferEnd) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connected.settimeout(DEADLINE_S)
     connected.connect("\0" + receiver.address.rpartition("/")[2])
@@ -150,7 +150,7 @@ def test_receiver_out_of_descriptors_accepts_senders_later_and_fails_no_transfer
     clock = MockClock()
     cluster = make(clock=clock)
     receiver = cluster.receivers[0].end
-    listener = receiver._listeners[0]
+    listener = receiver._receive._listeners[0]
     live = cluster.transfer("live")
     live.open_receivers()
     real = listener._socket
@@ -160,11 +160,11 @@ def test_receiver_out_of_descriptors_accepts_senders_later_and_fails_no_transfer
     waiting.hand_over()
     wait_until(lambda: listener._accept_again_s is not None, "the accept has failed")
     for _ in range(20):
-        receiver.abort(AttemptKey("nobody", 1))  # one turn of its thread
+        receiver.apply(AbortOrder(AttemptKey("nobody", 1)))  # one turn of its thread
     assert none_left.tries == 1, "it does not spin"
     listener._socket = real
     clock.advance(2.0)
-    receiver.abort(AttemptKey("nobody", 1))
+    receiver.apply(AbortOrder(AttemptKey("nobody", 1)))
     waiting.check_received()
     assert not cluster.receivers[0].recorder.of(live.key, object)
 

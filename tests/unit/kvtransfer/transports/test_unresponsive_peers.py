@@ -13,7 +13,7 @@ from support.mock_clock import MockClock
 
 from common.base.errors import DeadlineExceeded, PeerLost
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import SourceReleased
+from common.engine.kv_transfer import AbortOrder, SourceReleased
 
 FAKES = {"zmq": (transports.zmq, FakeZmqReceiver), "shm": (transports.shm, FakeShmReceiver)}
 
@@ -44,7 +44,7 @@ def test_silent_peer_delays_no_other_and_its_transfers_end_at_their_deadline(mak
         cluster.transfer(f"ok{i}", tokens=60, seed=i).run()
     assert not any(cluster.senders[0].recorder.of(t.key, SourceReleased) for t in stuck)
     clock.advance(6.0)
-    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    cluster.senders[0].end.apply(AbortOrder(AttemptKey("nobody", 1)))
     for t in stuck:
         assert isinstance(cluster.senders[0].recorder.wait(t.key, SourceReleased).error, DeadlineExceeded)
 

@@ -21,7 +21,7 @@ from support.transfer_harness import DEADLINE_S, Recorder, layout, wait_until
 import kvtransfer.transports.zmq
 from common.base.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.control.messages import AttemptKey, PeerRef
-from common.engine.kv_transfer import SourceReleased
+from common.engine.kv_transfer import AbortOrder, SourceReleased
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
@@ -119,7 +119,7 @@ def test_peer_that_never_acknowledges_is_given_up_after_the_idle_time(make: Any,
     transfer.final()
     assert fake.next() is not None
     clock.advance(11.0)
-    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    cluster.senders[0].end.apply(AbortOrder(AttemptKey("nobody", 1)))
     assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
 
 
@@ -128,10 +128,10 @@ def test_idle_connection_is_closed_and_made_again_on_demand(make: Any) -> None:
     cluster = make(clock=clock, idle_s=10.0)
     sender = cluster.senders[0].end
     cluster.transfer("first").run()
-    wait_until(lambda: all(not p.in_flight for p in sender._peers.values()), "every ack is in")
+    wait_until(lambda: all(not p.in_flight for p in sender._send._peers.values()), "every ack is in")
     clock.advance(11.0)
-    sender.abort(AttemptKey("nobody", 1))
-    wait_until(lambda: not sender._peers, "the connection is closed")
+    sender.apply(AbortOrder(AttemptKey("nobody", 1)))
+    wait_until(lambda: not sender._send._peers, "the connection is closed")
     cluster.transfer("second").run()
 
 
@@ -239,7 +239,7 @@ def test_receiver_closes_the_connection_of_a_silent_sender(make: Any, monkeypatc
     monkeypatch.setattr(kvtransfer.transports.zmq, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(kvtransfer.transports.zmq, "GONE_S", 0.5)
     cluster = make()
-    router = cluster.receivers[0].end._listeners[0]._router
+    router = cluster.receivers[0].end._receive._listeners[0]._router
     monitor = router.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     cable = Cable(int(router.endpoint.rpartition(":")[2]))
     try:
@@ -274,7 +274,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connec
             raise zmq.ZMQError(errno.EMFILE)
         return socket_of(context, kind, *args, **kwargs)
 
-    wait_until(lambda: bool(cluster.senders[0].end._peers), "it is connected")
+    wait_until(lambda: bool(cluster.senders[0].end._send._peers), "it is connected")
     monkeypatch.setattr(zmq.Context, "socket", socket_or_not)
     poor = cluster.transfer("poor", tokens=4)
     poor.open_senders()
@@ -298,7 +298,7 @@ def test_small_layers_of_a_slow_prompt_are_sent_before_the_receiver_gives_up(mak
         transfer.final(layers=range(layer, layer + 1))
         assert fake.next(timeout_s=0.1) is None
         clock.advance(6.0)
-        cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+        cluster.senders[0].end.apply(AbortOrder(AttemptKey("nobody", 1)))
         got = fake.next()
         assert got is not None
         assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(layer, layer + 1)]
@@ -337,12 +337,12 @@ def test_late_ack_of_an_older_transfer_does_not_count_for_the_next_one_of_the_sa
         assert got is not None
         sent.append(got)
         if len(sent) == 1:
-            sender.end.abort(transfer.key)
+            sender.end.apply(AbortOrder(transfer.key))
             sender.recorder.wait(transfer.key, SourceReleased)
     (identity, old, _), new = sent[0], sent[1][:2]
     ack = wire.SliceAck(old.key, old.sequence, code, "late")
     fake.socket.send_multipart([identity, wire.encode(ack)])
-    wait_until(lambda: next(iter(sender.end._peers.values())).in_flight == 1, "the late ack is taken")
+    wait_until(lambda: next(iter(sender.end._send._peers.values())).in_flight == 1, "the late ack is taken")
     cluster.transfer("bystander", tokens=1, held=1).run()
     assert len(sender.recorder.of(transfer.key, SourceReleased)) == 1, "only that of the first"
     fake.ack(*new)

@@ -12,7 +12,7 @@ from support.transfer_harness import DEADLINE_S, layout, wait_until
 
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import ReceiveFailed
+from common.engine.kv_transfer import AbortOrder, ReceiveFailed
 from kvtransfer import wire
 
 
@@ -104,7 +104,7 @@ def test_message_that_arrives_before_its_open_is_taken_from_the_mailbox_is_accep
     transfer = cluster.transfer()
     transfer.compute()
     receiver = cluster.receivers[0].end
-    router = receiver._listeners[0]._router
+    router = receiver._receive._listeners[0]._router
     receive, raced = router.receive, []
 
     def racing(max_frames: int) -> Any:
@@ -115,5 +115,5 @@ def test_message_that_arrives_before_its_open_is_taken_from_the_mailbox_is_accep
         return receive(max_frames)
 
     monkeypatch.setattr(router, "receive", racing)
-    receiver.abort(AttemptKey("nobody", 1))
+    receiver.apply(AbortOrder(AttemptKey("nobody", 1)))
     transfer.check_received()

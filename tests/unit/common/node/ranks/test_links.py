@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from support.certificates import made
 from support.zmtp import connected, frame
 
 from common.base import bounded_messages
@@ -20,8 +21,9 @@ from common.base.errors import ConfigError, RankLost
 from common.config.service_configs import DecodeConfig
 from common.node.options import RankHosts
 from common.node.ranks.links import RankLinks
-from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankReady
+from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankHello, RankReady, RankSetup
 from common.node.ranks.process import RankProcess
+from common.node.ranks.sockets import node_secret
 
 CODEC = RankCodec()
 
@@ -56,10 +58,10 @@ class SaidJustNow(RankLinks):
 
 def leader(kind: type[RankLinks]) -> Iterator[RankLinks]:
     """One whose rank 1 has ended, while it was busy itself."""
-    made = kind(2, "127.0.0.1", 0)
-    made._children[1] = ended_by(["false"])
-    yield made
-    made.close()
+    links = kind(2, "127.0.0.1", 0)
+    links._children[1] = ended_by(["false"])
+    yield links
+    links.close()
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def said_just_now() -> Iterator[RankLinks]:
 
 def test_a_rank_that_said_why_it_ends_is_quoted(links: RankLinks) -> None:
     with said(links, NO_MEMORY):
-        assert links._reports.poll(10_000)
+        assert links._reports._socket.poll(10_000)
         with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
             links.collect(RankReady, 10.0, "they load their shards")
 
@@ -121,7 +123,7 @@ def test_of_ranks_that_ended_the_one_that_was_killed_is_named(links: RankLinks) 
 def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
     links = RankLinks(2, "127.0.0.1", 0)
     with said(links, RankReady(1, 7, 0)):
-        assert links._reports.poll(10_000)
+        assert links._reports._socket.poll(10_000)
         long_ago_s = time.monotonic() - 700.0
         assert links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)[1].max_blocks == 7
         with pytest.raises(ConfigError, match=r"no report from ranks \[1\] within 600 s: they load their shards"):
@@ -154,6 +156,32 @@ def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
     assert rank.stdout.readline() == b"compiles\n"
     links.close()
     rank.communicate(timeout=30)  # to the end of the output that the compiler shares
+
+
+# ---------------------------------------------------------------- with certificates
+
+
+def test_rank_with_certificates_reports_to_its_leader_and_takes_its_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecodeConfig(model="m", tls_dir=str(made() / "node"))
+
+    def no_mesh(*_: object) -> None:
+        raise ConfigError("there is no interface eth7")
+
+    monkeypatch.setattr("common.node.ranks.process.join_mesh", no_mesh)
+    monkeypatch.setattr("common.node.ranks.process.configure_torch", lambda _: None)
+    links = RankLinks(2, "127.0.0.1", 0, node_secret(config.tls_dir))
+    plan = SimpleNamespace(hosts=RankHosts.of(config, 1))
+    rank = RankProcess(SimpleNamespace(), plan, 1, links.address)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        runs = pool.submit(rank.run)
+        hello = links.collect(RankHello, 30.0, "their processes are starting")[1]
+        assert "?key=" in hello.address
+        links.broadcast(RankSetup("127.0.0.1", 7, same_host=True))
+        with pytest.raises(ConfigError, match="rank 1: there is no interface eth7"):
+            links.collect(RankReady, 30.0, "they load their shards")
+        with pytest.raises(ConfigError):
+            runs.result(30)
+    links.close()
 
 
 # ---------------------------------------------------------------- messages that never end
@@ -198,11 +226,11 @@ def test_a_report_that_never_ends_costs_its_connection_and_the_next_one_is_read(
 def test_an_order_that_never_ends_costs_its_connection_and_the_next_one_is_read(links: RankLinks) -> None:
     plan = SimpleNamespace(hosts=RankHosts.of(DecodeConfig(model="m"), 1))
     rank = RankProcess(SimpleNamespace(), plan, 1, links.address)  # type: ignore[arg-type]
-    address = rank._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+    address = rank._orders.address
     until_closed(address, lambda: rank._next_order(0.001))
     with zmq.Context() as context, context.socket(zmq.PUSH) as leader:
         leader.connect(address)
         leader.send(CODEC.encode(LeaderBeat(1)))
         assert rank._next_order(10.0) == LeaderBeat(1)
-    rank._incoming.close()
+    rank._orders.close()
     rank._context.destroy(linger=0)

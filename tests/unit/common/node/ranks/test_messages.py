@@ -12,15 +12,14 @@ from common.engine.kv_transfer import (
     DestinationReleased,
     DisconnectOrder,
     GrantOrder,
-    IncomingTransfer,
     OpenDestinationOrder,
     Opened,
     OpenSourceOrder,
-    OutgoingTransfer,
     Received,
     ReceiveFailed,
     SourceReleased,
     Traffic,
+    TransferPlan,
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -36,8 +35,8 @@ TRAFFIC = (Traffic(1, 0, "zmq", "the only one", 7),)
     "message",
     [
         RankBeat(3, RankBusy(up_s=12.5, busy_s=11.25)),
-        OpenSourceOrder(OutgoingTransfer(KEY, "p1", [[3, 4]], [0], [b"h" * 16] * 2, 20, 60.0, final_blocks=1)),
-        OpenDestinationOrder(IncomingTransfer(KEY, PEER, LAYOUT, [[5, 6]], [b"h" * 16] * 2, [1], 60.0)),
+        OpenSourceOrder(TransferPlan(KEY, [[3, 4]], [0], [b"h" * 16] * 2, 60.0), final_blocks=1),
+        OpenDestinationOrder(TransferPlan(KEY, [[5, 6]], [1], [b"h" * 16] * 2, 60.0), PEER, LAYOUT),
         GrantOrder(Grant(KEY, PEER, LAYOUT, [0], [pack_ids([5, 6])])),
         AbortOrder(KEY),
         DisconnectOrder("d1"),

@@ -10,6 +10,7 @@ from support.transfer_harness import Cluster, Recorder, layout
 from support.transport_conformance import TRANSPORTS, relay_threads
 
 from common.control.messages import AttemptKey
+from common.engine.kv_transfer import OpenDestinationOrder, OpenSourceOrder
 from common.kv.rank_layout import KVLayout
 
 
@@ -28,13 +29,14 @@ def make(transport: Any) -> Iterator[Any]:
         cluster = Cluster(transport, src or layout(), dst or layout(), **kw)
         clusters.append(cluster)
         for rank in [*cluster.senders, *cluster.receivers]:
-            real_open, recorder = rank.end.open, rank.recorder
+            real_apply, recorder = rank.end.apply, rank.recorder
 
-            def open_(transfer: Any, real_open: Any = real_open, recorder: Recorder = recorder) -> None:
-                real_open(transfer)
-                opened.append((recorder, transfer.key))
+            def apply(order: Any, real_apply: Any = real_apply, recorder: Recorder = recorder) -> None:
+                real_apply(order)
+                if isinstance(order, OpenSourceOrder | OpenDestinationOrder):
+                    opened.append((recorder, order.plan.key))
 
-            rank.end.open = open_
+            rank.end.apply = apply
         return cluster
 
     yield factory

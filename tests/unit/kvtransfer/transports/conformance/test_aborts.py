@@ -14,7 +14,9 @@ from support.transport_conformance import relay_threads
 
 from common.base.errors import PeerLost, TransferError
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
+    DisconnectOrder,
     Received,
     ReceiveFailed,
     SourceReleased,
@@ -31,7 +33,7 @@ def test_receiver_abort_stops_all_writes_before_the_blocks_are_reused(make: Any,
     old.grant()
     old.final(layers=range(final_layers)) if final_layers else None
     for rank in cluster.receivers:
-        rank.end.abort(old.key)
+        rank.end.apply(AbortOrder(old.key))
     for rank in cluster.receivers:
         rank.recorder.wait(old.key, DestinationReleased)
     old.poison_destination()
@@ -55,7 +57,7 @@ def test_sender_abort_releases_the_source_and_the_receiver_never_completes(make:
     transfer.hand_over(num_blocks=3)
     if final_layers:
         transfer.final(layers=range(final_layers - 1))
-    cluster.senders[0].end.abort(transfer.key)
+    cluster.senders[0].end.apply(AbortOrder(transfer.key))
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, TransferError)
     # The engine reuses the blocks at once.
@@ -64,7 +66,7 @@ def test_sender_abort_releases_the_source_and_the_receiver_never_completes(make:
     again = cluster.transfer("r", attempt=2, tokens=20, seed=5)
     again.run()
     assert not cluster.receivers[0].recorder.of(transfer.key, Received)
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
 
 
@@ -85,12 +87,12 @@ def test_random_aborts_under_load_never_corrupt_a_neighbour(make: Any) -> None:
         transfer.final(num_blocks=int(rng.integers(0, transfer.total)))
         who = cluster.senders if wave % 2 else cluster.receivers
         for rank in who:
-            rank.end.abort(transfer.key)
+            rank.end.apply(AbortOrder(transfer.key))
         transfer.final()
         for rank in cluster.senders:
             rank.recorder.wait(transfer.key, SourceReleased)
         if wave % 2:
-            cluster.receivers[0].end.abort(transfer.key)
+            cluster.receivers[0].end.apply(AbortOrder(transfer.key))
         cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
         whole = cluster.transfer(f"w{wave}", attempt=2, tokens=100, seed=100 + wave)
         whole.dst_blocks = transfer.dst_blocks
@@ -104,12 +106,12 @@ def test_disconnect_fails_transfers_to_that_incarnation_and_the_next_grant_recon
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
     transfer.hand_over(num_blocks=20)
-    sender.end.disconnect("dst-0")
+    sender.end.apply(DisconnectOrder("dst-0"))
     cluster.transfer("other", tokens=4, seed=3).run()
     assert not sender.recorder.of(transfer.key, SourceReleased), "it goes to another incarnation"
-    sender.end.disconnect("dst-1")
+    sender.end.apply(DisconnectOrder("dst-1"))
     assert isinstance(sender.recorder.wait(transfer.key, SourceReleased).error, PeerLost)
-    receiver.end.abort(transfer.key)
+    receiver.end.apply(AbortOrder(transfer.key))
     receiver.recorder.wait(transfer.key, DestinationReleased)
     cluster.transfer(attempt=2, tokens=100, seed=5).run()
 
@@ -167,10 +169,10 @@ def test_message_at_which_the_receiver_fails_is_acknowledged(make: Any, monkeypa
     assert isinstance(cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed).error, TransferError)
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert "I/O thread failed" in str(released.error)
-    peer = next(iter(cluster.senders[0].end._peers.values()))
+    peer = next(iter(cluster.senders[0].end._send._peers.values()))
     wait_until(lambda: not peer.in_flight, "the whole window is free again")
-    assert not cluster.receivers[0].end._unanswered
-    cluster.receivers[0].end.abort(transfer.key)
+    assert not cluster.receivers[0].end._receive._unanswered
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.transfer("after", seed=1).run()
 
 

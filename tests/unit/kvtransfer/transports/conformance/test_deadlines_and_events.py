@@ -13,18 +13,20 @@ from support.transfer_harness import Cluster, Recorder, wait_until
 from common.base.errors import DeadlineExceeded
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
-    IncomingTransfer,
+    OpenDestinationOrder,
     Received,
     ReceiveFailed,
     SourceReleased,
+    TransferPlan,
 )
 
 
 def _wake(cluster: Cluster) -> None:
     """Make the threads look at the mock clock, which does not wake them."""
     for rank in [*cluster.senders, *cluster.receivers]:
-        rank.end.abort(AttemptKey("nobody", 1))
+        rank.end.apply(AbortOrder(AttemptKey("nobody", 1)))
 
 
 def test_deadlines_pass_at_both_ends(make: Any) -> None:
@@ -45,7 +47,7 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
         # Repeatedly: an ack that is taken only now counts as progress at the advanced time.
         clock.advance(6.0)
         for rank in [*cluster.senders, *cluster.receivers]:
-            rank.end.abort(AttemptKey("nobody", 1))  # wakes the thread, which the mock clock does not
+            rank.end.apply(AbortOrder(AttemptKey("nobody", 1)))  # wakes the thread, which the mock clock does not
         return bool(cluster.senders[0].recorder.events and cluster.receivers[0].recorder.events)
 
     wait_until(deadline_has_passed, "both deadlines")
@@ -55,7 +57,7 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
     assert isinstance(failed.error, DeadlineExceeded)
     transfer.poison_destination()
     transfer.final()
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
     transfer.check_destination_untouched()
 
@@ -109,11 +111,8 @@ def test_failing_callback_does_not_prevent_later_events(make: Any, transport: An
     try:
         for i in range(2):
             key = AttemptKey(f"r{i}", 1)
-            receiver.open(
-                IncomingTransfer(
-                    key, cluster.dst, cluster.src_layout, [[1]], cluster.transfer(tokens=4).hashes, [1], 9.0
-                )
-            )
+            plan = TransferPlan(key, [[1]], [1], cluster.transfer(tokens=4).hashes, 9.0)
+            receiver.apply(OpenDestinationOrder(plan, cluster.dst, cluster.src_layout))
             recorder.wait(key, Received)
             recorder.wait(key, DestinationReleased)
     finally:
@@ -124,20 +123,19 @@ def test_callback_may_open_the_next_transfer_of_the_same_key(make: Any, transpor
     cluster = make()
     recorder, reopened = Recorder(), threading.Event()
     transfer = cluster.transfer()
-    incoming = IncomingTransfer(
-        transfer.key, cluster.dst, cluster.src_layout, [transfer.dst_blocks], transfer.hashes, [0], 60.0
-    )
+    plan = TransferPlan(transfer.key, [transfer.dst_blocks], [0], transfer.hashes, 60.0)
+    incoming = OpenDestinationOrder(plan, cluster.dst, cluster.src_layout)
 
     def on_event(event: Any) -> None:
         recorder(event)
-        if not reopened.is_set():
+        if isinstance(event, DestinationReleased) and not reopened.is_set():
             reopened.set()
-            receiver.open(incoming)
+            receiver.apply(incoming)
 
     receiver = transport.receiver(cluster.receivers[0].storage, cluster.dst_layout, 0, on_event, cluster.clock)
     try:
-        receiver.open(incoming)
-        receiver.abort(transfer.key)
+        receiver.apply(incoming)
+        receiver.apply(AbortOrder(transfer.key))
         recorder.wait(transfer.key, DestinationReleased)
         wait_until(reopened.is_set, "the callback ran")
     finally:

@@ -12,10 +12,12 @@ from support.transfer_harness import Recorder, layout, wait_until
 from common.base.errors import CorruptSlice, HandshakeRefused, TransferError
 from common.control.messages import PeerRef
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
-    OutgoingTransfer,
+    OpenSourceOrder,
     ReceiveFailed,
     SourceReleased,
+    TransferPlan,
 )
 
 
@@ -50,7 +52,7 @@ def test_stale_source_incarnation_is_refused(make: Any) -> None:
     assert isinstance(released.error, TransferError)
     transfer.check_destination_untouched()
     assert not cluster.receivers[0].recorder.events
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
 
 
@@ -84,7 +86,7 @@ def test_wrong_block_hash_fails_the_transfer_and_writes_nothing(make: Any) -> No
     assert isinstance(released.error, CorruptSlice)
     transfer.check_destination_untouched()
     assert not cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
-    cluster.receivers[0].end.abort(transfer.key)
+    cluster.receivers[0].end.apply(AbortOrder(transfer.key))
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
 
 
@@ -97,7 +99,8 @@ def test_duplicate_slice_fails_the_transfer(make: Any, transport: Any) -> None:
     twin = transport.sender(storage, cluster.src_layout, 0, recorder, cluster.clock)
     try:
         for end in (cluster.senders[0].end, twin):
-            end.open(OutgoingTransfer(transfer.key, "src-1", [transfer.src_blocks], [0], transfer.hashes, 14, 60.0))
+            plan = TransferPlan(transfer.key, [transfer.src_blocks], [0], transfer.hashes, 60.0)
+            end.apply(OpenSourceOrder(plan))
         transfer.grant()
         transfer.final(num_blocks=1)
         wait_until(
@@ -158,8 +161,8 @@ def test_calls_about_unknown_keys_are_ignored(make: Any) -> None:
     ghost = cluster.transfer("ghost")
     ghost.grant()
     ghost.final()
-    cluster.senders[0].end.abort(ghost.key)
-    cluster.receivers[0].end.abort(ghost.key)
+    cluster.senders[0].end.apply(AbortOrder(ghost.key))
+    cluster.receivers[0].end.apply(AbortOrder(ghost.key))
     cluster.transfer("r").run()
     assert not cluster.senders[0].recorder.of(ghost.key, object)
     assert not cluster.receivers[0].recorder.of(ghost.key, object)

@@ -1,4 +1,4 @@
-"""One attempt at the sending end of a relay: what may be sent, and what was sent. Pure: no I/O, no clock.
+"""One attempt that a rank sends: what may be sent, and what was sent. Pure: no I/O, no clock.
 
     grant and final blocks in any order -> batches to send, each (destination, group, layer, block) once
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey, Grant
-from common.engine.kv_transfer import OutgoingTransfer
+from common.engine.kv_transfer import OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import GroupPart, KVLayout, check_compatible
-from kvtransfer.resharding import plan
+from kvtransfer.resharding import reshard
 from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
 _KEEP_BACK, _MAX_KEEP_BACK_S = 0.25, 5.0
@@ -28,7 +28,7 @@ not know of waiting slices, so its timeout, which may be shorter, keeps running.
 class Batch:
     """Slices to read and send to one destination rank in one message. None of them will be offered again."""
 
-    transfer: OutgoingTransfer
+    plan: TransferPlan
     dst_rank: int
     slices: list[KVSlice]
     size_bytes: int
@@ -36,21 +36,21 @@ class Batch:
     @property
     def key(self) -> AttemptKey:
         """The attempt's key. It may be open again when the ack of an older batch arrives."""
-        return self.transfer.key
+        return self.plan.key
 
 
-class Outgoing:
+class SendState:
     """One attempt at one sending rank.
 
     Invariant: `take` gives each slice once, and only when it is granted, final and wanted by the destination.
-    Raises: TransferError if `transfer` contradicts itself.
+    Raises: TransferError if the plan contradicts itself.
     """
 
-    def __init__(self, transfer: OutgoingTransfer, layout: KVLayout, rank: int, num_blocks: int) -> None:
-        self.transfer = transfer
-        self.blocks = checked_block_ids(transfer.src_blocks, transfer.block_hashes, num_blocks)
+    def __init__(self, order: OpenSourceOrder, layout: KVLayout, rank: int, num_blocks: int) -> None:
+        self.plan = plan = order.plan
+        self.blocks = checked_block_ids(plan.blocks, plan.block_hashes, num_blocks)
         """[block tables, blocks]"""
-        check_first_blocks(transfer.first_blocks, self.blocks, [0] * layout.spec.num_tables)
+        check_first_blocks(plan.first_blocks, self.blocks, [0] * layout.spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
@@ -62,7 +62,7 @@ class Outgoing:
         self._rank = rank
         shard = layout.rank_shard(rank)
         self._layer_lo = shard.layer_lo
-        self._final = [transfer.final_blocks] * shard.num_layers
+        self._final = [order.final_blocks] * shard.num_layers
         self._routes: dict[int, _Route] | None = None
         """By destination rank."""
 
@@ -96,7 +96,7 @@ class Outgoing:
             raise TransferError(
                 f"{grant.key}: a grant of {[*map(len, grant.block_ids)]} blocks for an offer of {total}"
             )
-        check_first_blocks(grant.first_blocks, self.blocks, self.transfer.first_blocks)
+        check_first_blocks(grant.first_blocks, self.blocks, self.plan.first_blocks)
         addresses, ranks = grant.dst.data_addresses, grant.layout.world_size
         if not len(addresses) == len(set(addresses)) == ranks:
             raise TransferError(
@@ -104,7 +104,7 @@ class Outgoing:
             )
         spec, unit_bytes = self._layout.spec, self._layout.spec.unit_bytes
         routes: dict[int, _Route] = {}
-        for piece in plan(self._layout, grant.layout):
+        for piece in reshard(self._layout, grant.layout):
             if piece.src_rank == self._rank:
                 part = piece.part
                 group = spec.groups[part.group]
@@ -119,7 +119,7 @@ class Outgoing:
     def progress(self, now: float) -> None:
         """Something moved: restart the deadline."""
         if self.granted:
-            self.deadline = now + self.transfer.timeout_s
+            self.deadline = now + self.plan.timeout_s
 
     def blocks_final(self, layer: int, num_blocks: int, now: float) -> None:
         """Layer `layer`, counted from this rank's first, is final in blocks [0, `num_blocks`).
@@ -128,7 +128,7 @@ class Outgoing:
         """
         if not 0 <= layer < len(self._final) or num_blocks > self.blocks.shape[1]:
             raise TransferError(
-                f"{self.transfer.key}: layer {layer} final in {num_blocks} blocks, but the transfer has "
+                f"{self.plan.key}: layer {layer} final in {num_blocks} blocks, but the transfer has "
                 f"{len(self._final)} layers of {self.blocks.shape[1]} blocks"
             )
         if num_blocks <= self._final[layer]:
@@ -149,7 +149,7 @@ class Outgoing:
 
     @property
     def _keep_back_s(self) -> float:
-        return min(_KEEP_BACK * self.transfer.timeout_s, _MAX_KEEP_BACK_S)
+        return min(_KEEP_BACK * self.plan.timeout_s, _MAX_KEEP_BACK_S)
 
     def _late(self, route: _Route, now: float) -> bool:
         return now - route.taken_s >= self._keep_back_s
@@ -168,7 +168,7 @@ class Outgoing:
         route.taken_s = now
         slices, size_bytes = route.take(max_bytes)
         self.in_use_bytes += size_bytes
-        return Batch(self.transfer, dst_rank, slices, size_bytes)
+        return Batch(self.plan, dst_rank, slices, size_bytes)
 
     def sent(self, batch: Batch, now: float) -> None:
         """`batch` was given to the wire: its source is no longer read. Its ack is still to come."""
@@ -187,19 +187,19 @@ class Outgoing:
         self._dropped = self._dropped or size_bytes > 0
         self.in_use_bytes -= size_bytes
 
-    def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
+    def header(self, batch: Batch, src_incarnation: str, dst_incarnation: str, sequence: int) -> SliceHeader:
         """The header that goes with `batch`; its hashes are those of the smallest run of blocks that covers all slices."""
         lo, hi = min(s.block_lo for s in batch.slices), max(s.block_hi for s in batch.slices)
         return SliceHeader(
             key=batch.key,
-            src_incarnation=self.transfer.src_incarnation,
+            src_incarnation=src_incarnation,
             dst_incarnation=dst_incarnation,
             src_rank=self._rank,
             dst_rank=batch.dst_rank,
             sequence=sequence,
             slices=batch.slices,
             first_block=lo,
-            block_hashes=b"".join(self.transfer.block_hashes[lo:hi]),
+            block_hashes=b"".join(self.plan.block_hashes[lo:hi]),
         )
 
 

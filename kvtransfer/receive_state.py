@@ -1,4 +1,4 @@
-"""One attempt at the receiving end of a relay: every slice is checked here, and what is missing is counted. Pure.
+"""One attempt that a rank receives: every slice is checked here, and what is missing is counted. Pure.
 
     headers in any order -> claims to write, each (group, layer, head, block) once
 
@@ -15,7 +15,7 @@ import numpy as np
 from common.base.errors import CorruptSlice
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import IncomingTransfer
+from common.engine.kv_transfer import OpenDestinationOrder
 from common.kv.rank_layout import KVLayout, check_compatible
 from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
@@ -29,21 +29,22 @@ class Claim:
     size_bytes: int
 
 
-class Incoming:
+class ReceiveState:
     """One attempt at one receiving rank.
 
     Invariant: `missing` counts the (group, layer, head, block) cells of this rank's shard from `first_blocks` on that no
     claim has covered; a cell is claimed at most once.
-    Raises: HandshakeRefused if the layouts are incompatible, TransferError if `transfer` contradicts itself.
+    Raises: HandshakeRefused if the layouts are incompatible, TransferError if the plan contradicts itself.
     """
 
-    def __init__(self, transfer: IncomingTransfer, layout: KVLayout, rank: int, num_blocks: int, now: float) -> None:
-        check_compatible(transfer.src_layout, layout)
-        self.transfer = transfer
-        self.blocks = checked_block_ids(transfer.dst_blocks, transfer.block_hashes, num_blocks)
+    def __init__(self, order: OpenDestinationOrder, layout: KVLayout, rank: int, num_blocks: int, now: float) -> None:
+        check_compatible(order.src_layout, layout)
+        self.plan = plan = order.plan
+        self.src_incarnation = order.src.incarnation
+        self.blocks = checked_block_ids(plan.blocks, plan.block_hashes, num_blocks)
         """[block tables, blocks]"""
         spec = layout.spec
-        check_first_blocks(transfer.first_blocks, self.blocks, [0] * spec.num_tables)
+        check_first_blocks(plan.first_blocks, self.blocks, [0] * spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a
         pipeline: nothing comes there while the sender computes the layers of the other stages."""
@@ -52,13 +53,14 @@ class Incoming:
         self.layers: dict[int, float] = {}
         """Layer -> seconds from the opening to its latest slice, with a timeline."""
         self._opened_s = now
+        self._timeline = order.timeline
         self._is_stage = layout.pp_size > 1
         self._groups = spec.groups
         self._unit_bytes = spec.unit_bytes
         self._parts = layout.rank_shard(rank).parts
-        self._hashes = b"".join(transfer.block_hashes)
+        self._hashes = b"".join(plan.block_hashes)
         self._total = self.blocks.shape[1]
-        self._first = [transfer.first_blocks[group.table] for group in spec.groups]
+        self._first = [plan.first_blocks[group.table] for group in spec.groups]
         """For each group, the first block that will come."""
         self._covered = [
             np.zeros((part.num_layers, part.num_heads, self._total - first), dtype=np.bool_)
@@ -78,7 +80,7 @@ class Incoming:
         Raises: CorruptSlice if its hashes, size or place are wrong or a slice came before; the transfer has then
         failed for good, and what was marked stays marked.
         """
-        key = self.transfer.key
+        key = self.plan.key
         at = header.first_block * HASH_BYTES
         if header.block_hashes != self._hashes[at : at + len(header.block_hashes)]:
             raise CorruptSlice(f"{key}: block hashes from block {header.first_block} on differ from the offer's")
@@ -92,10 +94,10 @@ class Incoming:
 
     def placed(self, claim: Claim, now: float) -> None:
         """`claim` is written; restart the deadline."""
-        self.deadline = None if self._is_stage else now + self.transfer.timeout_s
+        self.deadline = None if self._is_stage else now + self.plan.timeout_s
         self.in_use_bytes -= claim.size_bytes
         self.bytes_received += claim.size_bytes
-        if self.transfer.timeline:
+        if self._timeline:
             for piece in claim.slices:
                 layers = self._groups[piece.group].layers[piece.layer_lo : piece.layer_hi]
                 self.layers.update(dict.fromkeys(layers, now - self._opened_s))
@@ -103,19 +105,19 @@ class Incoming:
     def progressed(self, now: float) -> None:
         """A slice from the same node is written: this attempt may wait behind that one."""
         if self.deadline is not None:
-            self.deadline = now + self.transfer.timeout_s
+            self.deadline = now + self.plan.timeout_s
 
     def _cover(self, piece: KVSlice) -> None:
         part = self._parts[piece.group] if piece.group < len(self._parts) else None
         first = self._first[piece.group] if part is not None else 0
         if part is None or not part.contains(piece.part) or not first <= piece.block_lo < piece.block_hi <= self._total:
-            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({part}, blocks from {first} on)")
+            raise CorruptSlice(f"{self.plan.key}: {piece} is not wanted here ({part}, blocks from {first} on)")
         cells = self._covered[piece.group][
             piece.layer_lo - part.layer_lo : piece.layer_hi - part.layer_lo,
             piece.head_lo - part.head_lo : piece.head_hi - part.head_lo,
             piece.block_lo - first : piece.block_hi - first,
         ]
         if cells.any():
-            raise CorruptSlice(f"{self.transfer.key}: {piece} came before")
+            raise CorruptSlice(f"{self.plan.key}: {piece} came before")
         cells[...] = True
         self.missing -= cells.size

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.control.messages import AttemptKey
 from common.engine.kv_transfer import Traffic
 
 MAX_PAIRS = 4096
@@ -34,17 +33,16 @@ class PairTraffic:
 class TrafficLog:
     """The traffic of one node: its latest `MAX_PAIRS` pairs of ranks. For any thread."""
 
-    def __init__(self, direction: str) -> None:
-        self._direction = direction
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pairs: dict[tuple[str, str, int, int, str], PairTraffic] = {}
+        self._pairs: dict[tuple[str, str, str, int, int, str], PairTraffic] = {}
 
-    def add(self, peer: str, incarnation: str, traffic: Iterable[Traffic]) -> None:
-        """Add the traffic of one attempt with node `peer`, which has ended."""
+    def add(self, direction: str, peer: str, incarnation: str, traffic: Iterable[Traffic]) -> None:
+        """Add the traffic of one attempt, which has ended, "to" or "from" node `peer`."""
         with self._lock:
             for moved in traffic:
-                route = (peer, incarnation, moved.rank, moved.peer_rank, moved.transport)
-                pair = self._pairs.pop(route, None) or PairTraffic(self._direction, *route, moved.why)
+                route = (direction, peer, incarnation, moved.rank, moved.peer_rank, moved.transport)
+                pair = self._pairs.pop(route, None) or PairTraffic(*route, moved.why)
                 self._pairs[route] = replace(
                     pair,
                     why=moved.why,
@@ -80,21 +78,3 @@ def count_bytes(into: dict[str, int], traffic: Iterable[Traffic]) -> None:
     """Add bytes to counters by transport."""
     for moved in traffic:
         into[moved.transport] = into.get(moved.transport, 0) + moved.size_bytes
-
-
-class TrafficCounter:
-    """Counts the bytes of live attempts at one rank's sender or receiver; owned by its I/O thread."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._open: dict[AttemptKey, dict[tuple[int, str, str], int]] = {}
-
-    def add(self, key: AttemptKey, peer_rank: int, transport: str, why: str, size_bytes: int) -> None:
-        """Count one message of attempt `key`."""
-        counted, route = self._open.setdefault(key, {}), (peer_rank, transport, why)
-        counted[route] = counted.get(route, 0) + size_bytes
-
-    def take(self, key: AttemptKey) -> tuple[Traffic, ...]:
-        """The traffic of attempt `key`, which has ended; its counters are dropped."""
-        counted = self._open.pop(key, {})
-        return tuple(Traffic(self._rank, *route, size) for route, size in counted.items())

@@ -1,6 +1,6 @@
-"""All transfers of one rank, sending and receiving: fences, deadlines, and exactly one release for each. Pure.
+"""All transfers of one rank, by direction: fences, deadlines, and exactly one release for each. Pure.
 
-`Sender` and `Receiver` turn calls and messages into method calls here, and report the events that `take_events` returns.
+`kvtransfer.transfer_end` turns orders and messages into method calls here, and reports the events that `take_events` returns.
 A transfer lives from `open` to its `...Released` event. Calls and messages that name no live transfer are ignored or
 refused, so late messages of an older attempt or incarnation have no effect. Used by one I/O thread.
 """
@@ -18,22 +18,22 @@ from common.base.errors import (
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import (
     DestinationReleased,
-    IncomingTransfer,
-    OutgoingTransfer,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
     Received,
     ReceiveFailed,
-    ReceiverEvent,
-    SenderEvent,
     SourceReleased,
+    TransferEvent,
 )
 from common.kv.rank_layout import KVLayout
-from kvtransfer.incoming import Claim, Incoming
-from kvtransfer.outgoing import Batch, Outgoing
+from kvtransfer.receive_state import Claim, ReceiveState
+from kvtransfer.send_state import Batch, SendState
 from kvtransfer.wire import SliceHeader
 
 
-class SendingTransfers:
-    """The attempts that one prefill rank is sending.
+class SendTable:
+    """The attempts that one rank is sending.
 
     Invariant: one `SourceReleased` per `open`; after it, no `take` and no batch in use.
     """
@@ -42,18 +42,19 @@ class SendingTransfers:
         self._layout = layout
         self._rank = rank
         self._num_blocks = num_blocks
-        self._live: dict[AttemptKey, Outgoing] = {}
+        self._live: dict[AttemptKey, SendState] = {}
         self._ending: dict[AttemptKey, Exception] = {}
         """Attempts that failed while a batch was in use, and why; released when that batch is no longer read."""
-        self._events: list[SenderEvent] = []
+        self._events: list[TransferEvent] = []
 
-    def open(self, transfer: OutgoingTransfer) -> None:
+    def open(self, order: OpenSourceOrder) -> None:
         """Start a transfer, whose key must not be live; one that contradicts itself is released at once."""
-        assert transfer.key not in self._live
+        key = order.plan.key
+        assert key not in self._live
         try:
-            self._live[transfer.key] = Outgoing(transfer, self._layout, self._rank, self._num_blocks)
+            self._live[key] = SendState(order, self._layout, self._rank, self._num_blocks)
         except TransferError as error:
-            self._events.append(SourceReleased(transfer.key, 0, error))
+            self._events.append(SourceReleased(key, 0, error))
 
     def grant(self, grant: Grant, now: float) -> list[int]:
         """The destination ranks to send to from now on; none if the grant is late, refused, or needs nothing from this rank."""
@@ -68,17 +69,17 @@ class SendingTransfers:
         self._release_if_done(state)
         return [] if state.complete else state.destinations
 
-    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int, now: float) -> list[int]:
-        """The destination ranks for which something may be ready now."""
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int, now: float) -> bool:
+        """Returns whether something may be ready to send now."""
         state = self._open_state(key)
         if state is None:
-            return []
+            return False
         try:
             state.blocks_final(layer, num_blocks, now)
         except TransferError as error:
             self.fail(key, error)
-            return []
-        return state.destinations
+            return False
+        return state.granted
 
     @property
     def ending(self) -> list[AttemptKey]:
@@ -86,7 +87,7 @@ class SendingTransfers:
         return list(self._ending)
 
     def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
-        """As `Outgoing.take`; None for a transfer that is not live."""
+        """The result of `SendState.take`; None for a transfer that is not live."""
         state = self._open_state(key)
         return None if state is None else state.take(dst_rank, max_bytes=max_bytes, min_bytes=min_bytes, now=now)
 
@@ -94,7 +95,7 @@ class SendingTransfers:
         """Attempts with slices that were held back too long to fill a larger message."""
         return [key for key, state in self._live.items() if state.overdue(now)]
 
-    def state_of(self, batch: Batch) -> Outgoing:
+    def state_of(self, batch: Batch) -> SendState:
         """The state of the attempt of a batch in use."""
         return self._live[batch.key]
 
@@ -114,7 +115,7 @@ class SendingTransfers:
     def acknowledged(self, batch: Batch, now: float) -> None:
         """The receiver has taken `batch`, after `sent`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
-        if state is not None and state.transfer is batch.transfer:
+        if state is not None and state.plan is batch.plan:
             state.acknowledged(now)
             self._release_if_done(state)
 
@@ -127,7 +128,7 @@ class SendingTransfers:
     def refused(self, batch: Batch, error: Exception) -> None:
         """The receiver refused `batch`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
-        if state is not None and state.transfer is batch.transfer:
+        if state is not None and state.plan is batch.plan:
             self.fail(batch.key, error)
 
     def fail(self, key: AttemptKey, error: Exception) -> None:
@@ -143,17 +144,17 @@ class SendingTransfers:
             self.fail(key, error)
 
     def drop_batches(self) -> None:
-        """Treat every batch in use as dropped; for a sender whose I/O thread failed between two steps."""
+        """Treat every batch in use as dropped; for an I/O thread that failed between two steps."""
         for state in list(self._live.values()):
             state.drop(state.in_use_bytes)
-            if state.transfer.key in self._ending:
+            if state.plan.key in self._ending:
                 self._release_if_done(state)
 
     def expire(self, now: float) -> None:
         """Stop every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
             if state.deadline is not None and state.deadline <= now:
-                self.fail(key, TransferTimedOut(f"{key}: no progress for {state.transfer.timeout_s} s"))
+                self.fail(key, TransferTimedOut(f"{key}: no progress for {state.plan.timeout_s} s"))
 
     def next_deadline(self, now: float) -> float | None:
         """When `expire` or `overdue` must be called next. Failed attempts have no deadline any more."""
@@ -161,16 +162,16 @@ class SendingTransfers:
         times = (min(deadline, state.overdue_next(now)) for state, deadline in granted if deadline is not None)
         return min(times, default=None)
 
-    def take_events(self) -> list[SenderEvent]:
+    def take_events(self) -> list[TransferEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def _open_state(self, key: AttemptKey) -> Outgoing | None:
+    def _open_state(self, key: AttemptKey) -> SendState | None:
         return None if key in self._ending else self._live.get(key)
 
-    def _release_if_done(self, state: Outgoing) -> None:
-        key = state.transfer.key
+    def _release_if_done(self, state: SendState) -> None:
+        key = state.plan.key
         error = self._ending.get(key)
         if state.complete or (error is not None and not state.in_use_bytes):
             del self._live[key]
@@ -178,38 +179,40 @@ class SendingTransfers:
             self._events.append(SourceReleased(key, state.bytes_sent, None if state.complete else error))
 
 
-class ReceivingTransfers:
-    """The attempts that one decode rank expects.
+class ReceiveTable:
+    """The attempts that one rank expects.
 
     Invariant: one `DestinationReleased` per `open`; after it, no new claim and none in use; before it, at most one of
     `Received` and `ReceiveFailed`.
     """
 
-    def __init__(self, layout: KVLayout, rank: int, num_blocks: int, incarnation: str | None = None) -> None:
+    def __init__(self, layout: KVLayout, rank: int, num_blocks: int, incarnation: str) -> None:
+        """incarnation: this node's; messages for another one are refused."""
         self._layout = layout
         self._rank = rank
         self._num_blocks = num_blocks
         self._incarnation = incarnation
-        self._live: dict[AttemptKey, Incoming] = {}
-        self._failed: dict[AttemptKey, Incoming | None] = {}
+        self._live: dict[AttemptKey, ReceiveState] = {}
+        self._failed: dict[AttemptKey, ReceiveState | None] = {}
         """Reported as failed, to be aborted by the caller; None if the transfer could not even start."""
-        self._aborted: dict[AttemptKey, Incoming] = {}
+        self._aborted: dict[AttemptKey, ReceiveState] = {}
         """Aborted while a claim was in use; released when the claim is placed."""
-        self._events: list[ReceiverEvent] = []
+        self._events: list[TransferEvent] = []
         self.discarded_messages = 0
         """Number of messages that no live transfer expected."""
 
-    def open(self, transfer: IncomingTransfer, now: float) -> None:
+    def open(self, order: OpenDestinationOrder, now: float) -> None:
         """Expect a transfer, whose key must not be live; one that contradicts itself fails at once."""
-        key = transfer.key
+        key = order.plan.key
         assert not any(key in attempts for attempts in (self._live, self._failed, self._aborted))
         try:
-            state = Incoming(transfer, self._layout, self._rank, self._num_blocks, now)
+            state = ReceiveState(order, self._layout, self._rank, self._num_blocks, now)
         except TransferError as error:
             self._failed[key] = None
             self._events.append(ReceiveFailed(key, error))
             return
         self._live[key] = state
+        self._events.append(Opened(key))
         self._finish_if_complete(state)
 
     def accept(self, header: SliceHeader, payload_bytes: int) -> Claim:
@@ -229,7 +232,7 @@ class ReceivingTransfers:
             self._fail(state, error)
             raise
 
-    def state_of(self, claim: Claim) -> Incoming:
+    def state_of(self, claim: Claim) -> ReceiveState:
         """The state of the attempt of a claim in use."""
         return self._find(claim.key)
 
@@ -238,7 +241,7 @@ class ReceivingTransfers:
         state = self._find(claim.key)
         state.placed(claim, now)
         for other in self._live.values():
-            if other.transfer.src.incarnation == state.transfer.src.incarnation:
+            if other.src_incarnation == state.src_incarnation:
                 other.progressed(now)
         if claim.key in self._aborted and not state.in_use_bytes:
             del self._aborted[claim.key]
@@ -276,7 +279,7 @@ class ReceivingTransfers:
             self._fail(state, error)
 
     def drop_claims(self) -> None:
-        """Treat every claim in use as dropped; for a receiver whose I/O thread failed between two steps."""
+        """Treat every claim in use as dropped; for an I/O thread that failed between two steps."""
         for state in [*self._live.values(), *self._failed.values()]:
             if state is not None:
                 state.in_use_bytes = 0
@@ -288,7 +291,7 @@ class ReceivingTransfers:
         """Fail every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
             if state.deadline is not None and state.deadline <= now:
-                timeout_s = state.transfer.timeout_s
+                timeout_s = state.plan.timeout_s
                 self._fail(
                     state,
                     TransferTimedOut(
@@ -300,34 +303,34 @@ class ReceivingTransfers:
         """When `expire` must be called next."""
         return min((state.deadline for state in self._live.values() if state.deadline is not None), default=None)
 
-    def take_events(self) -> list[ReceiverEvent]:
+    def take_events(self) -> list[TransferEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def _refusal(self, header: SliceHeader, state: Incoming | None) -> TransferError | None:
-        if self._incarnation is not None and header.dst_incarnation != self._incarnation:
+    def _refusal(self, header: SliceHeader, state: ReceiveState | None) -> TransferError | None:
+        if header.dst_incarnation != self._incarnation:
             return PeerLost(f"{header.key} is for incarnation {header.dst_incarnation}, not {self._incarnation}")
         if header.dst_rank != self._rank:
             return TransferAborted(f"{header.key} is for rank {header.dst_rank}, not {self._rank}")
-        if state is not None and header.src_incarnation != state.transfer.src.incarnation:
+        if state is not None and header.src_incarnation != state.src_incarnation:
             return TransferAborted(f"{header.key} is expected from another incarnation than {header.src_incarnation}")
         return None
 
-    def _find(self, key: AttemptKey) -> Incoming:
+    def _find(self, key: AttemptKey) -> ReceiveState:
         state = self._live.get(key) or self._aborted.get(key) or self._failed.get(key)
         assert state is not None, f"{key} has no claim in use"
         return state
 
-    def _fail(self, state: Incoming, error: KvRelayError) -> None:
-        key = state.transfer.key
+    def _fail(self, state: ReceiveState, error: KvRelayError) -> None:
+        key = state.plan.key
         del self._live[key]
         self._failed[key] = state
         self._events.append(ReceiveFailed(key, error))
 
-    def _finish_if_complete(self, state: Incoming) -> None:
+    def _finish_if_complete(self, state: ReceiveState) -> None:
         if state.complete:
-            key = state.transfer.key
+            key = state.plan.key
             del self._live[key]
             self._events.append(Received(key, state.bytes_received, layers=tuple(state.layers.items())))
             self._events.append(DestinationReleased(key))

@@ -1,0 +1,44 @@
+"""The parts that both halves of a transfer end share. Used by its I/O thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.base.clock import Clock
+from common.control.messages import AttemptKey
+from common.engine.kv_transfer import Traffic
+from kvtransfer.copy.device import DeferredCommands, RelayDevice
+from kvtransfer.copy.host import Copier
+
+
+class TrafficCounter:
+    """Counts the bytes that each live attempt has moved, by peer rank and transport."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._open: dict[AttemptKey, dict[tuple[int, str, str], int]] = {}
+
+    def add(self, key: AttemptKey, peer_rank: int, transport: str, why: str, size_bytes: int) -> None:
+        """Count one message of attempt `key`."""
+        counted, route = self._open.setdefault(key, {}), (peer_rank, transport, why)
+        counted[route] = counted.get(route, 0) + size_bytes
+
+    def take(self, key: AttemptKey) -> tuple[Traffic, ...]:
+        """The traffic of attempt `key`, which has ended; its counters are dropped."""
+        counted = self._open.pop(key, {})
+        return tuple(Traffic(self._rank, *route, size) for route, size in counted.items())
+
+
+@dataclass(frozen=True)
+class EndParts:
+    """Who a rank is, how it copies, and what its transfers are measured with."""
+
+    incarnation: str
+    """This node's."""
+    copier: Copier
+    copying: DeferredCommands
+    """Messages that the device is copying, in either direction: all copies run on one stream."""
+    device: RelayDevice | None
+    """Holds the KV; None if that is in CPU memory."""
+    traffic: TrafficCounter
+    clock: Clock
