@@ -15,13 +15,11 @@ from common.base.errors import BadRequest, NotFound
 from common.base.hashing import BLOCK_SIZE
 from common.base.transitions import unlisted_counts
 from common.cluster.membership import Directory
-from common.config.service_configs import RouterConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.models.served_model import ServedModel
 from router.nodes.node import Node
 from router.policy import Fleet, Query
-from router.requests.admission import Objectives
 from router.requests.placement import HashChain
 from router.restart import Restart
 from router.router import Router
@@ -32,12 +30,9 @@ _MAX_LISTED = 1000
 class RouterAdmin:
     """The admin routes of one router. They change nothing, except `POST /restart`."""
 
-    def __init__(
-        self, router: Router, config: RouterConfig, directory: Directory | None, restart: Restart | None = None
-    ) -> None:
+    def __init__(self, router: Router, directory: Directory | None, restart: Restart | None = None) -> None:
         """`restart`: how the process ends when an operator asks; None if it cannot."""
         self._router = router
-        self._config = config
         self._directory = directory
         self._restart = restart
         self._started_s = monotonic()
@@ -62,14 +57,14 @@ class RouterAdmin:
             "router_id": dispatcher.nodes.router_id,
             "pid": os.getpid(),
             "up_s": round(monotonic() - self._started_s, 1),
-            "cluster": self._config.cluster,
+            "cluster": self._router.cluster,
             "models": [self._model(model) for model in self._router.catalog.models],
-            "policy": self._config.policy,
+            "policy": dispatcher.options.policy,
             "restarting": dispatcher.draining,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
             "requests_held_back": dispatcher.queued,
-            "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
+            "objectives": dispatcher.options.objectives.shown(),
             "breakers_opened": dispatcher.breakers.times_opened,
             "unlisted_transitions": dict(unlisted_counts),
             "redis": self._router.degraded(self._directory) or "ok",
@@ -130,7 +125,7 @@ class RouterAdmin:
             }
             for node in nodes
         ]
-        return {"time": time.time(), "lease_s": self._config.lease_s, "nodes": described}
+        return {"time": time.time(), "lease_s": self._router.dispatcher.options.lease_s, "nodes": described}
 
     def _requests(self, call: Call) -> Mapping[str, Any]:
         limit = checked_limit(call.query.get("limit", "20"), _MAX_LISTED)
@@ -168,10 +163,12 @@ class RouterAdmin:
         adapter = model.adapter
         chain = HashChain(salt, "" if adapter is None else adapter.lora_id)
         query = Query(len(prompt_ids), avoid, max_new_tokens=max_tokens, session=session, adapter=adapter)
-        objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
         state = dispatcher.state(model.base)
         return state.placer.explain(
-            query, partial(chain.hashes, token_ids=prompt_ids), objectives, len(state.admission_queue)
+            query,
+            partial(chain.hashes, token_ids=prompt_ids),
+            dispatcher.options.objectives,
+            len(state.admission_queue),
         )
 
     async def find_blocks(self, call: Call) -> Mapping[str, Any]:

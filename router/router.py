@@ -11,7 +11,7 @@ from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.models.catalog import ModelCatalog
-from router.requests.dispatch import Dispatcher
+from router.requests.dispatch import Dispatcher, DispatchOptions
 from router.requests.request import TraceContext
 from router.tracing.exporter import Traces
 
@@ -25,6 +25,7 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig) -> None:
+        self.cluster = config.cluster
         self.metrics = Metrics()
         self.catalog = ModelCatalog(
             model=config.model,
@@ -37,7 +38,7 @@ class Router:
             preload=config.preload,
         )
         self.index = PrefixIndex(config.index_blocks)
-        self.dispatcher = Dispatcher(config, self.metrics, index=self.index)
+        self.dispatcher = Dispatcher(DispatchOptions.of(config), self.metrics, index=self.index)
         self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
         if self._traces is not None:
             traces = self._traces

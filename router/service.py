@@ -62,7 +62,7 @@ async def serve(config: RouterConfig) -> None:
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
-    pages = DashboardRoutes(router, config, directory)
+    pages = DashboardRoutes(router, config.admin_token, directory)
     trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
     ui = pages.application(Access(config.admin_token or "", trusted))
     server = http_server(router, config, directory, responses, ui)
@@ -70,7 +70,7 @@ async def serve(config: RouterConfig) -> None:
     restart = Restart(router.dispatcher, lambda: server.busy)
     if admin is not None:
         admin.start(
-            RouterAdmin(router, config, directory, restart).routes()
+            RouterAdmin(router, directory, restart).routes()
             + SelfReport(public_options(config), config.tls_dir).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )

@@ -30,6 +30,10 @@ class Objectives:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
+    def shown(self) -> dict[str, float | None]:
+        """As operators see them."""
+        return {"ttft_s": self.ttft_s or None, "tpot_s": self.tpot_s or None}
+
     def check(self, decision: Decision, prefill: Fleet, decode: Fleet, ahead_s: float) -> None:
         """Refuse early a request that would probably miss an objective. `ahead_s`: its wait in this router.
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,35 @@ _STARTS_PER_TURN = 32
 """Requests placed in a row before other tasks of the event loop run."""
 
 
+@dataclass(frozen=True)
+class DispatchOptions:
+    """How a router places and bounds requests."""
+
+    policy: str
+    local_prefill_tokens: int | None
+    objectives: Objectives
+    request_timeout_s: float
+    max_queue_wait_s: float
+    max_waiting: int
+    max_attempts: int
+    lease_s: float
+    tls_dir: str | None
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> DispatchOptions:
+        return cls(
+            policy=config.policy,
+            local_prefill_tokens=config.local_prefill_tokens,
+            objectives=Objectives(config.slo_ttft, config.slo_tpot),
+            request_timeout_s=config.request_timeout_s,
+            max_queue_wait_s=config.max_queue_wait_s,
+            max_waiting=config.max_waiting,
+            max_attempts=config.max_attempts,
+            lease_s=config.lease_s,
+            tls_dir=config.tls_dir,
+        )
+
+
 class Dispatcher:
     """All requests of this router and the nodes that serve them.
 
@@ -54,20 +84,20 @@ class Dispatcher:
 
     def __init__(
         self,
-        config: RouterConfig,
+        options: DispatchOptions,
         metrics: Metrics,
         *,
         index: PrefixIndex | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self._config = config
+        self.options = options
         self._clock = clock
         self._metrics = metrics
         self._index = PrefixIndex(clock=clock) if index is None else index  # an empty one is false, too
         self._requests: dict[str, RunningRequest[Any]] = {}
         self._states: dict[str, RouterState] = {}
         self._retry_wait = RetryWait()
-        self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
+        self._deadlines = Deadlines(options.request_timeout_s, self._on_deadline)
         self._fresh: list[RunningRequest[Any]] = []
         """Submitted but not started."""
         self._stopping: Unavailable | None = None
@@ -78,29 +108,29 @@ class Dispatcher:
         self.stories = Stories()
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
-            lease_s=config.lease_s,
+            lease_s=options.lease_s,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_usable=self._on_usable,
             on_load=self._on_load,
             clock=clock,
-            open_link=partial(Link, credentials=open_credentials(config.tls_dir)),
+            open_link=partial(Link, credentials=open_credentials(options.tls_dir)),
         )
-        find_policy(config.policy)
+        find_policy(options.policy)
 
     def state(self, model: str) -> RouterState:
         """What the requests for the model share that nodes registered under this name."""
         known = self._states.get(model)
         if known is not None:
             return known
-        config, clock, fleets = self._config, self._clock, self.nodes.fleets(model)
+        options, clock, fleets = self.options, self._clock, self.nodes.fleets(model)
         placer = Placer(
-            self.nodes, fleets, self._index, policy=config.policy, local_prefill_tokens=config.local_prefill_tokens
+            self.nodes, fleets, self._index, policy=options.policy, local_prefill_tokens=options.local_prefill_tokens
         )
         queue = AdmissionQueue(
             fleets.by_role,
-            Objectives(config.slo_ttft, config.slo_tpot),
-            max_wait_s=config.max_queue_wait_s,
+            options.objectives,
+            max_wait_s=options.max_queue_wait_s,
             clock=clock,
         )
         made = self._states[model] = RouterState(
@@ -136,19 +166,9 @@ class Dispatcher:
         """Number of requests in admission queues."""
         return sum(len(state.admission_queue) for state in self._states.values())
 
-    @property
-    def max_waiting(self) -> int:
-        """Most requests that may wait at once for one model."""
-        return self._config.max_waiting
-
-    @property
-    def max_attempts(self) -> int:
-        """Consecutive failures that end a request."""
-        return self._config.max_attempts
-
     def new_deadline_s(self) -> float:
         """When a request that arrives now must be over."""
-        return self._clock() + self._config.request_timeout_s
+        return self._clock() + self.options.request_timeout_s
 
     def submit(
         self,
@@ -177,7 +197,7 @@ class Dispatcher:
                     request,
                     pieces,
                     state,
-                    max_attempts=self.max_attempts,
+                    max_attempts=self.options.max_attempts,
                     deadline_s=self.new_deadline_s(),
                     on_news=on_news,
                     client_id=client_id,
@@ -232,7 +252,7 @@ class Dispatcher:
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
-        most = self._config.max_waiting
+        most = self.options.max_waiting
         if count > most:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="n")
         state = self.state(model)
@@ -326,7 +346,7 @@ class Dispatcher:
             state.admission_queue.release_soon()
 
     def _on_deadline(self, request_id: str) -> None:
-        timeout_s = self._config.request_timeout_s
+        timeout_s = self.options.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
     def _feed(self, request_id: str, event: f.Event) -> None:

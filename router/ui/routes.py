@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.base.clock import monotonic
 from common.base.errors import Forbidden, NotFound, Unavailable
 from common.cluster.membership import Directory
-from common.config.service_configs import RouterConfig
 from common.control.admin_server import Call, read_object
 from router.admin import RouterAdmin, checked_limit, describe_node
 from router.router import Router
@@ -31,11 +30,11 @@ _MAX_GROUPS, _MAX_COLUMNS = 40, 40
 class DashboardRoutes:
     """The routes of one router, for all ports that serve them."""
 
-    def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
+    def __init__(self, router: Router, admin_token: str, directory: Directory | None) -> None:
         self._router = router
-        self._snapshots = Snapshots(router, config, directory)
-        self._admin = RouterAdmin(router, config, directory)
-        self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "", config.tls_dir)
+        self._snapshots = Snapshots(router, directory)
+        self._admin = RouterAdmin(router, directory)
+        self._nodes = NodeControl(router.dispatcher.nodes, admin_token, router.dispatcher.options.tls_dir)
         self.chat_endpoint: ASGIApp = _no_chat
         """The application that answers chat completions, set once it is there."""
 

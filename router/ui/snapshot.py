@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from common.base.clock import Clock, monotonic
 from common.cluster.membership import Directory
-from common.config.service_configs import RouterConfig
 from router.admin import node_state
 from router.counters import Counter, Histogram
 from router.nodes.node import Node
@@ -45,11 +44,8 @@ class _Counters(NamedTuple):
 class Snapshots:
     """Builds the snapshots of one router."""
 
-    def __init__(
-        self, router: Router, config: RouterConfig, directory: Directory | None, clock: Clock = monotonic
-    ) -> None:
+    def __init__(self, router: Router, directory: Directory | None, clock: Clock = monotonic) -> None:
         self._router = router
-        self._config = config
         self._directory = directory
         self._clock = clock
         self._built_s = -INTERVAL_S
@@ -66,15 +62,16 @@ class Snapshots:
         return self._latest
 
     def _build(self, now_s: float) -> dict[str, Any]:
-        dispatcher, config = self._router.dispatcher, self._config
+        dispatcher = self._router.dispatcher
+        options = dispatcher.options
         nodes = sorted(dispatcher.nodes.known(), key=lambda node: (node.record.role, node.node_id))
         return {
-            "cluster": config.cluster,
-            "policy": config.policy,
+            "cluster": self._router.cluster,
+            "policy": options.policy,
             "models": [model.name for model in self._router.catalog.models],
             "redis": self._router.degraded(self._directory) or "ok",
-            "lease_s": config.lease_s,
-            "objectives": {"ttft_s": config.slo_ttft or None, "tpot_s": config.slo_tpot or None},
+            "lease_s": options.lease_s,
+            "objectives": options.objectives.shown(),
             "running": dispatcher.running,
             "waiting": dispatcher.waiting,
             "held": dispatcher.queued,
@@ -97,7 +94,7 @@ class Snapshots:
             "pp": len(layout.pp_layers),
             "slots": node.record.max_num_seqs,
             "breaker": breaker.state,
-            "lease_late": quiet_s is None or quiet_s > self._config.lease_s / 2,
+            "lease_late": quiet_s is None or quiet_s > self._router.dispatcher.options.lease_s / 2,
             "legs": len(node.legs),
             "running": load.running,
             "waiting": load.waiting,

@@ -28,7 +28,7 @@ async def measure() -> tuple[list[float], list[float], int]:
     collector = asyncio.create_task(gc_policy.run(lambda: 1))  # garbage is collected as in a busy router
     await asyncio.sleep(0)
     try:
-        nodes, snapshots = SimulatedNodes(router, NODES), Snapshots(router, config, None, clock)
+        nodes, snapshots = SimulatedNodes(router, NODES), Snapshots(router, None, clock)
         pages: list[float] = []
         scrapes: list[float] = []
         size = 0

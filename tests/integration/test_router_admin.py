@@ -45,7 +45,7 @@ def play(folder: Path, scene: Callable[[Bench], Awaitable[None]], policy: str = 
         config = RouterConfig(lease_s=0.6, policy=policy, admin_token="t", local_prefill_tokens=0)
         async with running_stack(config, *nodes.values()) as stack:
             server = AdminServer("127.0.0.1", 0, "t")
-            server.start(RouterAdmin(stack.router, config, None, Restart(stack.router.dispatcher, lambda: 0)).routes())
+            server.start(RouterAdmin(stack.router, None, Restart(stack.router.dispatcher, lambda: 0)).routes())
             try:
                 async with (
                     httpx.AsyncClient(base_url=stack.url, trust_env=False) as api,

@@ -35,7 +35,7 @@ def served_dashboard(
         try:
             if prepare is not None:
                 await prepare(router)
-            pages = DashboardRoutes(router, config, None)
+            pages = DashboardRoutes(router, config.admin_token, None)
             server = http_server(router, config, None, dashboard=pages.application(Access(config.admin_token)))
             pages.chat_endpoint = cast("ASGIApp", server.config.app)
             task = asyncio.create_task(server.serve(sockets=[sock]))

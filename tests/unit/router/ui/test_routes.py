@@ -21,7 +21,7 @@ def test_a_limit_out_of_range_is_refused(limit: str, status: int) -> None:
         config = RouterConfig()
         router = Router(config)
         try:
-            app = DashboardRoutes(router, config, None).application(Access())
+            app = DashboardRoutes(router, config.admin_token, None).application(Access())
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
                 return (await http.get("/api/requests", params={"limit": limit})).status_code
         finally:

@@ -19,7 +19,7 @@ def _play(scene: Callable[[Snapshots, SimulatedNodes, MockClock], None]) -> None
         config, clock = RouterConfig(), MockClock(100.0)
         router = Router(config)
         try:
-            scene(Snapshots(router, config, None, clock), SimulatedNodes(router, 4), clock)
+            scene(Snapshots(router, None, clock), SimulatedNodes(router, 4), clock)
         finally:
             router.close()
 
