@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class Phase(Enum):
     """Where an attempt stands on this node."""
 
-    WAITING = "no offer yet"
+    NO_OFFER = "no offer yet"
     DEFERRED = "offered, no room yet"
     RECEIVING = "granted, slices arrive"
     ARRIVED = "KV complete, first token not yet in"
@@ -69,7 +69,7 @@ class Phase(Enum):
 @dataclass(eq=False)
 class _Attempt(Attempt):
     request: DecodeRequest
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.NO_OFFER
     offer: Offer | None = None
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     """Hashes of all blocks of its prompt, set once an offer with the same last hash has come."""
@@ -146,7 +146,7 @@ class DecodeNode(NodeCore[_Attempt]):
             self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
         if not self.adapters.is_settled:
             for attempt in self.attempts.values():
-                if attempt.phase is Phase.WAITING and self.adapters.makes_room(attempt.seq.request.adapter):
+                if attempt.phase is Phase.NO_OFFER and self.adapters.makes_room(attempt.seq.request.adapter):
                     attempt.seq.adapter_id = 0  # its offer may queue behind requests that wait for an adapter slot
         super().on_time(now_s)
 
@@ -166,7 +166,7 @@ class DecodeNode(NodeCore[_Attempt]):
         return has_worked
 
     def _num_in_prefill(self) -> int:
-        """Prompts to be computed elsewhere; those not begun may wait there for room while one begun waits for it here."""
+        """Prompts that prefill nodes compute or will. While an offered one waits for room here, those without an offer do not count."""
         coming = [a for a in self.attempts.values() if a.phase not in (Phase.ACTIVE, Phase.DRAINING)]
         return sum(
             a.first_token is None and (a.offer is not None or self.scheduler.next_reserved is None) for a in coming
@@ -203,7 +203,7 @@ class DecodeNode(NodeCore[_Attempt]):
                 self.send_buffer.reply(identity, TransferAbort(message.key, error.code, error.message))
 
     def _offered(self, attempt: _Attempt, identity: Identity, offer: Offer) -> None:
-        if attempt.phase is not Phase.WAITING:
+        if attempt.phase is not Phase.NO_OFFER:
             return
         attempt.prefill_identity, attempt.offer = identity, offer
         attempt.mark("offer", self.clock())

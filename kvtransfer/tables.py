@@ -120,7 +120,7 @@ class SendTable:
             self._release_if_done(state)
 
     def progressed(self, key: AttemptKey, now: float) -> None:
-        """The receiver has taken a message of another attempt that went before. Ignored if not live."""
+        """Restart the deadline: the receiver has taken an earlier message on this connection. Ignored if not live."""
         state = self._open_state(key)
         if state is not None:
             state.progress(now)

@@ -110,8 +110,8 @@ class GrantOrder:
 class OpenDestinationOrder:
     """Accept slices of this attempt from the incarnation of `src`; `Opened` follows. Must precede the `Grant`.
 
-    Progress is: a slice placed, of this transfer or of another one from the same node, behind which it may wait. The timeout
-    starts at the first slice of its own: the sender may have to compute a long prefix before it that is not wanted here.
+    Any slice from the same node restarts the timeout, because this transfer may be queued behind it. The timeout starts at
+    the first slice of its own: the sender may have to compute a long prefix before it that is not wanted here.
     Until then the sender's timeout and the owner's own deadline apply, and on a stage of a pipeline always: the sender
     computes the other stages' layers before each further slice.
     """

@@ -1,7 +1,7 @@
 """Decides which sequences run in the next step, and on which blocks. Pure: no I/O, no clock, no torch.
 
-Continuous batching under a token budget: decoding sequences first, then prompts by priority, within one those that have begun
-before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
+Continuous batching under a token budget: decoding sequences first, then prompts by priority, at equal
+priority those that have begun before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
 admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
 youngest of the lowest priority: it gives its blocks back and is recomputed later.
 

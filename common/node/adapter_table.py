@@ -2,7 +2,7 @@
 
 At most `max_loras` adapters are in memory. A request whose adapter is not in memory waits, beside the batch, until it is
 loaded. If there is no free slot, the least recently used adapter is marked for eviction: it takes no new requests, and is
-evicted when its last request has ended, unless no request waits for the slot any more.
+evicted when its last request has ended, if one still waits for the slot.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from common.control.links import Identity
 _PINGS_UNTIL_TOLD = 2
 """The pong to the first ping reports draining; a second ping proves that the sender has received it."""
 _GAP = 1 / 12
-"""Half the interval of pings, as a fraction of a lease. Pings that are closer together arrived while this node was suspended,
-so that the second one was sent before the pong to the first."""
+"""Half the interval of pings, as a fraction of a lease. Pings that are closer together count once: they piled up while
+this node was suspended, so the second one does not prove that the pong arrived."""
 
 
 class Drain:

@@ -48,7 +48,8 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True)
 class KvMemoryRequest:
-    """The operator's options; `blocks` takes precedence over `memory_bytes`, and on a GPU that over `utilization`."""
+    """The operator's options; `blocks` takes precedence over `memory_bytes`; on a GPU `memory_bytes` takes
+    precedence over `utilization`."""
 
     utilization: float
     """Fraction of the GPU's memory that this rank may use in all."""

@@ -1,4 +1,5 @@
-"""A node's options, resolved once at its start into small groups. Each part of the node gets only its own group. Pure data."""
+"""A node's options, resolved once at its start into small groups. The server and the adapters get their group; ranks get the
+`NodePlan`, which holds the others. Pure data."""
 
 from __future__ import annotations
 

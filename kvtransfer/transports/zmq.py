@@ -48,7 +48,7 @@ window over a slow network."""
 _RESOLVE_S = 0.5
 """Time limit for the address of a host's name: relays to other peers wait meanwhile."""
 GONE_S = 60.0
-"""A receiver forgets a sender after this silence. It is long because nothing waits for it."""
+"""A receiver forgets a sender after this silence. Nothing waits for this, so it may be long."""
 
 
 class DealerLink:

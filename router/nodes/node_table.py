@@ -110,7 +110,7 @@ class NodeTable:
                 node = self._nodes[incarnation] = Node(record)
                 log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
                 self._connect(node)
-        if relisted:  # their next pongs find them usable already and report nothing
+        if relisted:  # report them now: their next pongs show no change
             self._on_usable()
 
     def tick(self) -> None:
@@ -211,7 +211,7 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """Whether the node has answered a ping within the last half lease, or would have, had this event loop not stalled."""
+        """The node has answered a ping within the last half lease, or is not late yet, because this event loop stalled."""
         node, now = self._nodes.get(incarnation), self._clock()
         if node is None:
             return False

@@ -65,7 +65,7 @@ def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) 
         return prefill, f"{target.node_id} failed lately and there is no other: no relay to it"
     fitting = with_kind(prefill, kv_kind)
     if not fitting.incarnations:
-        return fitting, f"no prefill node has the KV of {target.node_id}"
+        return fitting, f"no prefill node's KV is compatible with {target.node_id}"
     # Unless the answer ends with its first token, the prefill node's context must have room for one more token.
     whole = query.num_tokens + query.max_new_tokens
     fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))

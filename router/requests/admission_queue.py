@@ -123,7 +123,11 @@ class AdmissionQueue:
     def make_room(self, victims: Iterable[str]) -> None:
         """Refuse requests that `victims` named."""
         for victim in victims:
-            self._give_up(victim, "the queue is full, and others have fewer requests in it or more urgent ones", 1.0)
+            self._give_up(
+                victim,
+                "the queue is full, and a more urgent request, or one of a client with fewer requests in it, took this place",
+                1.0,
+            )
 
     def remove(self, request_id: str) -> None:
         """The request is over; one that is not here is ignored."""

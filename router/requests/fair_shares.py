@@ -40,8 +40,8 @@ class FairShares:
         return ahead
 
     def serve(self, name: str, tokens: int, waiting: Set[str], queued: Set[str]) -> None:
-        """`name`, one of those `waiting` for this turn, gets it. `queued`: all with requests in the queue. Those of them who had
-        no part in this turn, because their requests are less urgent or find no room, keep their distance to virtual time.
+        """`name`, one of those `waiting` for this turn, gets it. `queued`: all with requests in the queue. The clocks of
+        those who could not take part, because their requests are less urgent or find no room, advance as far as virtual time.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens

@@ -114,13 +114,13 @@ class PlacedRequest:
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._avoid: set[str] = set()
-        """Incarnations that failed since the last attempt that did not count as a failure."""
+        """Incarnations that failed this request; emptied when an attempt made tokens."""
         self._failures = 0
         """Consecutive failed attempts."""
         self._backoff_s = 0.0
         """How long the attempt must wait if there is no other node than those that failed."""
         self._node_deadline_s: float | None = None
-        """When to give up waiting for a node; None unless none was found since the wait began."""
+        """When to give up waiting for a node. Set when no node was found, None again once one is."""
 
     def start(self) -> f.Instructions:
         """The first instructions."""
@@ -174,7 +174,7 @@ class PlacedRequest:
         raise NotImplementedError
 
     def _on_no_node(self, event: f.NoNode) -> f.Instructions:
-        """A wake-up after which there is no node again does not prolong the wait."""
+        """Wait for a node. If a wake-up finds none again, the first deadline stays."""
         if not (self.siblings.admitted or event.rejoining):
             return self._end(f.Fail(event.error))
         if self._node_deadline_s is None:

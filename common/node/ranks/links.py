@@ -84,8 +84,8 @@ class RankLinks:
     def spawn(
         self, role_module: str, ranks: range, fields: dict[str, Any], leader: str, forked: Sequence[ForkedRank] = ()
     ) -> None:
-        """Start local rank processes, in `forked` as far as it reaches; they die with the calling thread. `fields`: their
-        configuration, which they get through a pipe."""
+        """Start local ranks: first in the processes of `forked`, further ones as programs. They die with the calling thread.
+        `fields`: their configuration, which they get through a pipe."""
         for rank, child in zip(ranks, forked, strict=False):
             child.begin(fields, rank, leader)
             self._children[rank] = child

@@ -2,8 +2,8 @@
 
 With certificates (`--tls-dir`) all messages are sealed (`common.security.sealed_sockets`). Each listening socket has a key that
 is new in each process. A rank tells the leader its own key, sealed for the *node's key*, which follows from the node's private
-key; the leader answers with the key of its own socket. What is sealed for the node's key could be a replay of an earlier
-start, and has no other effect than that answer, which only the rank of that start could open.
+key; the leader answers with the key of its own socket. A message sealed for the node's key could be a replay
+of an earlier start; it only makes the leader answer, and only the rank of that start could read the answer.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_given_up_at_any_moment_it_frees_both_nodes_within_a_step_and_disturbs_n
         assert [pair.p.has_deadlines, pair.d.has_deadlines] == [False, False]
         for load in (pair.p.load, pair.d.load):
             assert at_rest(load), load
-    assert {Phase.WAITING, Phase.RECEIVING, Phase.ACTIVE} <= seen
+    assert {Phase.NO_OFFER, Phase.RECEIVING, Phase.ACTIVE} <= seen
 
 
 def at_rest(load: NodeLoad) -> bool:

@@ -370,7 +370,7 @@ def test_prefill_done_before_the_kv_waits_for_it() -> None:
     for _ in range(3):
         pair.step_prefill()
     assert [type(m) for m in pair.to_decode(PrefillDone)] == [PrefillDone]
-    assert pair.d.attempts[KEY].phase is Phase.WAITING
+    assert pair.d.attempts[KEY].phase is Phase.NO_OFFER
     pair.run()
     assert pair.tokens() == generate(PROMPT, 3)
 
