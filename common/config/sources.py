@@ -153,7 +153,7 @@ def _unknown_top_level(key: str, shared: set[str]) -> str:
 
 
 def _is_service_link(variable: str, value: str) -> bool:
-    """The variable has the name and value that Kubernetes, or Docker with links, gives it for a service's address."""
+    """The variable has the name and value that Kubernetes gives it for the address of a Service."""
     return bool(_SERVICE_LINK.fullmatch(variable)) or (
         variable.endswith("_PORT") and bool(_SERVICE_URL.fullmatch(value))
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.counted import counted
+from common.base.endpoints import is_loopback
 from common.base.errors import ConfigError
 from common.cluster.address import HostAddresses
 from common.config.fields import listed
@@ -90,7 +91,7 @@ class RankHosts:
                 f"{counted(world_size, 'rank')} cannot be spread evenly over {counted(config.nnodes, 'host')} (this is "
                 f"host {config.node_rank})"
             )
-        if config.nnodes > 1 and _is_loopback(config.host) and not _is_loopback(config.master_addr):
+        if config.nnodes > 1 and is_loopback(config.host) and not is_loopback(config.master_addr):
             raise ConfigError(f"ranks on other hosts cannot reach {config.host}: set --host to an address of this host")
         each = world_size // config.nnodes
         threads = config.threads
@@ -152,7 +153,3 @@ class AdapterOptions:
                 raise ConfigError(f"--lora names two adapters {name!r}")
             folders[name] = path
         return cls(folders, options.max_loras, options.max_lora_rank)
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")

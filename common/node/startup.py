@@ -48,7 +48,7 @@ def run_node(role: NodeRole[ConfigT], config: ConfigT) -> None:
     # Fork before there is a second thread or an event loop, because neither survives a fork.
     forked = fork_ranks(plan, partial(run_rank, lambda: role))
     if 0 in plan.hosts.ranks_here:
-        options = ServerOptions.of(role.name, config)
+        options = ServerOptions.of(role.name, replace(config, threads=plan.hosts.threads))
         run_service(lambda: _serve(role, options, plan, forked))
     else:
         run_service(lambda: run_other_host(role, plan, forked))

@@ -20,10 +20,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
-from router.text.conversation_fit import ConversationFit
+from router.text.conversation_fit import REASONING_NAMES, ConversationFit
 
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's reasoning in templates."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)

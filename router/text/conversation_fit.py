@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from common.base.errors import BadRequest
 
 Message = Mapping[str, Any]
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""What templates call a message's reasoning."""
 _SYSTEM = ("system", "developer")
 _SHAPES = {
     "system": ["system user"],
@@ -46,7 +48,7 @@ class ConversationFit:
 
     def fit(self, messages: Sequence[Message]) -> FittedMessages:
         """The messages in the nearest form that the template takes; unchanged where it takes them as they are."""
-        kinds = _kinds([str(message.get("role")) for message in messages])
+        kinds = _kinds(messages)
         if not kinds or all(map(self._takes, kinds)):
             return FittedMessages(messages)
         changes: list[str] = []
@@ -71,7 +73,7 @@ class ConversationFit:
         return FittedMessages(fitted, tuple(changes))
 
     def _takes(self, shape: str) -> bool:
-        """The template shows every message of small conversations of this shape, in order."""
+        """The template shows every message of small conversations of this shape, in whatever order."""
         if shape not in self._taken:
             self._taken[shape] = all(self._shows(roles.split()) for roles in _SHAPES[shape])
         return self._taken[shape]
@@ -82,26 +84,33 @@ class ConversationFit:
             shown = self._render(messages)
         except BadRequest:
             return False
-        places = [shown.find(message["content"]) for message in messages]
-        return places[0] >= 0 and places == sorted(places)
+        return all(message["content"] in shown for message in messages)
 
 
-def _kinds(roles: list[str]) -> set[str]:
-    """The shapes that these roles have and that some templates refuse."""
+def _kinds(messages: Sequence[Message]) -> set[str]:
+    """The shapes that these messages have and that some templates refuse."""
     found: set[str] = set()
     last, in_head = "", True
-    for role in roles:
-        role = "system" if role == "developer" else role
+    for message in messages:
+        role = _turn_of(message)
         if role == "system":
             found.add(("systems" if last else "system") if in_head else "late system")
         else:
-            if in_head and role == "assistant":
+            if in_head and role in ("assistant", "calls"):
                 found.add("assistant first")
             in_head = False
             if role == last and role in ("user", "assistant"):
                 found.add(f"{role}s")
         last = role
     return found
+
+
+def _turn_of(message: Message) -> str:
+    """The role. Calls are a turn of their own: templates take them beside another message of the assistant."""
+    role = str(message.get("role"))
+    if role == "assistant" and message.get("tool_calls"):
+        return "calls"
+    return "system" if role in _SYSTEM else role
 
 
 def _leading_systems(messages: Sequence[Message]) -> int:
@@ -150,9 +159,9 @@ def _attach(fitted: list[Message], start: int, texts: list[str]) -> None:
 
 
 def _merge(messages: Sequence[Message], role: str) -> list[Message]:
-    """Neighbouring messages of `role` as one: their texts joined, their tool calls in a row."""
+    """Neighbouring messages of `role` as one."""
     fitted: list[Message] = []
-    for of_role, neighbours in groupby(messages, lambda message: message.get("role") == role):
+    for of_role, neighbours in groupby(messages, lambda message: _turn_of(message) == role):
         turn = list(neighbours)
         fitted += [_merged(turn)] if of_role and len(turn) > 1 else turn
     return fitted
@@ -163,10 +172,9 @@ def _merged(turn: Sequence[Message]) -> Message:
     merged: dict[str, Any] = {}
     for message in turn:
         merged |= message
-    merged["content"] = "\n\n".join(filter(None, map(_text, turn)))
-    calls = [call for message in turn for call in message.get("tool_calls") or ()]
-    if calls:
-        merged["tool_calls"] = calls
+    for name in ("content", *REASONING_NAMES):
+        if name in merged:
+            merged[name] = "\n\n".join(str(text) for message in turn if (text := message.get(name)))
     if len({message.get("name") for message in turn}) > 1:
         merged.pop("name", None)
     return merged

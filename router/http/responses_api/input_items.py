@@ -103,8 +103,8 @@ def readable_items(value: Any) -> Any:
 
 
 def left_out_items(value: Any) -> list[str]:
-    """The kinds of `OTHER_ITEMS` in a list of items, each once."""
-    return list(dict.fromkeys(kind for item in items(value) or () if (kind := _kind(item)) in OTHER_ITEMS))
+    """The kinds of items that `readable_items` leaves out, each once."""
+    return list(dict.fromkeys(_kind(item) for item in items(value) or () if not _readable(item)))
 
 
 def _readable(item: Any) -> list[Any]:

@@ -148,18 +148,30 @@ def test_earlier_turns_stay_as_they_were_while_a_conversation_grows(source: str,
         before = text
 
 
-def test_tool_calls_of_merged_turns_stay() -> None:
-    one = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    two = {"type": "function", "function": {"name": "g", "arguments": {}}}
-    source = SYSTEM_FIRST.replace("{%- for m in messages %}", ALTERNATING_CHECK)
+def test_calls_are_a_turn_of_their_own_and_reasoning_is_joined() -> None:
+    """Templates whose roles alternate take a text of the assistant beside its calls, and show of one message only the calls."""
+    source = SYSTEM_FIRST.replace("{%- for m in messages %}", ALTERNATING_CHECK).replace(
+        "m.content }}", "(m.reasoning or '') + m.content }}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     messages = [
         {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "a", "tool_calls": [one]},
-        {"role": "assistant", "content": "", "tool_calls": [two]},
-        {"role": "user", "content": "v", "name": "x"},
-        {"role": "user", "content": "w"},
+        {"role": "assistant", "content": "plan", "reasoning": "r1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    assert rendered(source, messages) == "<|user|>u<|assistant|>a[f][g]<|user|>v\n\nw<|assistant|>"
+    assert ChatTemplate(source, {}).conversations.fit(messages).messages == messages
+    messages = [
+        *messages[:2],
+        {"role": "assistant", "content": "b", "reasoning": "r2"},
+        {"role": "user", "content": "v"},
+    ]
+    assert rendered(source, messages) == "<|user|>u<|assistant|>r1\n\nr2plan\n\nb<|user|>v<|assistant|>"
+
+
+def test_a_template_that_moves_system_messages_to_the_front_gets_them_as_they_are() -> None:
+    source = """{%- for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}
+    {%- for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"""
+    assert rendered(source, conversation("usu")) == "s2<|user|>u1<|user|>u3<|assistant|>"
 
 
 ALTERNATING_CHECK = """{%- for m in messages %}
