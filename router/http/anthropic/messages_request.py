@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, field_validator, model_va
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, as_object, items, shorten
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, as_object, items, shorten, type_of
 from router.http.openai.shared_fields import MAX_STOP_CHARS, MAX_STOPS
 
 
@@ -74,7 +74,7 @@ class ToolResultBlock(_Body):
     @classmethod
     def _name_others(cls, value: Any) -> Any:
         blocks = items(value)
-        if blocks is None or all(_kind(block) in ("text", None) for block in blocks):
+        if blocks is None or all(type_of(block) in ("text", None) for block in blocks):
             return value
         return [_named(block) for block in blocks]
 
@@ -87,14 +87,9 @@ _OF_SERVER_TOOLS = re.compile(r"server_tool_use|mcp_tool_(use|result)|container_
 """Blocks that tools which Anthropic runs leave in a history; they are left out."""
 
 
-def _kind(block: Any) -> str | None:
-    kind = (as_object(block) or {}).get("type")
-    return kind if isinstance(kind, str) else None
-
-
 def _named(block: Any) -> Any:
     """The block of a tool's result, as text."""
-    kind = _kind(block)
+    kind = type_of(block)
     if kind in ("text", None):
         return block
     if kind == "search_result":
@@ -103,7 +98,7 @@ def _named(block: Any) -> Any:
 
 
 def _is_left_out(block: Any) -> bool:
-    kind = _kind(block)
+    kind = type_of(block)
     return kind is not None and _OF_SERVER_TOOLS.fullmatch(kind) is not None
 
 
@@ -215,10 +210,10 @@ class CountTokensRequest(_Body):
             for message in items(body.get("messages")) or ()
             for block in items((as_object(message) or {}).get("content")) or ()
         )
-        found = [f"messages.{_kind(block)}" for block in blocks if _is_left_out(block)]
+        found = [f"messages.{type_of(block)}" for block in blocks if _is_left_out(block)]
         tools = items(body.get("tools")) or []
         if any(_is_function(tool) for tool in tools):
-            found += [f"tools.{_kind(tool)}" for tool in tools if not _is_function(tool)]
+            found += [f"tools.{type_of(tool)}" for tool in tools if not _is_function(tool)]
         return list(dict.fromkeys(found))
 
     @field_validator("tools", mode="before")
@@ -289,7 +284,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _is_function(tool: Any) -> bool:
-    return _kind(tool) in ("custom", None)
+    return type_of(tool) in ("custom", None)
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -22,13 +22,6 @@ class TextPart(BodyModel):
     text: str
 
 
-class ThinkingPart(BodyModel):
-    """Reasoning of an earlier answer, which other APIs have among the parts; it is left out."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["thinking", "redacted_thinking", "reasoning"]
-
-
 class RefusalPart(BodyModel):
     """A refusal of an earlier answer."""
 
@@ -101,9 +94,7 @@ class Message(BodyModel):
                 texts.append(RefusalPart.model_validate(part).refusal)
             elif kind in ("text", "input_text", "output_text"):
                 texts.append(TextPart.model_validate(part).text)
-            elif kind in ("thinking", "redacted_thinking", "reasoning"):
-                ThinkingPart.model_validate(part)
-            else:
+            elif kind not in ("thinking", "redacted_thinking", "reasoning"):  # these are left out
                 raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
         return "\n".join(texts)
 

@@ -49,6 +49,12 @@ def as_object(value: Any) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
+def type_of(value: Any) -> str | None:
+    """The `type` of a JSON object; None if it has none."""
+    kind = (as_object(value) or {}).get("type")
+    return kind if isinstance(kind, str) else None
+
+
 def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of an object, whole floats as integers: some clients write every number as a float."""
     return {

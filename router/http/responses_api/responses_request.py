@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, field_validator
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT, as_object, items, shorten
+from router.http.openai.checks import MAX_INT, as_object, items, shorten, type_of
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages, left_out_items, readable_items
 
@@ -166,7 +166,7 @@ class ResponsesRequest(BodyModel):
         """What is ignored of a body: tools that are not functions, if there are functions, as `tools.KIND`; items of other
         servers, as `input.KIND`."""
         found = [f"input.{kind}" for kind in left_out_items(body.get("input"))]
-        kinds = dict.fromkeys(_kind(tool) for tool in items(body.get("tools")) or ())
+        kinds = dict.fromkeys(type_of(tool) for tool in items(body.get("tools")) or ())
         if "function" in kinds:
             found += [f"tools.{kind}" for kind in kinds if kind not in ("function", None)]
         return found
@@ -262,17 +262,11 @@ class ResponsesRequest(BodyModel):
         }
 
 
-def _kind(tool: Any) -> str | None:
-    """The type of a tool in a body; None if it has none, so that it is refused."""
-    kind = (as_object(tool) or {}).get("type")
-    return kind if isinstance(kind, str) else None
-
-
 def _functions_of(value: Any) -> Any:
     """A list of tools without those that are left out: other kinds beside functions."""
     tools = items(value) or []
-    is_beside = "function" in map(_kind, tools)
-    return [tool for tool in tools if _kind(tool) in ("function", None)] if is_beside else value
+    is_beside = "function" in map(type_of, tools)
+    return [tool for tool in tools if type_of(tool) in ("function", None)] if is_beside else value
 
 
 def _function_choice(choice: FunctionChoice) -> Json:
