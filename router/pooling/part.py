@@ -84,13 +84,16 @@ class PoolPart(RunningRequest[PoolFlow]):
         """Count the attempt at the chosen node."""
         peer, router = self.flow.prefill_peer, self._router
         assert peer is not None
-        self.attempt = admit.attempt
         figures = self._fleet.node(peer.incarnation)
         leg = {"node": peer.node_id, "tokens_before": figures.backlog, "requests_before": figures.requests}
-        self.story.add("decision", f"attempt {self.attempt}", {"mode": "pooled", "prefill": leg})
+        self.story.add("decision", f"attempt {admit.attempt}", {"mode": "pooled", "prefill": leg})
         router.breakers.chosen(peer.incarnation)
-        router.metrics.attempt("pooled", self.attempt)
-        router.unanswered.discard(self.request_id)
+
+    def _on_sent(self) -> None:
+        """Count the attempt, and the part no longer as waiting: a node that could not be reached got neither."""
+        self.attempt = self.flow.attempt
+        self._router.metrics.attempt("pooled", self.attempt)
+        self._router.unanswered.discard(self.request_id)
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         return self.work.num_tokens, 0, 0.0

@@ -66,6 +66,9 @@ class RunningRequest(Generic[_Flow]):
         """Count the attempt at the nodes that `prepare` chose last."""
         raise NotImplementedError
 
+    def _on_sent(self) -> None:
+        """A node has got the attempt."""
+
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) of the attempt at this incarnation."""
         raise NotImplementedError
@@ -223,6 +226,7 @@ class RunningRequest(Generic[_Flow]):
             tokens, blocks, work_s = self._leg(peer.incarnation)
             self._router.nodes.send(peer.incarnation, message, tokens=tokens, blocks=blocks, work_s=work_s)
             self.story.add("sent", type(message).__name__, {"node": peer.node_id})
+            self._on_sent()
         except Unavailable as error:
             self._events.append(f.NodeLost(peer.incarnation, error.message))
 
