@@ -80,13 +80,13 @@ class PoolPart(RunningRequest[PoolFlow]):
                 return waits
         return f.Found(node.record.peer, None, self._timeout_s())
 
-    def admit(self, admit: f.Admit) -> None:
+    def admit(self) -> None:
         """Count the attempt at the chosen node."""
         peer, router = self.flow.prefill_peer, self._router
         assert peer is not None
         figures = self._fleet.node(peer.incarnation)
         leg = {"node": peer.node_id, "tokens_before": figures.backlog, "requests_before": figures.requests}
-        self.story.add("decision", f"attempt {admit.attempt}", {"mode": "pooled", "prefill": leg})
+        self.story.add("decision", f"attempt {self.flow.attempt}", {"mode": "pooled", "prefill": leg})
         router.breakers.chosen(peer.incarnation)
 
     def _on_sent(self) -> None:

@@ -62,7 +62,7 @@ class RunningRequest(Generic[_Flow]):
         """Choose nodes, or say what the request waits for."""
         raise NotImplementedError
 
-    def admit(self, admit: f.Admit) -> None:
+    def admit(self) -> None:
         """Count the attempt at the nodes that `prepare` chose last."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class RunningRequest(Generic[_Flow]):
 
     def on_refused(self, error: KvRelayError) -> None:
         """What the request waited for will not happen."""
-        self.feed(f.Unplaceable(error))
+        self.feed(f.GiveUp(error))
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
@@ -171,7 +171,7 @@ class RunningRequest(Generic[_Flow]):
 
     def _enter_queue(
         self, decision: Decision | None, prompt_tokens: int, max_tokens: int, adapter: Adapter | None = None
-    ) -> f.Queued | f.Unplaceable | None:
+    ) -> f.Queued | f.GiveUp | None:
         """None if a new request may go to the nodes at once; otherwise it waits in the admission queue, or is refused."""
         try:
             entry = self._router.admission_queue.enter(
@@ -188,7 +188,7 @@ class RunningRequest(Generic[_Flow]):
             )
         except Overloaded as error:
             self.story.add("refused", error.message, decision)
-            return f.Unplaceable(error)
+            return f.GiveUp(error)
         if entry is None:
             return None
         self.story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
@@ -236,7 +236,7 @@ class RunningRequest(Generic[_Flow]):
 
     _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         f.Choose: _choose,
-        f.Admit: lambda self, admit: self.admit(admit),
+        f.Admit: lambda self, _: self.admit(),
         f.AwaitNode: _await_node,
         f.BackOff: _back_off,
         f.Send: _send,
