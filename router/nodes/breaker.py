@@ -17,7 +17,7 @@ Runs on the router's event loop; a new incarnation of a node starts closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -137,10 +137,9 @@ class Breakers:
             incarnation for incarnation, breaker in self._breakers.items() if not self._admits(breaker, now)
         )
 
-    def keep(self, incarnations: Iterable[str]) -> None:
+    def keep(self, incarnations: Set[str]) -> None:
         """Forget all other nodes: they are gone."""
-        known = set(incarnations)
-        for incarnation in [each for each in self._breakers if each not in known]:
+        for incarnation in self._breakers.keys() - incarnations:
             del self._breakers[incarnation]
 
     def view(self, incarnation: str) -> BreakerView:

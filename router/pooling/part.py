@@ -48,7 +48,6 @@ class PoolPart(RunningRequest[PoolFlow]):
         story: Story,
         siblings: Siblings,
     ) -> None:
-        """`siblings`: all parts of the call."""
         flow = PoolFlow(request_id, work, max_attempts, siblings)
         super().__init__(request_id, flow, router, story, work.tenant, work.priority, deadline_s)
         self.work = work
@@ -115,7 +114,6 @@ class PoolPart(RunningRequest[PoolFlow]):
         **RunningRequest._EXECUTE,
         f.FinishPooled: _finish,
     }
-    """Carries out each kind of instruction."""
 
 
 def pick(fleet: Fleet, num_tokens: int, avoid: frozenset[str]) -> str | None:

@@ -79,7 +79,7 @@ class Flow(PlacedRequest):
             return self._on_prompt_logprobs(leg, chunk.start, chunk.prompt_logprobs)
         if leg is self._prefill:
             return self._on_first_token(leg, chunk)
-        if chunk.start > len(self.token_ids) and self._first_token_awaited:
+        if chunk.start > len(self.token_ids) and self.state is State.PREFILL and self._prefill is not None:
             last = self._early[-1] if self._early else None
             expected = len(self.token_ids) + 1 if last is None else last.start + len(last.token_ids)
             if chunk.start > expected:
@@ -88,10 +88,6 @@ class Flow(PlacedRequest):
                 self._early.append(chunk)
             return []
         return self._on_decoded(leg, chunk)
-
-    @property
-    def _first_token_awaited(self) -> bool:
-        return self.state is State.PREFILL and self._prefill is not None
 
     def _on_first_token(self, leg: Leg, chunk: TokenChunk) -> Instructions:
         if chunk.start > len(self.token_ids):
@@ -162,7 +158,8 @@ class Flow(PlacedRequest):
         if len(self.token_ids) >= self.request.sampling.max_tokens:  # only the finish was lost
             return self._end(Finish("length"))
         if len(self.token_ids) > self._enough:
-            self._forgive()
+            self._failures = 0
+            self._avoid.clear()
         return super()._retry(error, blamed, tokens_so_far=len(self.token_ids), **noted)
 
     @property

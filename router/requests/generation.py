@@ -280,4 +280,3 @@ class Generation(RunningRequest[Flow]):
         f.Report: _take_report,
         f.Finish: lambda self, finish: self._end(self._finished(finish.reason)),
     }
-    """Carries out each kind of instruction."""

@@ -243,11 +243,6 @@ class PlacedRequest:
         note = f.Note("retry", error.message, {"failures_in_a_row": self._failures, **noted})
         return [*self._close_legs(), note, *self._next_attempt()]
 
-    def _forgive(self) -> None:
-        """The attempt that failed was of use: it and those before it do not count."""
-        self._failures = 0
-        self._avoid.clear()
-
     def _note(self, event: str, leg: Leg, reason: str = "", **data: object) -> f.Note:
         about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": leg.role, **data}
         return f.Note(event, reason, about)
