@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.base.errors import (
-    CorruptSlice,
-    HandshakeRefused,
-    KvRelayError,
-    PeerLost,
-    ProtocolError,
-    TransferAborted,
-)
+from common.base.errors import CorruptSlice, HandshakeRefused, KvRelayError, PeerLost, ProtocolError, TransferAborted
 from common.base.hashing import BlockHash, hash_blocks
 from common.control.ids import pack_ids
 from common.control.links import Identity

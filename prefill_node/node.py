@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from common.base.errors import (
-    EngineError,
-    KvRelayError,
-    PeerLost,
-    TransferAborted,
-    from_code,
-)
+from common.base.errors import EngineError, KvRelayError, PeerLost, TransferAborted, from_code
 from common.base.hashing import BLOCK_SIZE, hash_blocks
 from common.control.links import Identity
 from common.control.messages import (

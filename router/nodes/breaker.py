@@ -22,14 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.base.clock import Clock, monotonic
-from common.base.errors import (
-    AdapterMissing,
-    ClientError,
-    DeadlineExceeded,
-    HandshakeRefused,
-    KvRelayError,
-    Overloaded,
-)
+from common.base.errors import AdapterMissing, ClientError, DeadlineExceeded, HandshakeRefused, KvRelayError, Overloaded
 
 _NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing
 

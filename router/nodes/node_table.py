@@ -217,11 +217,11 @@ class NodeTable:
         incarnation: str,
         message: PrefillRequest | DecodeRequest | PoolRequest | Abort,
         *,
-        tokens: float | None = None,
+        tokens: float = 0.0,
         blocks: int = 0,
         work_s: float = 0.0,
     ) -> None:
-        """Send a message; a request also opens its leg, as `open_leg` (`tokens` None: the whole prompt).
+        """Send a message; a request also opens its leg, as `open_leg`.
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -232,8 +232,6 @@ class NodeTable:
         if node is None or node.link is None:
             raise Unavailable("it is not connected")
         node.link.send(message)
-        if tokens is None:
-            tokens = 0 if isinstance(message, PoolRequest) else len(message.token_ids)
         self.open_leg(node, message.key, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
@@ -279,9 +277,7 @@ class NodeTable:
         incarnation = node.incarnation
         try:
             node.link = self._open_link(
-                node.record.peer.control_address,
-                partial(self._receive, incarnation),
-                partial(self._lost, incarnation),
+                node.record.peer.control_address, partial(self._receive, incarnation), partial(self._lost, incarnation)
             )
         except Unavailable as error:
             if not node.unreachable:

@@ -110,10 +110,7 @@ class PoolPart(RunningRequest[PoolFlow]):
         else:
             self.story.add("finished", data=data)
 
-    _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
-        **RunningRequest._EXECUTE,
-        f.FinishPooled: _finish,
-    }
+    _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {**RunningRequest._EXECUTE, f.FinishPooled: _finish}
 
 
 def pick(fleet: Fleet, num_tokens: int, avoid: frozenset[str]) -> str | None:

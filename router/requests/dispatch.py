@@ -83,12 +83,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        options: DispatchOptions,
-        metrics: Metrics,
-        *,
-        index: PrefixIndex | None = None,
-        clock: Clock = monotonic,
+        self, options: DispatchOptions, metrics: Metrics, *, index: PrefixIndex | None = None, clock: Clock = monotonic
     ) -> None:
         self.options = options
         self._clock = clock

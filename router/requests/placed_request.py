@@ -284,11 +284,7 @@ class PlacedRequest:
     def _on_stop_found(self, _: f.StopFound) -> f.Instructions:
         return self._end(f.Finish("stop"))
 
-    _ENDINGS: ClassVar[Row] = {
-        f.ClientGone: _on_client_gone,
-        f.GiveUp: _on_give_up,
-        f.StopFound: _on_stop_found,
-    }
+    _ENDINGS: ClassVar[Row] = {f.ClientGone: _on_client_gone, f.GiveUp: _on_give_up, f.StopFound: _on_stop_found}
     _WITHOUT_NODES: ClassVar[Row] = {
         **_ENDINGS,
         f.Chunk: ignored("it is a late message of an older attempt"),
