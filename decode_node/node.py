@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.base.errors import (
-    CorruptSlice,
-    HandshakeRefused,
-    KvRelayError,
-    PeerLost,
-    ProtocolError,
-    TransferAborted,
-)
+from common.base.errors import CorruptSlice, HandshakeRefused, KvRelayError, PeerLost, ProtocolError, TransferAborted
 from common.base.hashing import BlockHash, hash_blocks
 from common.control.ids import pack_ids
 from common.control.links import Identity
@@ -80,8 +73,7 @@ class _Attempt(Attempt):
     first_token_s: float = 0.0
     has_reported: bool = False
     """A token was sent to the router."""
-    received_bytes: int | None = None
-    """Set once every slice has arrived."""
+    received_bytes: int = 0
     withdrawal_deadline_s: float = math.inf
     """Deadline for its prefill node's reason for withdrawing the blocks."""
 
@@ -95,8 +87,7 @@ class DecodeNode(NodeCore[_Attempt]):
         """`early_s`: seconds that a prefill node's message waits for the router's request, or a withdrawal of its
         blocks for the reason. `shared_cores`: prefill nodes compute on the same cores, so that steps are paced.
         """
-        super().__init__(parts)
-        self.transfers = transfers
+        super().__init__(parts, transfers)
         self.deferred: deque[_Attempt] = deque()
         self.early = EarlyMessages(early_s)
         self._shared_cores = shared_cores
@@ -127,7 +118,8 @@ class DecodeNode(NodeCore[_Attempt]):
             case ClientLost(identity):
                 super().handle(event)
                 for attempt in [a for a in self.attempts.values() if a.prefill_identity == identity]:
-                    self._prefill_lost(attempt)
+                    if attempt.phase is not Phase.ACTIVE:  # one in the scheduler needs nothing more from it
+                        self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
             case _:
                 super().handle(event)
 
@@ -152,7 +144,6 @@ class DecodeNode(NodeCore[_Attempt]):
 
     @property
     def has_deadlines(self) -> bool:
-        """Whether `on_time` may have something to do before the next event."""
         return bool(self.early) or super().has_deadlines
 
     def step(self) -> bool:
@@ -338,7 +329,7 @@ class DecodeNode(NodeCore[_Attempt]):
         local = attempt.request.prefill is None
         return AttemptStats(
             cached_tokens=seq.cached_tokens,
-            relayed_bytes=attempt.received_bytes or 0,
+            relayed_bytes=attempt.received_bytes,
             queue_s=started_s - seq.arrival_s,
             prefill_s=now_s - started_s if local else 0.0,
             computed_tokens=seq.num_tokens - 1 - seq.cached_tokens if local else 0,
@@ -355,11 +346,6 @@ class DecodeNode(NodeCore[_Attempt]):
         if attempt is not None and attempt.phase is not Phase.ACTIVE:
             log.warning("%s: aborted by the prefill node: %s: %s", key, code, message)
             self._end(attempt, code)
-
-    def _prefill_lost(self, attempt: _Attempt) -> None:
-        """Its prefill node sends nothing more; an attempt that is in the scheduler needs nothing more from it."""
-        if attempt.phase is not Phase.ACTIVE:
-            self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
         """Tell the router, and the prefill node if it still sends; then end the attempt."""

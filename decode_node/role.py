@@ -33,13 +33,7 @@ class DecodeRole(NodeRole[DecodeConfig]):
         relay = worker.plan.relay
         listen_port = relay.port if rank == 0 else 0
         return make_end(
-            relay,
-            worker.storage,
-            worker.plan.layout,
-            rank,
-            on_event,
-            incarnation=incarnation,
-            listen_port=listen_port,
+            relay, worker.storage, worker.plan.layout, rank, on_event, incarnation=incarnation, listen_port=listen_port
         )
 
     def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeTransfers) -> DecodeNode:

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from common.base.errors import (
-    EngineError,
-    KvRelayError,
-    PeerLost,
-    TransferAborted,
-    from_code,
-)
+from common.base.errors import EngineError, KvRelayError, PeerLost, TransferAborted, from_code
 from common.base.hashing import BLOCK_SIZE, hash_blocks
 from common.control.links import Identity
 from common.control.messages import (
@@ -37,10 +31,9 @@ from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
 from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
-from common.node.core import CoreParts, NodeCore
+from common.node.core import NodeCore
 from common.node.events import FromClient, FromPeer, PeerGone
 from common.node.traffic import count_bytes
-from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +64,6 @@ class _Attempt(Attempt):
 
 class PrefillNode(NodeCore[_Attempt]):
     """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
-
-    def __init__(self, parts: CoreParts, transfers: NodeTransfers) -> None:
-        super().__init__(parts)
-        self.transfers = transfers
 
     # ------------------------------------------------------------ events
 

@@ -53,10 +53,7 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
     await server.bind()
     model = await asyncio.to_thread(_load, path, of_model, config)
     limits = PoolLimits(
-        of_model.vocab_size,
-        of_model.max_model_len,
-        config.max_num_batched_tokens or _STEP_TOKENS,
-        _MAX_ACCEPTED,
+        of_model.vocab_size, of_model.max_model_len, config.max_num_batched_tokens or _STEP_TOKENS, _MAX_ACCEPTED
     )
     core = PoolingNode(Pooler(model), limits, server.send_buffer, monotonic)
     names = listed("served_model_name", config.served_model_name)

@@ -57,8 +57,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self.num_wasted_rows = 0
-        """Rows computed for sequences that had already ended when the step was done."""
         self._copies: list[BlockCopy] = []
         """For the sequences that were admitted to the step being scheduled."""
         self._steps = 0
@@ -225,7 +223,6 @@ class Scheduler:
         for index, (seq, tokens) in enumerate(zip(scheduled.seqs, drawn, strict=True)):
             seq.progress.in_flight -= 1
             if seq.state in END_IGNORED:
-                self.num_wasted_rows += scheduled.step.query_lens[index]
                 self._leave(seq)
             else:
                 output = take_output(seq, tokens, prompts.get(index, []), self.config.max_model_len)
@@ -297,7 +294,7 @@ class Scheduler:
                 spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
                 tokens.draft_forced(min(drafts, spare), self.config.max_model_len)
                 drafts -= len(tokens.draft_ids)
-            needed = seq.num_expected + len(tokens.draft_ids)
+            needed = seq.num_tokens + seq.progress.num_pending + len(tokens.draft_ids)
             if seq.blocks.num_slots < needed and not self._grow(seq, needed):
                 continue
             yield seq

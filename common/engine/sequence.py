@@ -111,11 +111,6 @@ class Sequence:
         return len(self.tokens.ids) - self.progress.num_computed
 
     @property
-    def num_expected(self) -> int:
-        """Tokens once its steps in flight are done."""
-        return len(self.tokens.ids) + self.progress.num_pending
-
-    @property
     def num_unscheduled(self) -> int:
         """Tokens, pending ones included, whose KV no scheduled step computes."""
         progress = self.progress

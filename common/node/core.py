@@ -42,6 +42,7 @@ from common.node.attempt import Attempt, prompt_chunks
 from common.node.events import ClientLost, FromClient, FromPeer, SendBuffer, brief
 from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
+from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class NodeCore(ABC, Generic[AttemptT]):
     empty, no block is used.
     """
 
-    def __init__(self, parts: CoreParts) -> None:
+    def __init__(self, parts: CoreParts, transfers: NodeTransfers) -> None:
+        self.transfers = transfers
         self.me = parts.me
         self.layout = parts.layout
         self.vocab_size = parts.vocab_size

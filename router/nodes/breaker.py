@@ -17,19 +17,12 @@ Runs on the router's event loop; a new incarnation of a node starts closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
 from common.base.clock import Clock, monotonic
-from common.base.errors import (
-    AdapterMissing,
-    ClientError,
-    DeadlineExceeded,
-    HandshakeRefused,
-    KvRelayError,
-    Overloaded,
-)
+from common.base.errors import AdapterMissing, ClientError, DeadlineExceeded, HandshakeRefused, KvRelayError, Overloaded
 
 _NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing
 
@@ -137,10 +130,9 @@ class Breakers:
             incarnation for incarnation, breaker in self._breakers.items() if not self._admits(breaker, now)
         )
 
-    def keep(self, incarnations: Iterable[str]) -> None:
+    def keep(self, incarnations: Set[str]) -> None:
         """Forget all other nodes: they are gone."""
-        known = set(incarnations)
-        for incarnation in [each for each in self._breakers if each not in known]:
+        for incarnation in self._breakers.keys() - incarnations:
             del self._breakers[incarnation]
 
     def view(self, incarnation: str) -> BreakerView:

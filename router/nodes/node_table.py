@@ -93,12 +93,10 @@ class NodeTable:
             relisted |= node.works and not did_work
             if names.get(node.node_id, node.incarnation) != node.incarnation:
                 replaced.append(node)
-                self._close_link(node)
                 del self._nodes[node.incarnation]
             elif not node.listed and node.link is None:
                 del self._nodes[node.incarnation]
-        for node in replaced:  # after all links are closed, so that no attempt moves to a node that is lost next
-            self._report_loss(node, f"{node.node_id} restarted")
+        self._lose(replaced, lambda node: f"{node.node_id} restarted")
         for incarnation, record in listed.items():
             known = self._nodes.get(incarnation)
             if known is not None and known.record.adapters != record.adapters:
@@ -136,8 +134,6 @@ class NodeTable:
     def _drop_silent(self, now: float) -> set[str]:
         """Close the links on which nothing arrived for a lease. Returns the silent nodes, including those that have never
         answered, whose links stay open.
-
-        All links are closed before any loss is reported, so that no attempt moves to a node that is lost next.
         """
         silent = [
             node
@@ -145,30 +141,26 @@ class NodeTable:
             if node.link is not None and now - (node.last_pong_s or node.linked_s) > self._lease_s
         ]
         fell_silent = [node for node in silent if node.last_pong_s is not None]
-        for node in fell_silent:
-            self._close_link(node)
-        for node in fell_silent:
-            self._report_loss(node, f"{node.node_id} was silent for {self._lease_s:g} s")
+        self._lose(fell_silent, lambda node: f"{node.node_id} was silent for {self._lease_s:g} s")
         return {node.incarnation for node in silent}
 
     def _drop_expired(self, now: float, last_tick_s: float) -> None:
-        """Close the links on which this router was silent for longer than the lease: their nodes count it as failed.
-
-        All links are closed before any loss is reported, so that no attempt moves to a node that is lost next. New
-        links are opened at once.
+        """Close the links on which this router was silent for longer than the lease: their nodes count it as failed. New links
+        are opened at once.
         """
         expired = [
             node
             for node in self._nodes.values()
             if node.last_pong_s is not None and now - max(last_tick_s, node.linked_s) > self._lease_s
         ]
-        for node in expired:
-            self._close_link(node)
         if expired:
             self._stalled_s = now
-        for node in expired:
-            stalled_s = now - max(last_tick_s, node.linked_s)
-            self._report_loss(node, f"this router stalled for {stalled_s:.1f} s, longer than its lease at the node")
+        self._lose(
+            expired,
+            lambda node: (
+                f"this router stalled for {now - max(last_tick_s, node.linked_s):.1f} s, longer than its lease at the node"
+            ),
+        )
         for node in expired:
             if node.listed and node.link is None:
                 self._connect(node)
@@ -225,11 +217,11 @@ class NodeTable:
         incarnation: str,
         message: PrefillRequest | DecodeRequest | PoolRequest | Abort,
         *,
-        tokens: float | None = None,
+        tokens: float = 0.0,
         blocks: int = 0,
         work_s: float = 0.0,
     ) -> None:
-        """Send a message; a request also opens its leg, as `open_leg` (`tokens` None: the whole prompt).
+        """Send a message; a request also opens its leg, as `open_leg`.
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -240,8 +232,6 @@ class NodeTable:
         if node is None or node.link is None:
             raise Unavailable("it is not connected")
         node.link.send(message)
-        if tokens is None:
-            tokens = 0 if isinstance(message, PoolRequest) else len(message.token_ids)
         self.open_leg(node, message.key, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
@@ -287,9 +277,7 @@ class NodeTable:
         incarnation = node.incarnation
         try:
             node.link = self._open_link(
-                node.record.peer.control_address,
-                partial(self._receive, incarnation),
-                partial(self._lost, incarnation),
+                node.record.peer.control_address, partial(self._receive, incarnation), partial(self._lost, incarnation)
             )
         except Unavailable as error:
             if not node.unreachable:
@@ -327,7 +315,7 @@ class NodeTable:
         if node is None:
             return
         if pong.incarnation != incarnation:
-            self._drop_link(node, f"{node.record.peer.control_address} now belongs to another incarnation")
+            self._lose([node], lambda node: f"{node.record.peer.control_address} now belongs to another incarnation")
             return
         was_usable, did_work = node.usable, node.works
         node.last_pong_s, node.lost = self._clock(), False
@@ -362,12 +350,16 @@ class NodeTable:
     def _lost(self, incarnation: str, reason: str) -> None:
         node = self._nodes.get(incarnation)
         if node is not None:
-            self._drop_link(node, reason)
+            self._lose([node], lambda _: reason)
 
-    def _drop_link(self, node: Node, reason: str) -> None:
-        """Close the link and report the loss; the next tick opens a new link to a listed node."""
-        self._close_link(node)
-        self._report_loss(node, reason)
+    def _lose(self, nodes: list[Node], why: Callable[[Node], str]) -> None:
+        """Close the links, then report the losses, so that no attempt moves to a node that is lost next. The next tick opens new
+        links to listed nodes.
+        """
+        for node in nodes:
+            self._close_link(node)
+        for node in nodes:
+            self._report_loss(node, why(node))
 
     def _close_link(self, node: Node) -> None:
         if node.link is not None:

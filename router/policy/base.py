@@ -1,7 +1,4 @@
-"""The interface of policies: a query goes in, a score per node comes out. Pure.
-
-Runs in the router process, on its event loop.
-"""
+"""The interface of policies: a query goes in, a score per node comes out. Pure; router process, event loop."""
 
 from __future__ import annotations
 

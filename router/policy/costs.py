@@ -15,8 +15,9 @@ ignored; one would corrupt every estimate.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 
 _FORGETTING = 0.995
@@ -154,9 +155,9 @@ class Factor:
 
 @dataclass
 class _NodeFactors:
-    prefill: Factor
-    link: Factor
-    step: Factor
+    prefill: Factor = field(default_factory=Factor)
+    link: Factor = field(default_factory=Factor)
+    step: Factor = field(default_factory=Factor)
 
 
 _USUAL = (1.0, 1.0, 1.0)
@@ -173,7 +174,7 @@ class CostModel:
         self._transfer = Line((costs.transfer_base_s, costs.transfer_byte_s), (1.0, 1e7))
         self._step = Line((costs.step_base_s, costs.step_seq_s), (1.0, 8.0))
         self._busy_s = self._busy_tokens = 0.0
-        self._nodes: dict[str, _NodeFactors] = {}
+        self._nodes: defaultdict[str, _NodeFactors] = defaultdict(_NodeFactors)
 
     # -- observations
 
@@ -183,8 +184,8 @@ class CostModel:
         """
         if tokens <= 0 or not 0 < seconds < math.inf:
             return False
-        inputs = _prefill_inputs(tokens, context)
-        if self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds):
+        inputs = (1.0, float(tokens), tokens * (context + tokens / 2))
+        if self._learn(self._prefill, self._nodes[incarnation].prefill, inputs, seconds):
             costs = self.costs
             costs.prefill_base_s, costs.prefill_token_s, costs.prefill_context_s = self._prefill.values
             costs.prefills = self._prefill.count
@@ -197,7 +198,7 @@ class CostModel:
         if size_bytes <= 0 or not math.isfinite(seconds):
             return False
         inputs = (1.0, float(size_bytes))
-        if self._learn(self._transfer, self._node(incarnation).link, inputs, max(seconds, 1e-6)):
+        if self._learn(self._transfer, self._nodes[incarnation].link, inputs, max(seconds, 1e-6)):
             self.costs.transfer_base_s, self.costs.transfer_byte_s = self._transfer.values
         return True
 
@@ -205,7 +206,7 @@ class CostModel:
         """A decode node's steps with `running` sequences take `seconds`."""
         if running <= 0 or not 0 < seconds < math.inf:
             return
-        if self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds):
+        if self._learn(self._step, self._nodes[incarnation].step, (1.0, float(running)), seconds):
             self.costs.step_base_s, self.costs.step_seq_s = self._step.values
             self.costs.steps = self._step.count
 
@@ -232,17 +233,7 @@ class CostModel:
 
     # -- inside
 
-    def _node(self, incarnation: str) -> _NodeFactors:
-        node = self._nodes.get(incarnation)
-        if node is None:
-            node = self._nodes[incarnation] = _NodeFactors(Factor(), Factor(), Factor())
-        return node
-
     @staticmethod
     def _learn(line: Line, factor: Factor, inputs: Sequence[float], seconds: float) -> bool:
         factor.learn(seconds / line.at(inputs))
         return line.learn(inputs, seconds)
-
-
-def _prefill_inputs(tokens: int, context: int) -> tuple[float, float, float]:
-    return (1.0, float(tokens), tokens * (context + tokens / 2))

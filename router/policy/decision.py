@@ -1,7 +1,4 @@
-"""Where an attempt goes and why, for the router itself and as JSON for operators. Pure.
-
-Runs in the router process, on its event loop.
-"""
+"""Where an attempt goes and why, for the router itself and as JSON for operators. Pure; router process, event loop."""
 
 from __future__ import annotations
 

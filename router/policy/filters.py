@@ -1,6 +1,6 @@
-"""Filters: which nodes are candidates for a leg of an attempt. Pure.
+"""Filters: which nodes are candidates for a leg of an attempt. Pure; router process, event loop.
 
-Runs in the router process, on its event loop. A filter that excludes no node returns the fleet itself.
+A filter that excludes no node returns the fleet itself.
 """
 
 from __future__ import annotations

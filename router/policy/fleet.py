@@ -303,13 +303,7 @@ class Fleet:
             self._changed(row)
 
     def reported(
-        self,
-        incarnation: str,
-        load: NodeLoad,
-        *,
-        in_flight: int,
-        in_flight_tokens: float,
-        in_flight_blocks: float,
+        self, incarnation: str, load: NodeLoad, *, in_flight: int, in_flight_tokens: float, in_flight_blocks: float
     ) -> None:
         """A node's load report, and this router's requests in flight there that the report cannot include."""
         row = self._rows[incarnation]

@@ -1,7 +1,4 @@
-"""Turns scores into the picked node and the candidates that a decision names. Pure.
-
-Runs in the router process, on its event loop.
-"""
+"""Turns scores into the picked node and the candidates that a decision names. Pure; router process, event loop."""
 
 from __future__ import annotations
 

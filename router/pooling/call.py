@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from common.base.errors import BadRequest, KvRelayError
-from router.pooling.part import CLIENT_LEFT, PoolPart
+from router.pooling.part import CLIENT_LEFT, PoolOutcome, PoolPart
 from router.pooling.work import PoolWork, split
 from router.requests.dispatch import Dispatcher
 from router.requests.queued_request import Siblings
@@ -45,8 +45,7 @@ class PoolCall:
             )
             self.parts.append(part)
         self._dispatcher = dispatcher
-        self._model = work.model
-        self._tenant, self._priority = work.tenant, work.priority
+        self._work = work
         self._running = len(self.parts)
         self._ended = asyncio.Event()
         """Every part has ended, or one with an error."""
@@ -68,25 +67,22 @@ class PoolCall:
         Unavailable if none was started.
         """
         try:
-            return await self._run()
+            if self._running:
+                self._dispatcher.run_parts(self._work.model, self.parts, self._work.tenant, self._work.priority)
+                await self._ended.wait()
+            outcomes = [part.outcome or PoolOutcome() for part in self.parts]
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    raise outcome.error
         except KvRelayError as error:
             self.cancel(f"the call failed: {error.message}")
             raise
-
-    async def _run(self) -> list[bytes] | None:
-        if self._running:
-            self._dispatcher.run_parts(self._model, self.parts, self._tenant, self._priority)
-            await self._ended.wait()
         vectors: list[bytes] = []
-        cancelled = False
-        for part in self.parts:
-            outcome = part.outcome
-            if outcome is not None and outcome.error is not None:
-                raise outcome.error
-            cancelled |= outcome is None or outcome.vectors is None
-            if outcome is not None and outcome.vectors is not None:
-                vectors += outcome.vectors
-        return None if cancelled else vectors
+        for outcome in outcomes:
+            if outcome.vectors is None:
+                return None
+            vectors += outcome.vectors
+        return vectors
 
     def cancel(self, why: str = CLIENT_LEFT) -> None:
         """End all parts that still run. `why`: the reason that their stories give."""

@@ -48,7 +48,6 @@ class PoolPart(RunningRequest[PoolFlow]):
         story: Story,
         siblings: Siblings,
     ) -> None:
-        """`siblings`: all parts of the call."""
         flow = PoolFlow(request_id, work, max_attempts, siblings)
         super().__init__(request_id, flow, router, story, work.tenant, work.priority, deadline_s)
         self.work = work
@@ -80,17 +79,20 @@ class PoolPart(RunningRequest[PoolFlow]):
                 return waits
         return f.Found(node.record.peer, None, self._timeout_s())
 
-    def admit(self, admit: f.Admit) -> None:
+    def admit(self) -> None:
         """Count the attempt at the chosen node."""
         peer, router = self.flow.prefill_peer, self._router
         assert peer is not None
-        self.attempt = admit.attempt
         figures = self._fleet.node(peer.incarnation)
         leg = {"node": peer.node_id, "tokens_before": figures.backlog, "requests_before": figures.requests}
-        self.story.add("decision", f"attempt {self.attempt}", {"mode": "pooled", "prefill": leg})
+        self.story.add("decision", f"attempt {self.flow.attempt}", {"mode": "pooled", "prefill": leg})
         router.breakers.chosen(peer.incarnation)
-        router.metrics.attempt("pooled", self.attempt)
-        router.unanswered.discard(self.request_id)
+
+    def _on_sent(self) -> None:
+        """Count the attempt, and the part no longer as waiting: a node that could not be reached got neither."""
+        self.attempt = self.flow.attempt
+        self._router.metrics.attempt("pooled", self.attempt)
+        self._router.unanswered.discard(self.request_id)
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         return self.work.num_tokens, 0, 0.0
@@ -108,11 +110,7 @@ class PoolPart(RunningRequest[PoolFlow]):
         else:
             self.story.add("finished", data=data)
 
-    _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
-        **RunningRequest._EXECUTE,
-        f.FinishPooled: _finish,
-    }
-    """Carries out each kind of instruction."""
+    _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {**RunningRequest._EXECUTE, f.FinishPooled: _finish}
 
 
 def pick(fleet: Fleet, num_tokens: int, avoid: frozenset[str]) -> str | None:

@@ -83,12 +83,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        options: DispatchOptions,
-        metrics: Metrics,
-        *,
-        index: PrefixIndex | None = None,
-        clock: Clock = monotonic,
+        self, options: DispatchOptions, metrics: Metrics, *, index: PrefixIndex | None = None, clock: Clock = monotonic
     ) -> None:
         self.options = options
         self._clock = clock
@@ -127,12 +122,7 @@ class Dispatcher:
         placer = Placer(
             self.nodes, fleets, self._index, policy=options.policy, local_prefill_tokens=options.local_prefill_tokens
         )
-        queue = AdmissionQueue(
-            fleets.by_role,
-            options.objectives,
-            max_wait_s=options.max_queue_wait_s,
-            clock=clock,
-        )
+        queue = AdmissionQueue(fleets.by_role, options.objectives, max_wait_s=options.max_queue_wait_s, clock=clock)
         made = self._states[model] = RouterState(
             self.nodes,
             fleets,
@@ -290,8 +280,8 @@ class Dispatcher:
     def set_nodes(self, records: list[NodeRecord]) -> None:
         """Use the nodes that membership lists now."""
         self.nodes.update(records)
-        self.breakers.keep(node.incarnation for node in self.nodes.known())
         known = {node.incarnation for node in self.nodes.known()}
+        self.breakers.keep(known)
         for state in self._states.values():
             state.placer.keep(known)
 

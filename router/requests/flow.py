@@ -23,8 +23,8 @@ from typing import ClassVar
 from common.base.errors import EngineError, KvRelayError
 from common.control.ids import pack_ids
 from common.control.messages import DecodeRequest, EngineRequest, PrefillRequest, PromptLogprobs, TokenChunk
-from router.requests.flow_events import Chunk, Emit, EmitPrompt, Finish, Instructions, Report, Send, StopFound
-from router.requests.placed_request import Leg, PlacedRequest, Row, State, with_event
+from router.requests.flow_events import Chunk, Emit, EmitPrompt, Finish, Instructions, Report, Send
+from router.requests.placed_request import Leg, PlacedRequest, Row, State
 from router.requests.queued_request import Siblings
 
 
@@ -79,7 +79,7 @@ class Flow(PlacedRequest):
             return self._on_prompt_logprobs(leg, chunk.start, chunk.prompt_logprobs)
         if leg is self._prefill:
             return self._on_first_token(leg, chunk)
-        if chunk.start > len(self.token_ids) and self._first_token_awaited:
+        if chunk.start > len(self.token_ids) and self.state is State.PREFILL and self._prefill is not None:
             last = self._early[-1] if self._early else None
             expected = len(self.token_ids) + 1 if last is None else last.start + len(last.token_ids)
             if chunk.start > expected:
@@ -88,10 +88,6 @@ class Flow(PlacedRequest):
                 self._early.append(chunk)
             return []
         return self._on_decoded(leg, chunk)
-
-    @property
-    def _first_token_awaited(self) -> bool:
-        return self.state is State.PREFILL and self._prefill is not None
 
     def _on_first_token(self, leg: Leg, chunk: TokenChunk) -> Instructions:
         if chunk.start > len(self.token_ids):
@@ -128,11 +124,10 @@ class Flow(PlacedRequest):
         known = len(self.token_ids) - chunk.start
         fresh = chunk.token_ids[known:]
         if fresh:
-            start = len(self.token_ids)
             logprobs = None if chunk.logprobs is None else chunk.logprobs[known:]
             ended = chunk.finish_reason == "stop" and fresh[-1] in self.request.sampling.stop_token_ids
             self.token_ids += fresh
-            instructions.append(Emit(start, fresh, logprobs, ended))
+            instructions.append(Emit(fresh, logprobs, ended))
         if chunk.finish_reason is not None:
             instructions += [*self._close_leg(leg), *self._end(Finish(chunk.finish_reason))]
         return instructions
@@ -163,23 +158,17 @@ class Flow(PlacedRequest):
         if len(self.token_ids) >= self.request.sampling.max_tokens:  # only the finish was lost
             return self._end(Finish("length"))
         if len(self.token_ids) > self._enough:
-            self._forgive()
+            self._failures = 0
+            self._avoid.clear()
         return super()._retry(error, blamed, tokens_so_far=len(self.token_ids), **noted)
-
-    def _on_stop_found(self, _: StopFound) -> Instructions:
-        return self._end(Finish("stop"))
 
     @property
     def _first_event(self) -> str:
         """Name of the story event for the current attempt's first token."""
         return "resumed" if self.token_ids else "first_token"
 
-    _WITH_NODES: ClassVar[Row] = {
-        **PlacedRequest._WITH_NODES,
-        Chunk: _on_chunk,
-        StopFound: _on_stop_found,
-    }
+    _WITH_NODES: ClassVar[Row] = {**PlacedRequest._WITH_NODES, Chunk: _on_chunk}
     _TABLE: ClassVar[dict[State, Row]] = {
-        **with_event(PlacedRequest._TABLE, StopFound, _on_stop_found),
+        **PlacedRequest._TABLE,
         **dict.fromkeys((State.PREFILL, State.HANDOVER, State.DECODE), _WITH_NODES),
     }

@@ -49,7 +49,7 @@ class NoNode(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """An answer to `Choose`: the request waits in the admission queue, until `Ready` or `Unplaceable`."""
+    """An answer to `Choose`: the request waits in the admission queue, until `Ready` or `GiveUp`."""
 
 
 class SampleAwaited(NamedTuple):
@@ -58,12 +58,6 @@ class SampleAwaited(NamedTuple):
 
 class Ready(NamedTuple):
     """What the request waited for has happened: its turn in the queue, a node's return, the end of a backoff."""
-
-
-class Unplaceable(NamedTuple):
-    """The request is refused, or the wait for a node took too long."""
-
-    error: KvRelayError
 
 
 class Chunk(NamedTuple):
@@ -99,7 +93,7 @@ class ClientGone(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """The router ends the request: its deadline has passed, or the router stops."""
+    """The router ends the request: it is refused, a wait or the request itself took too long, or the router stops."""
 
     error: KvRelayError
 
@@ -108,18 +102,17 @@ class StopFound(NamedTuple):
     """The text of the tokens emitted so far contains a stop string."""
 
 
-Answer = Found | NoNode | Queued | SampleAwaited | Unplaceable
+Answer = Found | NoNode | Queued | SampleAwaited | GiveUp
 """To `Choose`."""
-Event = Answer | Ready | Chunk | Pooled | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
+Event = Answer | Ready | Chunk | Pooled | LegFailed | NodeLost | ClientGone | StopFound
 
 
 # ---------------------------------------------------------------- instructions
 
 
 class Choose(NamedTuple):
-    """Choose nodes for `attempt`, if possible none whose incarnation is in `avoid`; the `Answer` is the next event."""
+    """Choose nodes for the attempt, if possible none whose incarnation is in `avoid`; the `Answer` is the next event."""
 
-    attempt: int
     avoid: frozenset[str]
     last: bool = False
     """No other attempt will follow unless this one generates tokens."""
@@ -130,7 +123,7 @@ class Choose(NamedTuple):
 
 
 class AwaitNode(NamedTuple):
-    """Send `Ready` when a node returns, or `Unplaceable` with `error` after `wait_s`."""
+    """Send `Ready` when a node returns, or `GiveUp` with `error` after `wait_s`."""
 
     wait_s: float
     error: KvRelayError
@@ -144,9 +137,7 @@ class BackOff(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """The chosen nodes are about to get this attempt: count it there."""
-
-    attempt: int
+    """The chosen nodes are about to get the attempt: count it there."""
 
 
 class Send(NamedTuple):
@@ -164,9 +155,8 @@ class Release(NamedTuple):
 
 
 class Emit(NamedTuple):
-    """Tokens for the client; `start` is the index of the first one."""
+    """The next tokens for the client."""
 
-    start: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     ended_by_token: bool = False

@@ -152,16 +152,16 @@ class Generation(RunningRequest[Flow]):
             )
         return f.SampleAwaited()
 
-    def admit(self, admit: f.Admit) -> None:
+    def admit(self) -> None:
         """Count the attempt at the chosen nodes."""
         decision, served = self.choice.admit(self.flow.token_ids), self.served
         served.prefill_hit_tokens = served.decode_hit_tokens = None
         if self._expected_hit is None:
             self._expected_hit = (decision.prefill or decision.decode).hit_tokens
-        self._router.metrics.attempt(decision.mode, admit.attempt)
+        self._router.metrics.attempt(decision.mode, self.flow.attempt)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s goes to %s", self.flow.key, decision.explain())
-        self.story.add("decision", f"attempt {admit.attempt}", decision)
+        self.story.add("decision", f"attempt {self.flow.attempt}", decision)
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         assert self.choice.placement is not None
@@ -280,4 +280,3 @@ class Generation(RunningRequest[Flow]):
         f.Report: _take_report,
         f.Finish: lambda self, finish: self._end(self._finished(finish.reason)),
     }
-    """Carries out each kind of instruction."""

@@ -74,11 +74,6 @@ def ignored(_reason: str) -> Callable[[Any, Any], f.Instructions]:
     return lambda _flow, _event: []
 
 
-def with_event(table: dict[State, Row], event: type, handler: Callable[[Any, Any], f.Instructions]) -> dict[State, Row]:
-    """`table` with a handler of one more event, in every state before the request has ended."""
-    return {state: row if state is State.DONE else {**row, event: handler} for state, row in table.items()}
-
-
 @dataclass
 class Leg:
     """What one node does for the current attempt."""
@@ -152,7 +147,7 @@ class PlacedRequest:
         self.state = State.PLACING
         last = self._failures > 0 and self._failures + 1 >= self._max_attempts
         begun = self.attempt > 1 or self.siblings.begun
-        return [f.Choose(self.attempt, frozenset(self._avoid), last, not self.admitted, begun)]
+        return [f.Choose(frozenset(self._avoid), last, not self.admitted, begun)]
 
     def _back_off(self, why: str) -> f.Instructions:
         self.state = State.BACKING_OFF
@@ -167,7 +162,7 @@ class PlacedRequest:
         self._node_deadline_s = None
         self._prefill = None if prefill is None else Leg("prefill", prefill)
         self._decode = None if decode is None else Leg("decode", decode)
-        return [f.Admit(self.attempt), *self._open(timeout_s)]
+        return [f.Admit(), *self._open(timeout_s)]
 
     def _open(self, timeout_s: float) -> f.Instructions:
         """Ask the nodes of the legs. `timeout_s`: what is left until the request's deadline."""
@@ -248,11 +243,6 @@ class PlacedRequest:
         note = f.Note("retry", error.message, {"failures_in_a_row": self._failures, **noted})
         return [*self._close_legs(), note, *self._next_attempt()]
 
-    def _forgive(self) -> None:
-        """The attempt that failed was of use: it and those before it do not count."""
-        self._failures = 0
-        self._avoid.clear()
-
     def _note(self, event: str, leg: Leg, reason: str = "", **data: object) -> f.Note:
         about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": leg.role, **data}
         return f.Note(event, reason, about)
@@ -285,26 +275,24 @@ class PlacedRequest:
         self.state = State.DONE
         return [*instructions, last]
 
-    def _on_failed(self, event: f.Unplaceable | f.GiveUp) -> f.Instructions:
+    def _on_give_up(self, event: f.GiveUp) -> f.Instructions:
         return self._end(f.Fail(event.error))
 
     def _on_client_gone(self, _: f.ClientGone) -> f.Instructions:
         return self._end(f.Cancelled())
 
+    def _on_stop_found(self, _: f.StopFound) -> f.Instructions:
+        return self._end(f.Finish("stop"))
+
+    _ENDINGS: ClassVar[Row] = {f.ClientGone: _on_client_gone, f.GiveUp: _on_give_up, f.StopFound: _on_stop_found}
     _WITHOUT_NODES: ClassVar[Row] = {
-        f.ClientGone: _on_client_gone,
-        f.GiveUp: _on_failed,
+        **_ENDINGS,
         f.Chunk: ignored("it is a late message of an older attempt"),
         f.Pooled: ignored("it is a late message of an older attempt"),
         f.LegFailed: ignored("it is a late message of an older attempt"),
         f.NodeLost: ignored("no node works on the request"),
     }
-    _WITH_NODES: ClassVar[Row] = {
-        f.ClientGone: _on_client_gone,
-        f.GiveUp: _on_failed,
-        f.LegFailed: _on_leg_failed,
-        f.NodeLost: _on_node_lost,
-    }
+    _WITH_NODES: ClassVar[Row] = {**_ENDINGS, f.LegFailed: _on_leg_failed, f.NodeLost: _on_node_lost}
     _TABLE: ClassVar[dict[State, Row]] = {
         State.PLACING: {
             **_WITHOUT_NODES,
@@ -312,11 +300,10 @@ class PlacedRequest:
             f.NoNode: _on_no_node,
             f.Queued: _on_queued,
             f.SampleAwaited: _on_sample_awaited,
-            f.Unplaceable: _on_failed,
         },
-        State.QUEUED: {**_WITHOUT_NODES, f.Ready: _on_turn, f.Unplaceable: _on_failed},
+        State.QUEUED: {**_WITHOUT_NODES, f.Ready: _on_turn},
         State.AWAITING_SAMPLE: {**_WITHOUT_NODES, f.Ready: _on_ready},
-        State.AWAITING_NODE: {**_WITHOUT_NODES, f.Ready: _on_ready, f.Unplaceable: _on_failed},
+        State.AWAITING_NODE: {**_WITHOUT_NODES, f.Ready: _on_ready},
         State.BACKING_OFF: {**_WITHOUT_NODES, f.Ready: _on_ready},
         State.DONE: dict.fromkeys(get_args(f.Event), ignored("the request has ended")),
     }

@@ -62,9 +62,12 @@ class RunningRequest(Generic[_Flow]):
         """Choose nodes, or say what the request waits for."""
         raise NotImplementedError
 
-    def admit(self, admit: f.Admit) -> None:
+    def admit(self) -> None:
         """Count the attempt at the nodes that `prepare` chose last."""
         raise NotImplementedError
+
+    def _on_sent(self) -> None:
+        """A node has got the attempt."""
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) of the attempt at this incarnation."""
@@ -103,7 +106,7 @@ class RunningRequest(Generic[_Flow]):
 
     def on_refused(self, error: KvRelayError) -> None:
         """What the request waited for will not happen."""
-        self.feed(f.Unplaceable(error))
+        self.feed(f.GiveUp(error))
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
@@ -168,7 +171,7 @@ class RunningRequest(Generic[_Flow]):
 
     def _enter_queue(
         self, decision: Decision | None, prompt_tokens: int, max_tokens: int, adapter: Adapter | None = None
-    ) -> f.Queued | f.Unplaceable | None:
+    ) -> f.Queued | f.GiveUp | None:
         """None if a new request may go to the nodes at once; otherwise it waits in the admission queue, or is refused."""
         try:
             entry = self._router.admission_queue.enter(
@@ -185,7 +188,7 @@ class RunningRequest(Generic[_Flow]):
             )
         except Overloaded as error:
             self.story.add("refused", error.message, decision)
-            return f.Unplaceable(error)
+            return f.GiveUp(error)
         if entry is None:
             return None
         self.story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
@@ -223,6 +226,7 @@ class RunningRequest(Generic[_Flow]):
             tokens, blocks, work_s = self._leg(peer.incarnation)
             self._router.nodes.send(peer.incarnation, message, tokens=tokens, blocks=blocks, work_s=work_s)
             self.story.add("sent", type(message).__name__, {"node": peer.node_id})
+            self._on_sent()
         except Unavailable as error:
             self._events.append(f.NodeLost(peer.incarnation, error.message))
 
@@ -232,7 +236,7 @@ class RunningRequest(Generic[_Flow]):
 
     _EXECUTE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         f.Choose: _choose,
-        f.Admit: lambda self, admit: self.admit(admit),
+        f.Admit: lambda self, _: self.admit(),
         f.AwaitNode: _await_node,
         f.BackOff: _back_off,
         f.Send: _send,

@@ -151,11 +151,7 @@ def _plain(data: Data) -> dict[str, object] | None:
 class Stories:
     """The stories of all running requests and of the last finished ones, bounded in number and bytes."""
 
-    def __init__(
-        self,
-        max_finished: int = 10_000,
-        max_bytes: int = 96 * 2**20,
-    ) -> None:
+    def __init__(self, max_finished: int = 10_000, max_bytes: int = 96 * 2**20) -> None:
         self._max_finished = max_finished
         self._max_bytes = max_bytes
         self._running: dict[str, Story] = {}

@@ -24,7 +24,6 @@ from common.control.messages import (
 )
 from router.requests.flow import Flow
 from router.requests.flow_events import (
-    Admit,
     Answer,
     AwaitNode,
     BackOff,
@@ -39,6 +38,7 @@ from router.requests.flow_events import (
     Fail,
     Finish,
     Found,
+    GiveUp,
     Instructions,
     LegFailed,
     NodeLost,
@@ -49,7 +49,6 @@ from router.requests.flow_events import (
     SampleAwaited,
     Send,
     StopFound,
-    Unplaceable,
 )
 from router.requests.placed_request import State
 
@@ -141,8 +140,6 @@ class World:
                     assert self.flow.admitted
                     assert wait_s > 0
                     self.waits = True
-                case Admit(attempt):
-                    assert attempt == self.flow.attempt
                 case Send(peer, message):
                     self.deliver_to_node(peer, message)
                 case Release(incarnation, key):
@@ -151,8 +148,7 @@ class World:
                 case EmitPrompt(logprobs):
                     assert self.scores is None
                     self.scores = logprobs
-                case Emit(start, token_ids):
-                    assert start == len(self.emitted)
+                case Emit(token_ids):
                     assert self.scores == (SCORES if self.scored else None)
                     self.emitted += token_ids
                 case Blame(incarnation):
@@ -174,7 +170,7 @@ class World:
     def check_choose(self, choose: Choose) -> None:
         self.attempt_is_over()
         assert self.fruitless < self.max_attempts
-        assert choose.last == (choose.attempt > 1 and self.fruitless == self.max_attempts - 1)
+        assert choose.last == (self.flow.attempt > 1 and self.fruitless == self.max_attempts - 1)
         assert choose.avoid <= self.lost | self.blamed, "only those that failed are avoided"
         assert choose.is_new or self.flow.admitted
 
@@ -337,5 +333,5 @@ def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
     if ended_by_us is None:
         # No node still works on a request that has ended.
         assert not [work for node in world.nodes for work in node.work]
-    for event in (ClientGone(), StopFound(), Unplaceable(Unavailable("late")), NodeLost("inc1", "late")):
+    for event in (ClientGone(), StopFound(), GiveUp(Unavailable("late")), NodeLost("inc1", "late")):
         assert world.flow.handle(event) == []

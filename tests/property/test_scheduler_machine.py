@@ -14,7 +14,7 @@ from itertools import takewhile
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.fake_engine import VOCAB, FakeRunner, generate
+from support.fake_engine import VOCAB, FakeRunner, generate, wasted_rows
 
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
@@ -97,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flying: deque[tuple[ScheduledStep, list[SampledToken] | None]] = deque()
         self.count = 0
         self.stopped = 0
+        self.wasted_rows = 0
         self.aborted_rows = 0
 
     def _sequence(
@@ -244,6 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled, sampled = self.flying.popleft()
         if sampled is None:
             sampled = self.runner.execute(scheduled.step).sampled
+        self.wasted_rows += wasted_rows(scheduled)
         for done in self.scheduler.update(scheduled, sampled):
             if done.finish_reason is None and not (done.tokens and done.seq.relays):
                 continue
@@ -279,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     seen = each[index][first_seen(end - query_len, window) :]
                     assert not any(map(self.scheduler.pool.is_idle, seen)), "a step uses a free block"
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
-        assert self.scheduler.num_wasted_rows <= self.stopped + self.aborted_rows, "more than a row each"
+        assert self.wasted_rows <= self.stopped + self.aborted_rows, "more than a row each"
 
     @invariant()
     def promises(self) -> None:

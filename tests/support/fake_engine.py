@@ -20,9 +20,17 @@ from common.engine.kv_transfer import (
     SourceReleased,
     TransferPlan,
 )
+from common.engine.scheduled_step import ScheduledStep
+from common.engine.sequence_state import END_IGNORED
 from common.engine.step import SampledToken, StepInput, StepOutput
 
 VOCAB = 1000
+
+
+def wasted_rows(scheduled: ScheduledStep) -> int:
+    """Rows that a step, just before its `Scheduler.update`, computed for sequences that have ended."""
+    rows = zip(scheduled.seqs, scheduled.step.query_lens, strict=True)
+    return sum(count for seq, count in rows if seq.state in END_IGNORED)
 
 
 def prefix_identity(token_ids: Sequence[int]) -> bytes:

@@ -80,7 +80,6 @@ def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(
     one, _ = answers(model_path, 1)
     two, scheduler = answers(model_path, 2, sampler)
     assert scheduler.num_preemptions > 0, "the pool is not too small"
-    assert scheduler.num_wasted_rows > 0, "nothing stopped early"
     for key, tokens in one.items():
         assert [t.token_id for t in two[key]] == [t.token_id for t in tokens], key
         for ours, theirs in zip(two[key], tokens, strict=True):

@@ -105,7 +105,7 @@ def test_what_is_not_the_nodes_fault_does_not_count_and_what_may_be_does() -> No
 def test_nodes_that_are_gone_are_forgotten() -> None:
     bench = Bench()
     bench.fail(3)
-    bench.breakers.keep(["b"])
+    bench.breakers.keep({"b"})
     assert (bench.state, bench.breakers.not_admitted()) == ("closed", frozenset())
 
 

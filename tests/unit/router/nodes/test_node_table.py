@@ -66,9 +66,9 @@ def ask(number: int) -> DecodeRequest:
 def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch: object) -> None:
     async def scene(view: View, node: StubNode) -> None:
         table = view.table
-        table.send(node.incarnation, ask(1))
+        table.send(node.incarnation, ask(1), tokens=100)
         table.tick()  # its pong will include request 1 ...
-        table.send(node.incarnation, ask(2))  # ... but not request 2
+        table.send(node.incarnation, ask(2), tokens=100)  # ... but not request 2
         fleet = table.fleets("stub-model").by_role["decode"]
         at = fleet.node(node.incarnation)
         assert (at.in_flight, at.backlog) == (2, 200)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.stub_node import Stack, StubNode, running_stack
@@ -151,6 +152,36 @@ def test_without_a_node_a_new_call_is_refused_and_one_that_was_admitted_waits(mo
         assert error.message == "no node of stub-model is available now; try again"
         stack.list_nodes(fresh)
         assert await call == expected(work())
+
+    play(model_folder, scene, count=1)
+
+
+def test_a_part_that_no_node_could_get_waits_still_and_counts_no_attempt(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        (node,), router = nodes, stack.router.dispatcher
+        send, refusals = router.nodes.send, [Unavailable("no link"), Unavailable("no link")]
+        counted: list[tuple[str, int]] = []
+
+        def fail_twice(incarnation: str, message: Any, **leg: Any) -> None:
+            if refusals and isinstance(message, PoolRequest):
+                raise refusals.pop()
+            send(incarnation, message, **leg)
+
+        monkeypatch.setattr(router.nodes, "send", fail_twice)
+        metrics = router.state("stub-model").metrics
+        monkeypatch.setattr(metrics, "attempt", lambda *attempt: counted.append(attempt))
+        node.gate.clear()
+        call = PoolCall(router, "call", "", work())
+        task = asyncio.create_task(call.run())
+        while refusals:
+            await asyncio.sleep(0.001)
+        assert (router.waiting, counted, call.attempts, call.tried_tokens) == (1, [], 0, 0)
+        await node.until(lambda: bool(node.pooling))
+        assert (router.waiting, counted, call.attempts) == (0, [("pooled", 3)], 3)
+        node.gate.set()
+        assert await task == expected(work())
 
     play(model_folder, scene, count=1)
 

@@ -64,7 +64,7 @@ def tokens(instructions: Instructions) -> list[int]:
 
 def retry(blamed: str) -> Choose:
     """The second attempt."""
-    return Choose(2, frozenset({blamed}), begun=True)
+    return Choose(frozenset({blamed}), begun=True)
 
 
 def aborted(instructions: Instructions) -> list[str]:
@@ -73,7 +73,7 @@ def aborted(instructions: Instructions) -> list[str]:
 
 def test_both_legs_are_asked_at_once_each_told_of_the_other() -> None:
     flow = Flow("r", EngineRequest(pack_ids([1, 2]), SamplingParams(seed=0, max_tokens=5), "salt"))
-    assert flow.start() == [Choose(1, frozenset(), is_new=True)]
+    assert flow.start() == [Choose(frozenset(), is_new=True)]
     asked = [each.message for each in flow.handle(Found(P, D, 9.0)) if isinstance(each, Send)]
     assert asked == [
         DecodeRequest(FIRST, flow.request, pack_ids(), P, 9.0),

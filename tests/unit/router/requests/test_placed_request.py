@@ -18,6 +18,7 @@ from router.requests.flow_events import (
     ClientGone,
     Fail,
     Found,
+    GiveUp,
     Instructions,
     NodeLost,
     NoNode,
@@ -25,13 +26,12 @@ from router.requests.flow_events import (
     Ready,
     SampleAwaited,
     Send,
-    Unplaceable,
 )
 from router.requests.placed_request import REPLACEMENT_WAIT_S, State
 from router.requests.queued_request import Siblings
 
 P, D, D2 = (PeerRef(name, f"inc-{name}", "tcp://x", []) for name in ("p", "d", "d2"))
-FIRST = Choose(1, frozenset(), is_new=True)
+FIRST = Choose(frozenset(), is_new=True)
 
 
 class World:
@@ -62,7 +62,7 @@ def error_of(instructions: Instructions) -> KvRelayError:
 def test_a_new_request_goes_at_once() -> None:
     world = World()
     first, second = world.place()
-    assert first == Admit(1)
+    assert first == Admit()
     assert isinstance(second, Send)
     assert world.flow.admitted
 
@@ -72,7 +72,7 @@ def test_a_request_that_must_queue_is_placed_anew_when_it_is_admitted() -> None:
     assert world.flow.handle(Queued()) == []
     assert world.flow.state is State.QUEUED
     assert not world.siblings.admitted
-    assert world.flow.handle(Ready()) == [Choose(1, frozenset())], "it passes the queue once"
+    assert world.flow.handle(Ready()) == [Choose(frozenset())], "it passes the queue once"
     assert world.siblings.admitted
 
 
@@ -81,7 +81,7 @@ def test_a_request_that_the_queue_refuses_ends(queued: bool) -> None:
     world, late = World(), Overloaded("too late", retry_after_s=1.0)
     if queued:
         world.flow.handle(Queued())
-    assert error_of(world.flow.handle(Unplaceable(late))) is late
+    assert error_of(world.flow.handle(GiveUp(late))) is late
 
 
 def test_a_sample_that_waits_for_another_is_still_new_when_it_asks_again() -> None:
@@ -129,7 +129,7 @@ def test_the_wait_for_a_node_ends_with_the_error_and_does_not_begin_again() -> N
     other.place()
     other.lose()
     other.no_node()
-    assert error_of(other.flow.handle(Unplaceable(late))) is late
+    assert error_of(other.flow.handle(GiveUp(late))) is late
 
 
 def test_the_wait_for_a_node_before_the_queue_does_not_shorten_that_behind_it() -> None:
@@ -146,12 +146,12 @@ def test_the_wait_for_a_node_before_the_queue_does_not_shorten_that_behind_it() 
 def test_a_backoff_passes_before_the_attempt_unless_other_nodes_can_be_had() -> None:
     world = World()
     world.place()
-    assert world.lose()[-1] == Choose(2, frozenset({"inc-d"}), begun=True)
+    assert world.lose()[-1] == Choose(frozenset({"inc-d"}), begun=True)
     assert world.place(D) == [BackOff(0.1, "only nodes that just failed it are left")]
-    assert world.flow.handle(Ready()) == [Choose(2, frozenset({"inc-d"}), begun=True)]
+    assert world.flow.handle(Ready()) == [Choose(frozenset({"inc-d"}), begun=True)]
     assert isinstance(world.place(D)[0], Admit), "after the backoff it goes, whatever node is left"
     assert world.lose()[-1] == BackOff(0.2, "not the first consecutive failure")
-    assert world.flow.handle(Ready()) == [Choose(3, frozenset({"inc-d"}), last=True, begun=True)]
+    assert world.flow.handle(Ready()) == [Choose(frozenset({"inc-d"}), last=True, begun=True)]
     world.place(D2)
     last = world.lose(D2)[-1]
     assert isinstance(last, Fail)
@@ -162,7 +162,7 @@ def test_what_nodes_have_begun_is_known_to_siblings() -> None:
     world = World()
     world.place()
     sibling = Flow("r-1", world.flow.request, siblings=world.siblings)
-    assert sibling.start() == [Choose(1, frozenset(), is_new=True, begun=True)]
+    assert sibling.start() == [Choose(frozenset(), is_new=True, begun=True)]
 
 
 def test_nothing_follows_the_end() -> None:
