@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Context = zmq.Context[zmq.Socket[bytes]]
 _PROGRESS_EVERY_S = 5.0
 _LINGER_MS = 1000
+_MAX_ANSWERS = 256
+"""Connections that a leader keeps open to tell its key."""
 
 
 def node_secret(tls_dir: str | None) -> bytes | None:
@@ -84,6 +86,8 @@ class RankInbox:
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._sealed: SealedServer | None = None
+        self._answers: dict[str, RankOutbox] = {}
+        """By address. Open even after a second, in which a busy rank may not have accepted the connection."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         if secret is not None:
@@ -118,7 +122,7 @@ class RankInbox:
                     log.warning("refused a connection from %s: it does not know the key of this node", address)
 
     def close(self) -> None:
-        """Stop watching its connections; the context closes the socket."""
+        """Stop watching its connections; the context closes the sockets."""
         self._incoming.close()
 
     def _opened(self, frame: zmq.Frame) -> bytes | None:
@@ -134,10 +138,13 @@ class RankInbox:
         return None
 
     def _answer(self, address: str) -> None:
-        """Tell the key of this inbox to the one at `address`."""
-        outbox = RankOutbox(self._context, address)
+        """Tell the key of this inbox to the one at `address`, once: a rank takes what follows for an order."""
+        if address in self._answers:
+            return
+        outbox = self._answers[address] = RankOutbox(self._context, address)
         outbox.send(self.key or b"")
-        outbox.close()
+        if len(self._answers) > _MAX_ANSWERS:  # most of them answer recordings of earlier starts
+            list(self._answers.values())[-_MAX_ANSWERS - 1].close()
 
 
 def ask_leader(context: Context, leader: str, inbox: RankInbox, address: str, secret: bytes, timeout_s: float) -> str:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from common.base.errors import ConfigError, PeerLost
+from common.node.ranks import sockets
 from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader
 from common.security.sealed_endpoints import split_key, with_key
 from common.security.sealed_sockets import SealedPush
@@ -90,6 +91,30 @@ def test_rank_learns_the_leaders_key_and_both_speak(
         assert rank.receive(20.0) == b"an order"
         assert leader.key is not None
         assert not [frame for frame in frames if b"report" in frame or leader.key in frame]
+
+
+def test_rank_that_is_busy_when_the_leader_answers_still_gets_the_key_and_gets_it_once(
+    context: zmq.Context[zmq.Socket[bytes]], frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_LINGER_MS", 0)
+    monkeypatch.setattr(sockets, "_MAX_ANSWERS", 2)
+    with inbox() as leader, inbox(leads=False) as rank:
+        asking = RankOutbox(context, with_key(leader.address, ServerKey(SECRET).public), lasting=True)
+
+        def ask(*addresses: str) -> None:
+            for address in addresses:
+                asking.send(with_key(address, rank.key).encode())
+            while with_key(addresses[-1], rank.key) not in leader._answers:
+                assert leader.receive(0.02) is None
+
+        nobody = [f"tcp://127.0.0.1:{port}" for port in range(1, 4)]
+        ask(rank.address, rank.address, nobody[0])
+        assert rank.receive(20.0) == leader.key
+        ask(nobody[1], rank.address, nobody[2])
+        assert [outbox.socket.closed for outbox in leader._answers.values()] == [True, True, False, False]
+        orders = RankOutbox(context, with_key(rank.address, rank.key))
+        orders.send(b"an order")
+        assert rank.receive(20.0) == b"an order"
 
 
 def test_messages_travel_in_clear_without_certificates(context: zmq.Context[zmq.Socket[bytes]]) -> None:
