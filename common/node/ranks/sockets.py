@@ -119,7 +119,11 @@ class RankInbox:
             self._poller.poll(int(1000 * left_s) + 1)
             if self._sealed is not None:
                 for address in self._sealed.admit():
-                    log.warning("refused a connection from %s: it does not know the key of this node", address)
+                    log.warning(
+                        "refused a connection from %s: it does not know the key of this node",
+                        address,
+                        extra={"peer": address},
+                    )
 
     def close(self) -> None:
         """Stop watching its connections; the context closes the sockets."""
