@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from common.base.errors import ConfigError, PeerLost
+from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.node.ranks import sockets
 from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader
+from common.security import sealed_sockets
 from common.security.sealed_endpoints import split_key, with_key
-from common.security.sealed_sockets import SealedPush
+from common.security.sealed_sockets import SealedPush, SealedServer
 from common.security.sealing import ServerKey
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -129,7 +130,8 @@ def test_rank_with_the_key_of_another_node_is_refused_and_both_say_so(caplog: py
     refused = pytest.raises(ConfigError, match="refused this rank: --tls-dir must hold the same key on all hosts")
     with inbox() as leader, inbox(OTHER, leads=False) as rank, refused:
         meet(leader, rank, OTHER)
-    assert "refused a connection from 127.0.0.1: it does not know the key of this node" in caplog.text
+    [line] = [each for each in caplog.records if "refused a connection from 127.0.0.1: it does" in each.getMessage()]
+    assert line.__dict__["peer"] == "127.0.0.1", "one peer cannot use up the lines about all"
 
 
 def test_leader_that_does_not_answer_is_named() -> None:
@@ -176,6 +178,25 @@ def test_recording_of_an_earlier_start_has_no_effect(
         assert len(recorded) == 3
         assert not arrives(leader, play)
         assert split_key(meet(leader, rank, SECRET))[1] == leader.key, "the new ranks meet all the same"
+
+
+def test_recordings_of_earlier_starts_do_not_reopen_what_was_opened_in_this_one(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_sockets, "MAX_CHANNELS", 2)
+
+    def sealed(key: bytes, *, lasting: bool = False) -> bytes:
+        return bytes(SealedPush(context.socket(zmq.PUSH), key, lasting=lasting).seal(b"text"))
+
+    node_key = ServerKey(SECRET)
+    server = SealedServer(node_key)
+    reports = [sealed(server.public_key) for _ in range(2)]
+    assert [server.open(frame) for frame in reports] == [(b"text", False)] * 2
+    for frame in [sealed(node_key.public, lasting=True) for _ in range(3)]:
+        assert server.open(frame) == (b"text", True)
+    for frame in reports:
+        with pytest.raises(ProtocolError, match="before"):
+            server.open(frame)
 
 
 def test_stranger_gets_no_message_in(context: zmq.Context[zmq.Socket[bytes]]) -> None:
