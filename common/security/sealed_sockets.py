@@ -95,7 +95,7 @@ class SealedServer:
                 refused.append(address.decode(errors="replace"))
             self.requests.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
-    def open_header(self, sender: bytes, header: Any) -> tuple[bytes, Channel]:
+    def open_header(self, sender: bytes, header: Any) -> tuple[memoryview, Channel]:
         """The header of a message of the client named `sender`, and the channel of its payload, whose context is `header`,
         and of its ack.
 
@@ -114,7 +114,7 @@ class SealedServer:
                 del self._channels[next(iter(self._channels))]
         return content, channel
 
-    def open(self, frame: Any) -> tuple[bytes, bool]:
+    def open(self, frame: Any) -> tuple[memoryview, bool]:
         """The content of a frame of a `SealedPush`, and whether it was sealed for the lasting key.
 
         Raises: ProtocolError, see `open_header`.

@@ -193,7 +193,7 @@ class Peer(ABC):
         """Send a message without waiting; `_replies` reports a broken connection."""
 
     @abstractmethod
-    def _replies(self, ready: Ready, now: float) -> Iterable[bytes]:
+    def _replies(self, ready: Ready, now: float) -> Iterable[bytes | memoryview]:
         """Encoded acks that have arrived. Raises: PeerLost if the connection ended."""
 
     @abstractmethod

@@ -150,7 +150,7 @@ class ZmqPeer(Peer):
             channel.seal_into(content, payload, context=header)
         self._link.send(header, payload)
 
-    def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
+    def _replies(self, ready: Ready, now: float) -> Iterator[bytes | memoryview]:
         channel = self._link.channel
         for reply in self._link.replies(ready):
             try:

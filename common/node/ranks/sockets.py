@@ -105,7 +105,7 @@ class RankInbox:
         """What a `RankOutbox` to it needs; None if messages are not sealed."""
         return None if self._sealed is None else self._sealed.public_key
 
-    def receive(self, timeout_s: float) -> bytes | None:
+    def receive(self, timeout_s: float) -> bytes | memoryview | None:
         """The next message; None if none comes in time. Messages that cannot be opened are dropped."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -129,14 +129,14 @@ class RankInbox:
         """Stop watching its connections; the context closes the sockets."""
         self._incoming.close()
 
-    def _opened(self, frame: zmq.Frame) -> bytes | None:
+    def _opened(self, frame: zmq.Frame) -> bytes | memoryview | None:
         if self._sealed is None:
             return frame.bytes
         try:
             content, lasting = self._sealed.open(frame.buffer)
             if not lasting:
                 return content
-            self._answer(content.decode())
+            self._answer(str(content, "utf-8"))
         except (ProtocolError, ValueError, zmq.ZMQError) as error:
             log.warning("dropped a message between ranks: %s", error)
         return None
@@ -166,7 +166,7 @@ def ask_leader(context: Context, leader: str, inbox: RankInbox, address: str, se
         deadline_s = told_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
             if (key := inbox.receive(0.2)) is not None:
-                return with_key(leader, key)
+                return with_key(leader, bytes(key))
             if monitor.poll(0):
                 recv_monitor_message(monitor)
                 raise ConfigError(
