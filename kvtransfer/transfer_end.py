@@ -107,7 +107,7 @@ class TransferEnd:
         peers = PeerTable(rank, connectors, sends, wanted=wanted, idle_s=idle_s, clock=clock)
         self._send = SendHalf(sends, peers, parts, min_message_bytes)
         receives = ReceiveTable(layout, rank, storage.num_blocks, incarnation)
-        self._receive = ReceiveHalf(receives, listeners, parts, self._thread.run_commands)
+        self._receive = ReceiveHalf(receives, listeners, parts, self._run_commands)
         self._address = format_offers(listener.offer for listener in listeners)
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
@@ -163,7 +163,7 @@ class TransferEnd:
 
     def _turn(self) -> None:
         ready = poll(self._poller, self._poll_timeout_ms(), self._final or self._copying)
-        self._thread.run_commands()
+        self._run_commands()
         for pending in (self._final, self._copying):
             for command in pending.due():
                 command()
@@ -172,6 +172,11 @@ class TransferEnd:
         self._send.take_acks(ready, now)
         self._report()
         self._send.send(now)
+        self._report()
+
+    def _run_commands(self) -> None:
+        """Run what waits in the mailbox and report at once: a node's grant waits for `Opened` of all its ranks."""
+        self._thread.run_commands()
         self._report()
 
     def _poll_timeout_ms(self) -> int:

@@ -66,13 +66,13 @@ def meet(leader: RankInbox, rank: RankInbox, secret: bytes, timeout_s: float = 2
         return asking.result()
 
 
-def arrives(leader: RankInbox, send: Callable[[], None]) -> list[bytes]:
+def arrives(leader: RankInbox, send: Callable[[], None]) -> list[bytes | memoryview]:
     """What the inbox gives for what is sent; ends with a message that gets through."""
     send()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     last = RankOutbox(context, with_key(leader.address, leader.key))
     last.send(b"last")
-    got: list[bytes] = []
+    got: list[bytes | memoryview] = []
     while (data := leader.receive(20.0)) != b"last":
         assert data is not None
         got.append(data)
