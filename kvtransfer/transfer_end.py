@@ -128,7 +128,7 @@ class TransferEnd:
         return self._receive.discarded_messages
 
     def apply(self, order: TransferOrder) -> None:
-        """Carry out one order.
+        """Carry out one order. The key of a transfer that it opens must not be open.
 
         Raises: TransferError if it opens a transfer whose key is open already, or if this end is closed.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from support.kv_words import kv_words
 from support.transfer_harness import Recorder, layout, wait_until
 
@@ -140,20 +139,6 @@ def test_grant_whose_addresses_do_not_fit_its_ranks_fails_the_transfer(make: Any
     transfer.grant(PeerRef("decode", "dst-1", "", [first, first, second]))
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert "3 data addresses for 2 ranks, 2 of them different" in str(released.error)
-
-
-def test_opening_a_live_key_again_is_refused_and_the_first_goes_on(make: Any) -> None:
-    transfer = make().transfer()
-    transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    with pytest.raises(TransferError, match="open already"):
-        transfer.open_senders()
-    with pytest.raises(TransferError, match="open already"):
-        transfer.open_receivers()
-    transfer.grant()
-    transfer.final()
-    transfer.check_received()
 
 
 def test_calls_about_unknown_keys_are_ignored(make: Any) -> None:
