@@ -35,7 +35,7 @@ from kvtransfer.copy.device import CLOSING_S, DeferredCommands, RelayDevice, Str
 from kvtransfer.copy.host import make_copier
 from kvtransfer.end_parts import EndParts, TrafficCounter
 from kvtransfer.iothread import IOThread
-from kvtransfer.peer_table import PeerTable, RankPair
+from kvtransfer.peer_table import PeerTable
 from kvtransfer.receive_half import ReceiveHalf
 from kvtransfer.send_half import SendHalf
 from kvtransfer.tables import ReceiveTable, SendTable
@@ -117,20 +117,10 @@ class TransferEnd:
         """The offers of the listeners, see `kvtransfer.transports.choose`; empty if there are none."""
         return self._address
 
-    @property
-    def pairs(self) -> Sequence[RankPair]:
-        """The transport chosen for each destination rank so far, the latest last. For any thread."""
-        return self._send.connections.pairs
-
-    @property
-    def discarded_messages(self) -> int:
-        """Number of messages so far that named no live transfer or could not be read."""
-        return self._receive.discarded_messages
-
     def apply(self, order: TransferOrder) -> None:
         """Carry out one order. The key of a transfer that it opens must not be open.
 
-        Raises: TransferError if it opens a transfer whose key is open already, or if this end is closed.
+        Raises: TransferError if it opens a transfer and this end is closed.
         """
         put = self._thread.mailbox.put
         match order:

@@ -260,11 +260,6 @@ class Listener(Protocol):
         """Where and how senders reach it."""
         ...
 
-    @property
-    def malformed_messages(self) -> int:
-        """Number of messages so far that could not be read; their senders are not authenticated."""
-        ...
-
     def attach(self, context: TransportContext) -> None:
         """Called once, before all other methods."""
         ...
