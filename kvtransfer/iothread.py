@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import DestinationReleased, OnTransferEvent, SourceReleased, TransferEvent
+from common.engine.kv_transfer import OnTransferEvent, TransferEvent
 from kvtransfer.mailbox import Command, Mailbox
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,7 @@ class IOThread:
     """A thread that calls `turn` repeatedly until `stop`, then `finish` once.
 
     `turn` waits for work, which includes the mailbox, and calls `run_commands`. An exception in it is logged and passed to
-    `recover`; the thread continues after a pause, which grows while every turn fails. Keys are registered by `begin`, and
-    removed when their `...Released` event is reported.
+    `recover`; the thread continues after a pause, which grows while every turn fails.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class IOThread:
         self._on_event = on_event
         self._turn, self._recover, self._finish = turn, recover, finish
         self._lock = threading.Lock()
-        self._keys: set[AttemptKey] = set()
         self._closed = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -53,16 +51,10 @@ class IOThread:
         self._thread.start()
 
     def begin(self, key: AttemptKey, command: Command) -> None:
-        """Register `key` and run `command`, which opens it.
-
-        Raises: TransferError if that key is open already or the thread is stopped.
-        """
+        """Run `command`, which opens `key`. Raises: TransferError if the thread is stopped."""
         with self._lock:
             if self._closed:
                 raise TransferError(f"cannot open {key}: the relay is closed on this rank")
-            if key in self._keys:
-                raise TransferError(f"cannot open {key}: it is open already")
-            self._keys.add(key)
             # Under the lock, so that a concurrent `stop` comes after it and releases the key.
             self.mailbox.put(command)
 
@@ -83,9 +75,6 @@ class IOThread:
     def report(self, events: Iterable[TransferEvent]) -> None:
         """Pass events to the owner. A failing callback does not prevent later ones."""
         for event in events:
-            if isinstance(event, (SourceReleased, DestinationReleased)):
-                with self._lock:
-                    self._keys.discard(event.key)
             try:
                 self._on_event(event)
             except Exception:

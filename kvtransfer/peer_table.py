@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from common.base.clock import Clock
 from common.base.errors import PeerLost
@@ -19,17 +18,7 @@ from kvtransfer.transports.choose import ChosenTransport, TransportFailures, cho
 
 log = logging.getLogger(__name__)
 
-_MAX_PAIRS = 1024
-
-
-@dataclass(frozen=True)
-class RankPair:
-    """The transport that this rank uses to reach one rank of one incarnation of a node."""
-
-    node_id: str
-    incarnation: str
-    dst_rank: int
-    chosen: ChosenTransport
+_MAX_LOGGED = 1024
 
 
 class PeerTable:
@@ -54,13 +43,8 @@ class PeerTable:
         self.peers: dict[str, Peer] = {}
         """By data address."""
         self._failures = TransportFailures()
-        self._pairs: dict[tuple[int, str], RankPair] = {}
-        """By rank and incarnation."""
-
-    @property
-    def pairs(self) -> Sequence[RankPair]:
-        """The transport chosen for each destination rank so far, the latest last. For any thread."""
-        return list(self._pairs.values())
+        self._logged: dict[tuple[int, str], None] = {}
+        """Ranks and incarnations whose transport was logged."""
 
     def get_or_connect(self, grant: Grant, dst_rank: int) -> Peer:
         """The connection to that rank of the grant's incarnation, made if there is none.
@@ -135,7 +119,7 @@ class PeerTable:
                 continue
             peer.why = chosen.why
             peer.is_fallback = bool(failed)
-            self._record_pair(RankPair(grant.dst.node_id, incarnation, dst_rank, chosen))
+            self._log_transport(grant, dst_rank, chosen)
             return peer
 
     def _record_failure(self, address: str, transport: str, reason: str) -> None:
@@ -143,18 +127,20 @@ class PeerTable:
         log.warning("%s to %s failed: %s", transport, without_keys(address), reason)
         self._failures.record(address, transport, reason, self._clock())
 
-    def _record_pair(self, pair: RankPair) -> None:
-        key = pair.dst_rank, pair.incarnation
-        if key not in self._pairs:
-            log.info(
-                "rank %d sends to rank %d of %s (%s) over %s: %s",
-                self._rank,
-                pair.dst_rank,
-                pair.node_id,
-                pair.incarnation,
-                pair.chosen.transport,
-                pair.chosen.why,
-            )
-            if len(self._pairs) >= _MAX_PAIRS:
-                del self._pairs[next(iter(self._pairs))]
-        self._pairs[key] = pair
+    def _log_transport(self, grant: Grant, dst_rank: int, chosen: ChosenTransport) -> None:
+        """Log the transport to a rank of an incarnation once."""
+        key = dst_rank, grant.dst.incarnation
+        if key in self._logged:
+            return
+        log.info(
+            "rank %d sends to rank %d of %s (%s) over %s: %s",
+            self._rank,
+            dst_rank,
+            grant.dst.node_id,
+            grant.dst.incarnation,
+            chosen.transport,
+            chosen.why,
+        )
+        if len(self._logged) >= _MAX_LOGGED:
+            del self._logged[next(iter(self._logged))]
+        self._logged[key] = None

@@ -45,11 +45,6 @@ class ReceiveHalf:
         self.has_more = False
         """Some listener has more messages than the last call of `take_messages` took; no socket reports them."""
 
-    @property
-    def discarded_messages(self) -> int:
-        """Number of messages so far that named no live transfer or could not be read."""
-        return self.table.discarded_messages + sum(listener.malformed_messages for listener in self._listeners)
-
     def open(self, order: OpenDestinationOrder, mark: StreamMark | None) -> None:
         """Expect a transfer, whose blocks the device may use for earlier work until `mark`."""
         self.table.open(order, self._clock())

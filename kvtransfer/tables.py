@@ -198,8 +198,6 @@ class ReceiveTable:
         self._aborted: dict[AttemptKey, ReceiveState] = {}
         """Aborted while a claim was in use; released when the claim is placed."""
         self._events: list[TransferEvent] = []
-        self.discarded_messages = 0
-        """Number of messages that no live transfer expected."""
 
     def open(self, order: OpenDestinationOrder, now: float) -> None:
         """Expect a transfer, whose key must not be live; one that contradicts itself fails at once."""
@@ -224,7 +222,6 @@ class ReceiveTable:
         state = self._live.get(header.key)
         refusal = self._refusal(header, state)
         if refusal is not None or state is None:
-            self.discarded_messages += 1
             raise refusal or TransferAborted(f"{header.key} is not expected here")
         try:
             return state.claim(header, payload_bytes)

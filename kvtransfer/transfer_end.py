@@ -35,7 +35,7 @@ from kvtransfer.copy.device import CLOSING_S, DeferredCommands, RelayDevice, Str
 from kvtransfer.copy.host import make_copier
 from kvtransfer.end_parts import EndParts, TrafficCounter
 from kvtransfer.iothread import IOThread
-from kvtransfer.peer_table import PeerTable, RankPair
+from kvtransfer.peer_table import PeerTable
 from kvtransfer.receive_half import ReceiveHalf
 from kvtransfer.send_half import SendHalf
 from kvtransfer.tables import ReceiveTable, SendTable
@@ -107,7 +107,7 @@ class TransferEnd:
         peers = PeerTable(rank, connectors, sends, wanted=wanted, idle_s=idle_s, clock=clock)
         self._send = SendHalf(sends, peers, parts, min_message_bytes)
         receives = ReceiveTable(layout, rank, storage.num_blocks, incarnation)
-        self._receive = ReceiveHalf(receives, listeners, parts, self._thread.run_commands)
+        self._receive = ReceiveHalf(receives, listeners, parts, self._run_commands)
         self._address = format_offers(listener.offer for listener in listeners)
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
@@ -117,20 +117,10 @@ class TransferEnd:
         """The offers of the listeners, see `kvtransfer.transports.choose`; empty if there are none."""
         return self._address
 
-    @property
-    def pairs(self) -> Sequence[RankPair]:
-        """The transport chosen for each destination rank so far, the latest last. For any thread."""
-        return self._send.connections.pairs
-
-    @property
-    def discarded_messages(self) -> int:
-        """Number of messages so far that named no live transfer or could not be read."""
-        return self._receive.discarded_messages
-
     def apply(self, order: TransferOrder) -> None:
-        """Carry out one order.
+        """Carry out one order. The key of a transfer that it opens must not be open.
 
-        Raises: TransferError if it opens a transfer whose key is open already, or if this end is closed.
+        Raises: TransferError if it opens a transfer and this end is closed.
         """
         put = self._thread.mailbox.put
         match order:
@@ -163,7 +153,7 @@ class TransferEnd:
 
     def _turn(self) -> None:
         ready = poll(self._poller, self._poll_timeout_ms(), self._final or self._copying)
-        self._thread.run_commands()
+        self._run_commands()
         for pending in (self._final, self._copying):
             for command in pending.due():
                 command()
@@ -172,6 +162,11 @@ class TransferEnd:
         self._send.take_acks(ready, now)
         self._report()
         self._send.send(now)
+        self._report()
+
+    def _run_commands(self) -> None:
+        """Run what waits in the mailbox and report at once: a node's grant waits for `Opened` of all its ranks."""
+        self._thread.run_commands()
         self._report()
 
     def _poll_timeout_ms(self) -> int:

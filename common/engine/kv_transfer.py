@@ -219,9 +219,9 @@ class TransferEnd(Protocol):
         ...
 
     def apply(self, order: TransferOrder) -> None:
-        """Carry out one order.
+        """Carry out one order. The key of a transfer that it opens must not be open.
 
-        Raises: TransferError if it opens a transfer whose key is open already, or if this end is closed.
+        Raises: TransferError if it opens a transfer and this end is closed.
         """
         ...
 

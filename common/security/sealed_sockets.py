@@ -4,8 +4,10 @@ A client has a name with its public key, from which the server derives the keys 
 it knows the server's key (ZMQ's PLAIN mechanism), so that others are refused before they send a message. An eavesdropper who
 learns the password can connect, but its messages fail authentication.
 
-Each frame opens once. Messages of a connection that the server has forgotten (`MAX_CHANNELS`) could be replayed: for KV they
-then name attempts that are over; a node has fewer links between its ranks than that.
+A frame for the key of this process opens once, while the server remembers its connection: the `MAX_CHANNELS` used last. Only
+those who know that key can add one. A node has fewer links between its ranks, so that none is forgotten; a KV receiver forgets
+old ones, and a message that is replayed then names an attempt that ended with its connection. A frame for the lasting key
+opens every time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from common.security.sealed_endpoints import KEY_BYTES, OVERHEAD_BYTES
 from common.security.sealing import Channel, ServerKey, client_channel, password
 
 MAX_CHANNELS = 1024
-"""Connections whose keys and latest nonces a server remembers."""
+"""Connections for the key of this process whose keys and latest nonces a server remembers."""
 _NAME, _LASTING_NAME = b"k", b"n"
 """First byte of names: for the server's key of this process, or for its lasting key. ZMQ's names begin with no zero byte."""
 _NAME_BYTES = 1 + KEY_BYTES
@@ -59,13 +61,13 @@ class SealedServer:
     """The keys of one listening socket, and the channels of its clients."""
 
     def __init__(self, lasting: ServerKey | None = None) -> None:
-        """lasting: a key that outlives this process. What is sealed for it may be a replay from an earlier process."""
+        """lasting: a key that outlives this process. What is sealed for it may be a replay."""
         self._keys = {_NAME: ServerKey()}
         if lasting is not None:
             self._keys[_LASTING_NAME] = lasting
         self._passwords = [password(key.public) for key in self._keys.values()]
         self._channels: dict[bytes, Channel] = {}
-        """By the client's name; the one used last is the last."""
+        """By the client's name, for the key of this process; the one used last is the last."""
 
     @property
     def public_key(self) -> bytes:
@@ -93,24 +95,26 @@ class SealedServer:
                 refused.append(address.decode(errors="replace"))
             self.requests.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
-    def open_header(self, sender: bytes, header: Any) -> tuple[bytes, Channel]:
+    def open_header(self, sender: bytes, header: Any) -> tuple[memoryview, Channel]:
         """The header of a message of the client named `sender`, and the channel of its payload, whose context is `header`,
         and of its ack.
 
-        Raises: ProtocolError unless it was sealed there, for this server, after all headers that were opened before.
+        Raises: ProtocolError unless it was sealed there, for this server, and (with the key of this process) after all headers
+        that were opened before.
         """
         key = self._keys.get(sender[:1])
         if key is None:
             raise ProtocolError("its sender has no valid name")
         channel = self._channels.get(sender) or key.channel(sender[1:])
         content = channel.open(header)
-        self._channels.pop(sender, None)
-        self._channels[sender] = channel
-        if len(self._channels) > MAX_CHANNELS:
-            del self._channels[next(iter(self._channels))]
+        if sender[:1] == _NAME:  # recordings of earlier processes must not make it forget a channel of this one
+            self._channels.pop(sender, None)
+            self._channels[sender] = channel
+            if len(self._channels) > MAX_CHANNELS:
+                del self._channels[next(iter(self._channels))]
         return content, channel
 
-    def open(self, frame: Any) -> tuple[bytes, bool]:
+    def open(self, frame: Any) -> tuple[memoryview, bool]:
         """The content of a frame of a `SealedPush`, and whether it was sealed for the lasting key.
 
         Raises: ProtocolError, see `open_header`.

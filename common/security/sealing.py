@@ -84,11 +84,11 @@ class Channel:
             raise ProtocolError("it was not sealed for this connection")
         self._newest = nonce
 
-    def open(self, frame: Any) -> bytes:
+    def open(self, frame: Any) -> memoryview:
         """The content of a sealed frame. Raises: see `open_into`."""
-        out = bytearray(max(0, len(frame) - OVERHEAD_BYTES))
+        out = memoryview(bytearray(max(0, len(frame) - OVERHEAD_BYTES)))
         self.open_into(frame, out)
-        return bytes(out)
+        return out
 
 
 class ServerKey:

@@ -193,7 +193,7 @@ class Peer(ABC):
         """Send a message without waiting; `_replies` reports a broken connection."""
 
     @abstractmethod
-    def _replies(self, ready: Ready, now: float) -> Iterable[bytes]:
+    def _replies(self, ready: Ready, now: float) -> Iterable[bytes | memoryview]:
         """Encoded acks that have arrived. Raises: PeerLost if the connection ended."""
 
     @abstractmethod
@@ -258,11 +258,6 @@ class Listener(Protocol):
     @property
     def offer(self) -> TransportOffer:
         """Where and how senders reach it."""
-        ...
-
-    @property
-    def malformed_messages(self) -> int:
-        """Number of messages so far that could not be read; their senders are not authenticated."""
         ...
 
     def attach(self, context: TransportContext) -> None:

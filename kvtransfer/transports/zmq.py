@@ -150,7 +150,7 @@ class ZmqPeer(Peer):
             channel.seal_into(content, payload, context=header)
         self._link.send(header, payload)
 
-    def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
+    def _replies(self, ready: Ready, now: float) -> Iterator[bytes | memoryview]:
         channel = self._link.channel
         for reply in self._link.replies(ready):
             try:
@@ -280,7 +280,6 @@ class ZmqListener:
         self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES + OVERHEAD_BYTES, self._sealed)
         key = None if self._sealed is None else self._sealed.public_key
         self.offer = TransportOffer(ZMQ, self._router.endpoint, key=key)
-        self.malformed_messages = 0
 
     def attach(self, context: TransportContext) -> None:
         """Start to listen."""
@@ -299,7 +298,6 @@ class ZmqListener:
             try:
                 return self._arrival(frames)
             except ProtocolError as error:
-                self.malformed_messages += 1
                 log.warning("dropped a data message: %s", error, extra={"peer": repr(frames[0].bytes)})
         return None
 
@@ -318,9 +316,7 @@ class ZmqListener:
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
         """Send the ack."""
         identity, channel = arrival.origin
-        if ack is None:
-            self.malformed_messages += 1
-        else:
+        if ack is not None:
             data = wire.encode(ack)
             self._router.send(identity, data if channel is None else channel.seal(data))
 

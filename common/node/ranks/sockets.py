@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Context = zmq.Context[zmq.Socket[bytes]]
 _PROGRESS_EVERY_S = 5.0
 _LINGER_MS = 1000
+_MAX_ANSWERS = 256
+"""Connections that a leader keeps open to tell its key."""
 
 
 def node_secret(tls_dir: str | None) -> bytes | None:
@@ -84,6 +86,8 @@ class RankInbox:
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._sealed: SealedServer | None = None
+        self._answers: dict[str, RankOutbox] = {}
+        """By address. Open even after a second, in which a busy rank may not have accepted the connection."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         if secret is not None:
@@ -101,7 +105,7 @@ class RankInbox:
         """What a `RankOutbox` to it needs; None if messages are not sealed."""
         return None if self._sealed is None else self._sealed.public_key
 
-    def receive(self, timeout_s: float) -> bytes | None:
+    def receive(self, timeout_s: float) -> bytes | memoryview | None:
         """The next message; None if none comes in time. Messages that cannot be opened are dropped."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -115,29 +119,36 @@ class RankInbox:
             self._poller.poll(int(1000 * left_s) + 1)
             if self._sealed is not None:
                 for address in self._sealed.admit():
-                    log.warning("refused a connection from %s: it does not know the key of this node", address)
+                    log.warning(
+                        "refused a connection from %s: it does not know the key of this node",
+                        address,
+                        extra={"peer": address},
+                    )
 
     def close(self) -> None:
-        """Stop watching its connections; the context closes the socket."""
+        """Stop watching its connections; the context closes the sockets."""
         self._incoming.close()
 
-    def _opened(self, frame: zmq.Frame) -> bytes | None:
+    def _opened(self, frame: zmq.Frame) -> bytes | memoryview | None:
         if self._sealed is None:
             return frame.bytes
         try:
             content, lasting = self._sealed.open(frame.buffer)
             if not lasting:
                 return content
-            self._answer(content.decode())
+            self._answer(str(content, "utf-8"))
         except (ProtocolError, ValueError, zmq.ZMQError) as error:
             log.warning("dropped a message between ranks: %s", error)
         return None
 
     def _answer(self, address: str) -> None:
-        """Tell the key of this inbox to the one at `address`."""
-        outbox = RankOutbox(self._context, address)
+        """Tell the key of this inbox to the one at `address`, once: a rank takes what follows for an order."""
+        if address in self._answers:
+            return
+        outbox = self._answers[address] = RankOutbox(self._context, address)
         outbox.send(self.key or b"")
-        outbox.close()
+        if len(self._answers) > _MAX_ANSWERS:  # most of them answer recordings of earlier starts
+            list(self._answers.values())[-_MAX_ANSWERS - 1].close()
 
 
 def ask_leader(context: Context, leader: str, inbox: RankInbox, address: str, secret: bytes, timeout_s: float) -> str:
@@ -155,7 +166,7 @@ def ask_leader(context: Context, leader: str, inbox: RankInbox, address: str, se
         deadline_s = told_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
             if (key := inbox.receive(0.2)) is not None:
-                return with_key(leader, key)
+                return with_key(leader, bytes(key))
             if monitor.poll(0):
                 recv_monitor_message(monitor)
                 raise ConfigError(

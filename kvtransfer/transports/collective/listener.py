@@ -75,7 +75,6 @@ class CollectiveListener:
         self._timeout_s = timeout_s
         self._router = RouterSocket(interface, port, wire.MAX_HEADER_BYTES)
         self.offer = TransportOffer(backend, self._router.endpoint, gpu_id=gpu_id)
-        self.malformed_messages = 0
         self._senders: dict[bytes, _GroupSender] = {}
         """By ZMQ identity."""
         self._groups: list[ProcessGroupThread] = []
@@ -101,7 +100,6 @@ class CollectiveListener:
             try:
                 self._on_frames(frames[0].bytes, frames[1:])
             except ProtocolError as error:
-                self.malformed_messages += 1
                 log.warning("dropped a malformed message: %s", error)
         return self._arrived.popleft() if self._arrived else None
 
@@ -110,9 +108,7 @@ class CollectiveListener:
         origin: _Origin = arrival.origin
         origin.sender.waiting -= 1
         origin.sender.pool.give_back(origin.buffer)
-        if ack is None:
-            self.malformed_messages += 1
-        else:
+        if ack is not None:
             self._router.send(origin.sender.identity, ACK_TAG + wire.encode(ack))
 
     def close(self) -> None:

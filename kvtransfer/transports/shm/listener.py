@@ -92,7 +92,6 @@ class ShmListener:
         name = f"kvrelay-{secrets.token_hex(16)}"
         host = require_host_id()
         self.offer = TransportOffer(transport, f"unix://{host}/{name}", host, gpu_id)
-        self.malformed_messages = 0
         self._make_sender = make_sender
         self._senders: dict[int, RingSender] = {}
         """By file descriptor."""
@@ -188,7 +187,6 @@ class ShmListener:
             self._accept_again_s = now + _ACCEPT_PAUSE_S
 
     def _malformed(self, sender: RingSender, reason: str) -> None:
-        self.malformed_messages += 1
         log.warning("malformed message from a sender on this host: %s", reason)
         self._drop(sender, reason)
 

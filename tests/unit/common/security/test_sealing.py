@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -32,6 +33,17 @@ def test_both_directions_carry_any_content_and_show_none_of_it() -> None:
                 data[at : at + 16] in frame for at in range(0, size - 16, max(16, size // 50))
             )
             assert other.open(frame) == data
+
+
+def test_a_frame_is_opened_without_a_further_copy() -> None:
+    client, server = ends()
+    frame = client.seal(bytes(2**20))
+    tracemalloc.start()
+    try:
+        content = server.open(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * len(content)
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.data())

@@ -185,13 +185,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_malformed_messages_are_counted_and_the_receiver_continues(cluster: Cluster, what: str) -> None:
+def test_malformed_messages_are_dropped_and_the_receiver_continues(
+    cluster: Cluster, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver = cluster.receivers[0].end
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(receiver.address.removeprefix("gloo+"))
         dealer.send_multipart(HOSTILE[what])
-        wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
+        wait_until(lambda: "dropped a malformed message" in caplog.text, "it is dropped")
     cluster.transfer().run()
 
 
@@ -207,7 +209,6 @@ def test_payload_of_a_wrong_size_ends_its_group_before_a_buffer_is_taken(cluster
         dealer.send_multipart([b"header", size.to_bytes(8, "little")])
         assert dealer.poll(1000 * DEADLINE_S)
         assert protocol.CODEC.decode(dealer.recv()[1:]).error
-        wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
     cluster.transfer().run()
 
 

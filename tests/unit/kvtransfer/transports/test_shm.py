@@ -226,7 +226,6 @@ def test_sender_of_a_malformed_message_is_disconnected_and_the_receiver_continue
         for message in messages[1:]:
             connected.send(message)
         assert connected.recv(100) == b"", "disconnected"
-    wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
     cluster.transfer().run()
 
 

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from common.base.errors import ConfigError, PeerLost
+from common.base.errors import ConfigError, PeerLost, ProtocolError
+from common.node.ranks import sockets
 from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader
+from common.security import sealed_sockets
 from common.security.sealed_endpoints import split_key, with_key
-from common.security.sealed_sockets import SealedPush
+from common.security.sealed_sockets import SealedPush, SealedServer
 from common.security.sealing import ServerKey
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -64,13 +66,13 @@ def meet(leader: RankInbox, rank: RankInbox, secret: bytes, timeout_s: float = 2
         return asking.result()
 
 
-def arrives(leader: RankInbox, send: Callable[[], None]) -> list[bytes]:
+def arrives(leader: RankInbox, send: Callable[[], None]) -> list[bytes | memoryview]:
     """What the inbox gives for what is sent; ends with a message that gets through."""
     send()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     last = RankOutbox(context, with_key(leader.address, leader.key))
     last.send(b"last")
-    got: list[bytes] = []
+    got: list[bytes | memoryview] = []
     while (data := leader.receive(20.0)) != b"last":
         assert data is not None
         got.append(data)
@@ -92,6 +94,30 @@ def test_rank_learns_the_leaders_key_and_both_speak(
         assert not [frame for frame in frames if b"report" in frame or leader.key in frame]
 
 
+def test_rank_that_is_busy_when_the_leader_answers_still_gets_the_key_and_gets_it_once(
+    context: zmq.Context[zmq.Socket[bytes]], frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_LINGER_MS", 0)
+    monkeypatch.setattr(sockets, "_MAX_ANSWERS", 2)
+    with inbox() as leader, inbox(leads=False) as rank:
+        asking = RankOutbox(context, with_key(leader.address, ServerKey(SECRET).public), lasting=True)
+
+        def ask(*addresses: str) -> None:
+            for address in addresses:
+                asking.send(with_key(address, rank.key).encode())
+            while with_key(addresses[-1], rank.key) not in leader._answers:
+                assert leader.receive(0.02) is None
+
+        nobody = [f"tcp://127.0.0.1:{port}" for port in range(1, 4)]
+        ask(rank.address, rank.address, nobody[0])
+        assert rank.receive(20.0) == leader.key
+        ask(nobody[1], rank.address, nobody[2])
+        assert [outbox.socket.closed for outbox in leader._answers.values()] == [True, True, False, False]
+        orders = RankOutbox(context, with_key(rank.address, rank.key))
+        orders.send(b"an order")
+        assert rank.receive(20.0) == b"an order"
+
+
 def test_messages_travel_in_clear_without_certificates(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with inbox(None) as leader:
         assert leader.key is None
@@ -104,7 +130,8 @@ def test_rank_with_the_key_of_another_node_is_refused_and_both_say_so(caplog: py
     refused = pytest.raises(ConfigError, match="refused this rank: --tls-dir must hold the same key on all hosts")
     with inbox() as leader, inbox(OTHER, leads=False) as rank, refused:
         meet(leader, rank, OTHER)
-    assert "refused a connection from 127.0.0.1: it does not know the key of this node" in caplog.text
+    [line] = [each for each in caplog.records if "refused a connection from 127.0.0.1: it does" in each.getMessage()]
+    assert line.__dict__["peer"] == "127.0.0.1", "one peer cannot use up the lines about all"
 
 
 def test_leader_that_does_not_answer_is_named() -> None:
@@ -151,6 +178,25 @@ def test_recording_of_an_earlier_start_has_no_effect(
         assert len(recorded) == 3
         assert not arrives(leader, play)
         assert split_key(meet(leader, rank, SECRET))[1] == leader.key, "the new ranks meet all the same"
+
+
+def test_recordings_of_earlier_starts_do_not_reopen_what_was_opened_in_this_one(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_sockets, "MAX_CHANNELS", 2)
+
+    def sealed(key: bytes, *, lasting: bool = False) -> bytes:
+        return bytes(SealedPush(context.socket(zmq.PUSH), key, lasting=lasting).seal(b"text"))
+
+    node_key = ServerKey(SECRET)
+    server = SealedServer(node_key)
+    reports = [sealed(server.public_key) for _ in range(2)]
+    assert [server.open(frame) for frame in reports] == [(b"text", False)] * 2
+    for frame in [sealed(node_key.public, lasting=True) for _ in range(3)]:
+        assert server.open(frame) == (b"text", True)
+    for frame in reports:
+        with pytest.raises(ProtocolError, match="before"):
+            server.open(frame)
 
 
 def test_stranger_gets_no_message_in(context: zmq.Context[zmq.Socket[bytes]]) -> None:

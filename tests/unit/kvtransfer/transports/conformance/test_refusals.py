@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from support.kv_words import kv_words
 from support.transfer_harness import Recorder, layout, wait_until
 
@@ -30,8 +29,8 @@ def test_message_of_another_attempt_disturbs_nothing(make: Any) -> None:
     stale.open_senders()
     stale.grant()
     stale.final()
-    cluster.senders[0].recorder.wait(stale.key, SourceReleased)
-    wait_until(lambda: cluster.receivers[0].end.discarded_messages > 0, "the stale message is counted")
+    released = cluster.senders[0].recorder.wait(stale.key, SourceReleased)
+    assert "is not expected here" in str(released.error)
     current.open_senders()
     current.grant()
     current.final()
@@ -47,9 +46,8 @@ def test_stale_source_incarnation_is_refused(make: Any) -> None:
     transfer.open_senders()
     transfer.grant()
     transfer.final(num_blocks=1)
-    wait_until(lambda: cluster.receivers[0].end.discarded_messages > 0, "the stale message is counted")
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
-    assert isinstance(released.error, TransferError)
+    assert "is expected from another incarnation than src-1" in str(released.error)
     transfer.check_destination_untouched()
     assert not cluster.receivers[0].recorder.events
     cluster.receivers[0].end.apply(AbortOrder(transfer.key))
@@ -140,20 +138,6 @@ def test_grant_whose_addresses_do_not_fit_its_ranks_fails_the_transfer(make: Any
     transfer.grant(PeerRef("decode", "dst-1", "", [first, first, second]))
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert "3 data addresses for 2 ranks, 2 of them different" in str(released.error)
-
-
-def test_opening_a_live_key_again_is_refused_and_the_first_goes_on(make: Any) -> None:
-    transfer = make().transfer()
-    transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    with pytest.raises(TransferError, match="open already"):
-        transfer.open_senders()
-    with pytest.raises(TransferError, match="open already"):
-        transfer.open_receivers()
-    transfer.grant()
-    transfer.final()
-    transfer.check_received()
 
 
 def test_calls_about_unknown_keys_are_ignored(make: Any) -> None:
