@@ -57,10 +57,7 @@ class _Ours:
 
     def _batch(self, texts: list[str]) -> list[bytes]:
         rows = self._tokenizer.encode_batch(texts)
-        inputs = [
-            PoolInput(pack_ids(ids if len(ids) <= self._longest else self._tokenizer.cut(text, self._longest)))
-            for ids, text in zip(rows, texts, strict=True)
-        ]
+        inputs = [PoolInput(pack_ids(self._tokenizer.cut(ids, self._longest))) for ids in rows]
         self._node.handle(FromClient(b"bench", PoolRequest(AttemptKey("bench", 1), inputs)))
         while self._node.step():
             pass
