@@ -30,7 +30,7 @@ def play(folder: Path, scene: Scene, *, prefill: bool = False, **config: Any) ->
         if prefill:
             nodes.insert(0, StubNode("prefill", "p0", str(folder), prefill_s=3.0))
         nodes[0].gate.clear()
-        settings = RouterConfig(**{"lease_s": 1.0, "local_prefill_tokens": 0, **config})
+        settings = RouterConfig(**{"lease_s": 3.0, "local_prefill_tokens": 0, **config})
         async with (
             running_stack(settings, *nodes) as stack,
             httpx.AsyncClient(base_url=stack.url, timeout=20.0, trust_env=False) as client,
