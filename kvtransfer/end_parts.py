@@ -31,10 +31,10 @@ class TrafficCounter:
 
 @dataclass(frozen=True)
 class EndParts:
-    """Who a rank is, how it copies, and what its transfers are measured with."""
+    """The parts that both halves of a transfer end share: copier, device, counter and clock."""
 
     incarnation: str
-    """This node's."""
+    """Incarnation of this node."""
     copier: Copier
     copying: DeferredCommands
     """Messages that the device is copying, in either direction: all copies run on one stream."""

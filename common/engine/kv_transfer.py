@@ -40,7 +40,7 @@ class RelaySettings:
     """KV over ZMQ is encrypted."""
     addresses: HostAddresses
     port: int
-    """Of the leader's data socket; 0 picks a free one."""
+    """Port of the leader's data socket; 0 picks a free one."""
     timeout_s: float
     """Idle timeout of a transfer."""
 
@@ -199,7 +199,7 @@ class ReceiveFailed:
 
 @dataclass(frozen=True)
 class DestinationReleased:
-    """Nothing writes the destination blocks any more. Follows `Received`, or answers an abort."""
+    """The destination blocks are no longer written. This event follows `Received` or an abort."""
 
     key: AttemptKey
 

@@ -64,13 +64,13 @@ class Sequence:
     """Parent hash of its first block."""
     arrival_s: float
     relays: bool = False
-    """Its KV is sent to another node while it is computed: it ends here with its first token, and keeps its blocks until
+    """The KV is sent to another node while it is computed: the sequence ends here with its first token, and keeps its blocks until
     the transfer has released them (`Scheduler.free`)."""
     scored: InitVar[int] = 0
     """`Progress.num_scored` at the start."""
     state: SequenceState = field(default=SequenceState.ACCEPTED, init=False)
     story: deque[tuple[SequenceState, str]] = field(default_factory=lambda: deque(maxlen=_STORY_LEN), init=False)
-    """Its latest states, each with the reason for it."""
+    """The latest states of the sequence, each with its reason."""
     tokens: SequenceTokens = field(init=False)
     blocks: BlocksHeld = field(default_factory=BlocksHeld, init=False)
     progress: Progress = field(default_factory=Progress, init=False)

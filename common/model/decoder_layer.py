@@ -59,7 +59,7 @@ class DecoderLayer:
             self._project = _multiplied(self._project, layer.residual_multiplier)
             self._mlp_forward = _multiplied(self._mlp_forward, layer.residual_multiplier)
         self.kv_scales = build.kv_scales(prefix + names.attention, layer.attention.planes)
-        """Of each plane, for an FP8 cache."""
+        """KV scale of each plane, for an FP8 cache."""
 
     def forward(
         self,

@@ -73,7 +73,7 @@ class AttentionDescription(ABC):
 
     @abstractmethod
     def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
-        """Its linear layers. Names that `WeightNames` lacks belong to the description."""
+        """The linear layers of the attention. The description itself knows the weight names that are not in `WeightNames`."""
 
     @abstractmethod
     def splits(self) -> list[Split]:
@@ -141,7 +141,7 @@ class MlpDescription:
     kind: str = "gated"
 
     def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
-        """Its linear layers."""
+        """The linear layers of the MLP."""
         merged = (names.gate, names.up) if self.kind == "gated" else (names.up,)
         outputs = [LinearShape(name, self.inner_size, hidden) for name in merged]
         return [*outputs, LinearShape(names.down, hidden, self.inner_size)]

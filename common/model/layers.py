@@ -1,4 +1,4 @@
-"""What is before a decoder's layers and after them: embedding, learned positions, LM head. Runs on a rank's engine thread,
+"""The modules before and after a decoder's layers: embedding, learned positions, LM head. They run on a rank's engine thread,
 under inference mode.
 
 Parts are built complete, from a `WeightSource`; there is no uninitialised state. They are plain classes:

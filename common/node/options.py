@@ -28,7 +28,7 @@ class ServerOptions:
     node_id: str
     addresses: HostAddresses
     port: int
-    """Of the control socket; 0 picks a free one."""
+    """Port of the control socket; 0 picks a free one."""
     redis_url: str
     cluster: str
     lease_s: float
@@ -36,7 +36,7 @@ class ServerOptions:
     admin_host: str
     admin_port: int
     admin_token: str
-    """Empty: no admin port."""
+    """If it is empty, there is no admin port."""
     shown: dict[str, Any]
     """All options of the service, without secrets, for operators."""
 

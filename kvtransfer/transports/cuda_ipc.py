@@ -195,7 +195,7 @@ class CudaIpcConnector:
         )
 
     def close(self) -> None:
-        """Nothing to close: all belongs to peers."""
+        """Do nothing: the peers own all sockets and memory."""
 
 
 class _LendingSender(RingSender):

@@ -128,4 +128,4 @@ class ShmConnector:
         return ShmPeer(name, self._poller, incarnation, num_pages=self._num_pages, page_bytes=self._page_bytes, now=now)
 
     def close(self) -> None:
-        """Nothing to close: all belongs to peers."""
+        """Do nothing: the peers own all sockets and memory."""

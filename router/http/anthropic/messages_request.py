@@ -203,8 +203,8 @@ class CountTokensRequest(_Body):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """What is left out of a body: tools that Anthropic runs, beside functions, as `tools.KIND`; their calls and results, as
-        `messages.KIND`."""
+        """The ignored parts of a body: tools that Anthropic runs, if there are also functions, as `tools.KIND`, and what such
+        tools left in the history, as `messages.KIND`."""
         blocks = (
             block
             for message in items(body.get("messages")) or ()

@@ -163,7 +163,7 @@ class ResponsesRequest(BodyModel):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """What is ignored of a body: tools that are not functions, if there are functions, as `tools.KIND`; items of other
+        """The ignored parts of a body: tools that are not functions, if there are functions, as `tools.KIND`, and items of other
         servers, as `input.KIND`."""
         found = [f"input.{kind}" for kind in left_out_items(body.get("input"))]
         kinds = dict.fromkeys(type_of(tool) for tool in items(body.get("tools")) or ())
