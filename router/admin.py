@@ -69,6 +69,7 @@ class RouterAdmin:
             "unlisted_transitions": dict(unlisted_counts),
             "redis": self._router.degraded(self._directory) or "ok",
             "refused": self._router.catalog.refusals,
+            "ignored_nodes": self._router.catalog.ignored_nodes,
             "refused_nodes": {} if self._directory is None else self._directory.refused,
             "vanished": {} if self._directory is None else self._directory.vanished,
             "index": {
@@ -255,6 +256,7 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
         "fingerprint": record.layout.fingerprint,
         "kv": f"{record.layout.spec.dtype}, {record.layout.spec.bytes_per_block} bytes per block",
         "tokenizer": record.model.tokenizer,
+        "max_model_len": record.model.max_model_len,
         "layout": {
             "tensor_parallel": record.layout.tp_size,
             "pipeline_parallel": record.layout.pp_size,

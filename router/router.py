@@ -35,6 +35,7 @@ class Router:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             fit_conversations=config.fit_conversations,
+            allow_mixed_weights=config.allow_mixed_weights,
             preload=config.preload,
         )
         self.index = PrefixIndex(config.index_blocks)

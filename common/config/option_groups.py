@@ -288,6 +288,12 @@ class RoutingOptions:
         "Policy that chooses nodes: kv_aware, least_load, round_robin, random, power_of_two or session.",
         "Routing",
     )
+    allow_mixed_weights: bool = option(
+        False,
+        "Use nodes whose weights, dtype, quantization or KV type differ from those of the model's older nodes, to replace one "
+        "by the other without a pause: meanwhile requests are answered by either. By default such nodes are refused.",
+        "Routing",
+    )
     max_attempts: int = option(3, "Consecutive attempts without a token before a request fails.", "Routing", low=1)
     index_blocks: int = option(
         10_000_000,

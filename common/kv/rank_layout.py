@@ -182,11 +182,17 @@ def check_compatible(src: KVLayout, dst: KVLayout) -> None:
 
     Raises: HandshakeRefused naming the first difference and both values.
     """
-    if src.fingerprint == dst.fingerprint and src.spec == dst.spec:
-        return
-    for (name, ours), (_, theirs) in zip(_facts(src), _facts(dst), strict=False):
-        if ours != theirs:
-            raise HandshakeRefused(f"{name} differs: prefill node has {ours!r}, decode node has {theirs!r}")
+    if (found := first_difference(src, dst)) is not None:
+        name, ours, theirs = found
+        raise HandshakeRefused(f"{name} differs: prefill node has {ours!r}, decode node has {theirs!r}")
+
+
+def first_difference(one: KVLayout, other: KVLayout) -> tuple[str, object, object] | None:
+    """Name and both values of the first fact in which the KV of two nodes differs; None if their KV is interchangeable."""
+    if one.fingerprint == other.fingerprint and one.spec == other.spec:
+        return None
+    facts = zip(_facts(one), _facts(other), strict=False)
+    return next(((name, ours, theirs) for (name, ours), (_, theirs) in facts if ours != theirs), None)
 
 
 def _facts(layout: KVLayout) -> list[tuple[str, object]]:

@@ -26,6 +26,8 @@ _NOT_IDENTITY = (
     *("max_model_len", "weight_prefix", "model"),
 )
 """Config fields that change neither weights nor KV, and the model of a decoder that pools, which is fingerprinted separately."""
+ARITHMETICS = ("amx", "bf16")
+"""The names that `common.kernels.native.find.arithmetic` appends."""
 
 
 def fingerprint(
@@ -59,6 +61,12 @@ def fingerprint(
             digest.update(_file_digest(file))
     names = (quantization if quantization in ("int8", "int4") else "", arithmetic)
     return "-".join((digest.hexdigest()[:32], *filter(None, names)))
+
+
+def without_arithmetic(fingerprint: str) -> str:
+    """The fingerprint without the name of its arithmetic, which decides only last bits."""
+    head, _, name = fingerprint.rpartition("-")
+    return head if name in ARITHMETICS else fingerprint
 
 
 def pooling_fingerprint(

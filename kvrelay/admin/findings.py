@@ -53,10 +53,12 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     found += _states(nodes)
     found += _refused(routers)
     found += _refused_nodes(routers)
+    found += _ignored_nodes(routers)
     found += _vanished(routers)
     found += _strangers(routers, nodes)
     found += _versions(answering, own_version)
     found += _fingerprints(nodes)
+    found += _contexts(nodes)
     for service in answering:
         found += _clock(service)
         found += _certificate(service)
@@ -132,6 +134,16 @@ def _refused_nodes(routers: Sequence[ServiceReport]) -> Iterator[Finding]:
         )
 
 
+def _ignored_nodes(routers: Sequence[ServiceReport]) -> Iterator[Finding]:
+    for why in sorted({why for router in routers for why in router.status.get("ignored_nodes", [])}):
+        node_id, _, reason = why.partition(" is ignored: ")
+        yield Finding(
+            node_id,
+            f"routers ignore it: {reason}",
+            "give it the model, --dtype, --kv-cache-dtype and --quantization of the others, or its model another name",
+        )
+
+
 def _vanished(routers: Sequence[ServiceReport]) -> Iterator[Finding]:
     ages: dict[str, float] = {}
     for router in routers:
@@ -185,6 +197,23 @@ def _fingerprints(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
                     f"{what} of {model} differ from those of {other.name}: {node.known.get(name)} and {other.known.get(name)}",
                     "give both the same model files, --dtype, --kv-cache-dtype and --quantization",
                 )
+
+
+def _contexts(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
+    longest: dict[str, ServiceReport] = {}
+    decodes = [node for node in nodes if node.role == "decode" and "max_model_len" in node.known]
+    for node in decodes:
+        other = longest.setdefault(str(node.known.get("model")), node)
+        if node.known["max_model_len"] > other.known["max_model_len"]:
+            longest[str(node.known.get("model"))] = node
+    for node in decodes:
+        other = longest[str(node.known.get("model"))]
+        if (shorter := node.known["max_model_len"]) < other.known["max_model_len"]:
+            yield Finding(
+                node.name,
+                f"takes {shorter} tokens, {other.name} {other.known['max_model_len']}: longer requests go to larger nodes only",
+                "give all decode nodes the same --max-model-len and enough KV memory for it",
+            )
 
 
 def _clock(service: ServiceReport) -> Iterator[Finding]:

@@ -147,7 +147,8 @@ class Prompt(TypedDict):
 
 class Health(TypedDict):
     """Whether requests can be served. `prefill`, `decode` and `pooling`: usable nodes. `redis`: ok, or what is wrong with it.
-    `refused`: models that nodes registered and whose files the router cannot use, with the reason."""
+    `refused`: models that nodes registered and whose files the router cannot use, with the reason. `ignored_nodes`: nodes that
+    are not used because their model is not the one of older nodes, with the difference."""
 
     status: Literal["ok", "degraded", "unavailable"]
     prefill: int
@@ -157,6 +158,7 @@ class Health(TypedDict):
     degraded: bool
     redis: str
     refused: list[str]
+    ignored_nodes: list[str]
 
 
 class Ready(TypedDict):

@@ -93,6 +93,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
             "degraded": bool(degraded),
             "redis": degraded or "ok",
             "refused": services.catalog.refusals,
+            "ignored_nodes": services.catalog.ignored_nodes,
         }
         return JsonResponse(body, 200 if ready else 503)
 

@@ -43,6 +43,7 @@ class ModelCatalog:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         fit_conversations: bool = True,
+        allow_mixed_weights: bool = False,
         preload: str | None = None,
         remembered_s: float = REMEMBERED_S,
     ) -> None:
@@ -54,6 +55,7 @@ class ModelCatalog:
         )
         self._other_options = LoadOptions(generation_config=generation_config, fit_conversations=fit_conversations)
         self._preloads = Preloads(listed("preload", preload), self._main_options)
+        self._allow_mixed_weights = allow_mixed_weights
         self._remembered_s = remembered_s
         self._given: ServedModel | None = None
         """The configured model."""
@@ -87,7 +89,13 @@ class ModelCatalog:
             found[record.model.name].append(record)
         for name in found:
             if name not in self._registered:
-                self._registered[name] = RegisteredModel(name, self._other_options, self._preloads, self._publish)
+                self._registered[name] = RegisteredModel(
+                    name,
+                    self._other_options,
+                    self._preloads,
+                    self._publish,
+                    allow_mixed_weights=self._allow_mixed_weights,
+                )
         self._choose_main(found)
         used: set[str] = set()
         for name, model in self._registered.items():
@@ -212,6 +220,11 @@ class ModelCatalog:
     def refusals(self) -> list[str]:
         """Why models that nodes registered cannot be served."""
         return [f"the model {each.name!r}: {each.problem}" for each in self._registered.values() if each.is_refused]
+
+    @property
+    def ignored_nodes(self) -> list[str]:
+        """Which nodes are not used because of what they registered, and why."""
+        return sorted(why for each in self._registered.values() for why in each.ignored.values())
 
     @property
     def roles(self) -> list[tuple[str, Role]]:

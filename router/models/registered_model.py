@@ -14,6 +14,8 @@ from dataclasses import replace
 
 from common.base.errors import ConfigError
 from common.control.messages import Adapter, ModelInfo, NodeRecord, Role, Task
+from common.kv.rank_layout import KVLayout, first_difference
+from common.model.fingerprint import without_arithmetic
 from router.models import served_model
 from router.models.preloads import Preloads
 from router.models.served_model import LoadOptions, ServedModel
@@ -29,7 +31,15 @@ class RegisteredModel:
     loaded.
     """
 
-    def __init__(self, name: str, options: LoadOptions, preloads: Preloads, on_loaded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: LoadOptions,
+        preloads: Preloads,
+        on_loaded: Callable[[], None],
+        *,
+        allow_mixed_weights: bool = False,
+    ) -> None:
         self.name = name
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
@@ -53,8 +63,13 @@ class RegisteredModel:
         """The facts in the nodes' latest records."""
         self._updated = asyncio.Event()
         """Set when there are other records than those of the last attempt to load."""
-        self._ignored: set[str] = set()
-        """Incarnations that are ignored; logged once each."""
+        self.ignored: dict[str, str] = {}
+        """Why nodes that registered this name are not used, by incarnation."""
+        self._allow_mixed_weights = allow_mixed_weights
+        self._weights: KVLayout | None = None
+        """What the nodes in use compute with (`_weights_of`)."""
+        self._told: set[tuple[str, str]] = set()
+        """What was logged, once each, of which incarnations that are here."""
 
     @property
     def task(self) -> Task:
@@ -70,15 +85,15 @@ class RegisteredModel:
 
     def update(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Take the nodes that registered this name now, the oldest first. Returns those that can be used."""
-        self._ignored &= {record.peer.incarnation for record in records}
+        self.ignored.clear()
+        here = {record.peer.incarnation for record in records}
+        self._told = {(incarnation, message) for incarnation, message in self._told if incarnation in here}
         self.roles.update(record.role for record in records)
         if any(record.model.task == "generate" for record in records):
             self.roles.add("decode")
-        self.records = self._with_our_tokenizer(self._with_one_task(records))
-        decodes = [record.model for record in self.records if record.role == "decode"]
-        infos = decodes or [record.model for record in self.records]
-        if infos:
-            self._learn(infos)
+        self.records = self._with_our_weights(self._with_our_tokenizer(self._with_one_task(records)))
+        if self.records:
+            self._learn(_decoding(self.records))
             self.adapters = _adapters(self.records)
         elif self.is_refused:
             self.close()
@@ -115,13 +130,50 @@ class RegisteredModel:
                 self._ignore(record, f"its tokenizer.json for {self.name} differs from {whose}")
         return same
 
-    def _ignore(self, record: NodeRecord, why: str) -> None:
-        if record.peer.incarnation not in self._ignored:
-            self._ignored.add(record.peer.incarnation)
-            log.error("%s is ignored: %s", record.peer.node_id, why)
+    def _with_our_weights(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """The nodes that compute with the weights, dtype, quantization and KV type of those in use, as long as one of these
+        decodes; then with those of the oldest that decodes.
+        """
+        decoding = _decoding(records)
+        if decoding and all(_weights_of(each) != self._weights for each in decoding):
+            self._weights = _weights_of(decoding[0])
+        same = [record for record in records if _weights_of(record) == self._weights]
+        for record in records:
+            if record not in same:
+                assert self._weights is not None
+                difference = first_difference(_weights_of(record), self._weights)
+                assert difference is not None
+                what, theirs, ours = difference
+                what = what if what == "fingerprint" else f"KV's {what}"
+                why = f"it would answer otherwise than {_decoding(same)[0].peer.node_id}: its {what} is {theirs!r}, not {ours!r}"
+                if self._allow_mixed_weights:
+                    self._tell(record, f"{record.peer.node_id} is used because of --allow-mixed-weights: {why}")
+                else:
+                    self._ignore(record, f"{why}; the router's --allow-mixed-weights would use both")
+        return records if self._allow_mixed_weights else same
 
-    def _learn(self, infos: list[ModelInfo]) -> None:
-        info = replace(infos[0], max_model_len=min(each.max_model_len for each in infos))
+    def _ignore(self, record: NodeRecord, why: str) -> None:
+        message = self.ignored[record.peer.incarnation] = f"{record.peer.node_id} is ignored: {why}"
+        self._tell(record, message, logging.ERROR)
+
+    def _tell(self, record: NodeRecord, message: str, level: int = logging.WARNING) -> None:
+        """Log a message about a node once."""
+        told = record.peer.incarnation, message
+        if told not in self._told:
+            self._told.add(told)
+            log.log(level, "%s", message)
+
+    def _learn(self, decoding: list[NodeRecord]) -> None:
+        """Take the facts of these nodes. Their longest context is the model's, because requests go where they fit."""
+        largest = max(decoding, key=lambda record: record.model.max_model_len)
+        context = largest.model.max_model_len
+        for record in decoding:
+            if (shorter := record.model.max_model_len) < context:
+                what = (
+                    f"{record.peer.node_id} takes {shorter} tokens of the {context} that {largest.peer.node_id} takes"
+                )
+                self._tell(record, f"{what}: longer requests for {self.name} go to larger nodes only")
+        info = replace(decoding[0].model, max_model_len=context)
         files = self._given or self._files
         if files is not None and (self._given is not None or self._is_of(files, info)):
             self._serve(files, info)
@@ -189,6 +241,16 @@ class RegisteredModel:
             task=info.task,
             hidden_size=info.hidden_size,
         )
+
+
+def _decoding(records: list[NodeRecord]) -> list[NodeRecord]:
+    """The nodes that decode, else (of a pooling model, or without decode nodes) all."""
+    return [record for record in records if record.role == "decode"] or records
+
+
+def _weights_of(record: NodeRecord) -> KVLayout:
+    """What decides the answers of a node, without what decides only their last bits and without its split over ranks."""
+    return KVLayout(without_arithmetic(record.layout.fingerprint), record.layout.spec)
 
 
 def _with_tokenizer(records: list[NodeRecord], digest: str) -> list[NodeRecord]:

@@ -33,6 +33,8 @@ class Query:
     block_size: int = BLOCK_SIZE
     max_new_tokens: int = 0
     """Upper limit of the answer's length; 0 if unknown."""
+    open_ended: bool = False
+    """The client gave no limit: `max_new_tokens` is what is left of the model's context."""
     session: str = ""
     """Requests with the same key go to the same nodes under `session`."""
     kv_kind: str = ""

@@ -45,8 +45,15 @@ def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
 
 
 def targets_of(query: Query, decode: Fleet) -> Fleet:
-    """The decode nodes to choose from. A restriction that would leave no node is ignored."""
-    able = with_context(decode, query.num_tokens + query.max_new_tokens) or decode
+    """The decode nodes to choose from: none if no context has room for the tokens so far and another one. Any other restriction
+    that would leave no node is ignored.
+
+    An answer without a limit of its own counts with the usual length. One that outgrows its node moves to a larger one.
+    """
+    able = with_context(decode, query.num_tokens + 1)
+    limit = query.max_new_tokens
+    answer = min(limit, int(decode.costs.output_tokens)) if query.open_ended else limit
+    able = with_context(able, query.num_tokens + answer) or able
     if query.kv_kind:
         able = with_kind(able, query.kv_kind) or able
     able = without(able, query.avoid) or able

@@ -57,12 +57,14 @@ def place(
 
     Invariants: a relay is only planned between nodes with compatible KV, and from a node whose context is longer than the
     prompt; a decode node whose context is too short for the whole answer is the last resort.
-    Raises: Unavailable when there is no decode node.
+    Raises: Unavailable when there is no decode node, or none whose context takes the tokens.
     """
     if not decode.incarnations:
         raise Unavailable("no decode node is available now; try again")
     memory.turn += 1
     targets = targets_of(query, decode)
+    if not targets.incarnations:
+        raise Unavailable(f"no decode node takes {query.num_tokens} tokens now; try again")
     row, hit_tokens, scores = choose(policy, targets, query, memory)
     at, named = targets.nodes[row], shown(targets, scores, shown_count)
     target = LegDecision(targets.node_ids[row], targets.incarnations[row], named, hit_tokens)

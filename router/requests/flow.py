@@ -4,7 +4,7 @@
     PLACING ---------> PREFILL ------------------> HANDOVER ----------> DECODE ----------------> DONE
        ^                  |  (local prefill: straight to DECODE)           |
        +------------------+------------------------------------------------+
-              a leg failed or its node is lost: the next attempt, with the tokens so far
+              a leg failed, its node is lost or its context is full: the next attempt, with the tokens so far
 
 `PlacedRequest` has what comes before the nodes, and what follows failures. Every token has an index (`TokenChunk.start`):
 known tokens are dropped, tokens that come too early wait for the other leg, and a gap that can no longer be filled leads to
@@ -22,8 +22,15 @@ from typing import ClassVar
 
 from common.base.errors import EngineError, KvRelayError
 from common.control.ids import pack_ids
-from common.control.messages import DecodeRequest, EngineRequest, PrefillRequest, PromptLogprobs, TokenChunk
-from router.requests.flow_events import Chunk, Emit, EmitPrompt, Finish, Instructions, Report, Send
+from common.control.messages import (
+    DecodeRequest,
+    EngineRequest,
+    FinishReason,
+    PrefillRequest,
+    PromptLogprobs,
+    TokenChunk,
+)
+from router.requests.flow_events import Chunk, Emit, EmitPrompt, Finish, Instructions, NoNode, Report, Send
 from router.requests.placed_request import Leg, PlacedRequest, Row, State
 from router.requests.queued_request import Siblings
 
@@ -52,9 +59,12 @@ class Flow(PlacedRequest):
         scored = request.sampling.prompt_logprobs is not None
         self._num_to_score = len(request.prompt_ids) - 1 if scored else 0
         """Prompt tokens whose log-probabilities are wanted and not yet emitted."""
+        self._outgrown = False
+        """The last attempt's decode node had no room for another token in its context."""
 
     def _open(self, timeout_s: float) -> Instructions:
         self.state = State.PREFILL
+        self._outgrown = False
         self._early.clear()
         self._prompt_logprobs.clear()
         source, target = self._prefill, self._decode
@@ -129,8 +139,18 @@ class Flow(PlacedRequest):
             self.token_ids += fresh
             instructions.append(Emit(fresh, logprobs, ended))
         if chunk.finish_reason is not None:
-            instructions += [*self._close_leg(leg), *self._end(Finish(chunk.finish_reason))]
+            instructions += [*self._close_leg(leg), *self._on_finished(leg, chunk.finish_reason)]
         return instructions
+
+    def _on_finished(self, leg: Leg, reason: FinishReason) -> Instructions:
+        """End the request, or move it to a larger node: one whose context is shorter than the model's ends answers early."""
+        if reason != "length" or len(self.token_ids) >= self.request.sampling.max_tokens:
+            return self._end(Finish(reason))
+        self._outgrown = True
+        return [self._note("outgrown", leg), *self._close_legs(), *self._next_attempt()]
+
+    def _on_no_node(self, event: NoNode) -> Instructions:
+        return self._end(Finish("length")) if self._outgrown else super()._on_no_node(event)
 
     def _on_prompt_logprobs(self, leg: Leg, start: int, part: list[PromptLogprobs]) -> Instructions:
         known = len(self._prompt_logprobs)
@@ -170,5 +190,6 @@ class Flow(PlacedRequest):
     _WITH_NODES: ClassVar[Row] = {**PlacedRequest._WITH_NODES, Chunk: _on_chunk}
     _TABLE: ClassVar[dict[State, Row]] = {
         **PlacedRequest._TABLE,
+        State.PLACING: {**PlacedRequest._TABLE[State.PLACING], NoNode: _on_no_node},
         **dict.fromkeys((State.PREFILL, State.HANDOVER, State.DECODE), _WITH_NODES),
     }

@@ -42,6 +42,7 @@ class NodeChoice:
             avoid=choose.avoid | self._router.breakers.not_admitted(),
             last=choose.last,
             max_new_tokens=engine.sampling.max_tokens - len(token_ids),
+            open_ended=self._request.open_ended,
             session=self._request.session,
             kv_kind=self._kv_kind if token_ids else "",
             begun=choose.begun,

@@ -36,6 +36,8 @@ class GenerationRequest:
     """The request's field that `engine.sampling.grammar` comes from."""
     detokenize: bool = True
     """False: there is no text."""
+    open_ended: bool = False
+    """Nothing limits the answer but the model's context."""
     prompt_only: bool = False
     """No token is wanted: the one that the engine draws is dropped."""
     echo: str = ""

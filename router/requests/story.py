@@ -18,6 +18,7 @@ Writing an event is one append; everything that costs more is done on reading. T
     node_lost    a node of the attempt was lost
     gap          a node skipped a token
     retry        another attempt follows
+    outgrown     the answer fills its node's context, and goes on at a larger node if there is one
     stop_found   the text contains a stop string
     finished | failed | cancelled    the last event, with the usage
 """

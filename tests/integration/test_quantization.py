@@ -39,7 +39,9 @@ def test_a_trained_model_answers_as_ever_on_int4_weights(served: System, prompt:
     assert response.json()["choices"][0]["text"].startswith(answer)
 
 
-def test_a_decode_node_that_does_not_quantize_gets_no_relay_and_the_log_says_so(served: System, tmp_path: Path) -> None:
+def test_a_decode_node_that_does_not_quantize_gets_no_requests_and_the_log_says_so(
+    served: System, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "kvrelay", "decode", "--model", "demo", "--kv-blocks", "100"]
     command += ["--redis-url", served.process("redis")["address"], "--node-id", "other"]
     log = tmp_path / "other.log"
@@ -48,15 +50,15 @@ def test_a_decode_node_that_does_not_quantize_gets_no_relay_and_the_log_says_so(
     try:
 
         def is_told() -> bool:
-            lines = [
-                line for line in served.log_file.read_text().splitlines() if "to other: fingerprint differs" in line
-            ]
-            return any("-int4', decode node has" in line for line in lines)
+            lines = [line for line in served.log_file.read_text().splitlines() if "other is ignored" in line]
+            return any("-int4'" in line for line in lines)
 
         wait_until(is_told, START_TIMEOUT_S, f"a line about the node; its log:\n{log.read_text()}")
+        assert served.health().get("decode") == 1
+        assert "other is ignored" in served.health()["ignored_nodes"][0]
         for _ in range(3):
-            assert ask(served, "The capital of Spain is").headers["x-kvrelay-prefill-mode"] in ("relayed", "local")
+            assert ask(served, "The capital of Spain is").headers["x-kvrelay-decode-node"] != "other"
     finally:
         other.terminate()
         assert other.wait(30) == 0
-        wait_until(lambda: served.health().get("decode") == 1, 30.0, "one decode node again")
+        wait_until(lambda: not served.health().get("ignored_nodes"), 30.0, "the node is gone")

@@ -133,7 +133,8 @@ def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, token
                 await asyncio.sleep(0)
             assert reader.result()["text"] == "it goes on, and on, until the "
 
-    play(model_folder, scene, config={"policy": "round_robin"}, script=script_of(ANSWER, tokenizer))
+    config = {"policy": "round_robin", "allow_mixed_weights": True}
+    play(model_folder, scene, config=config, script=script_of(ANSWER, tokenizer))
 
 
 async def _collected(bench: Bench) -> dict[str, Any]:

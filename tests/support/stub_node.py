@@ -19,7 +19,7 @@ import uvicorn
 from support.stub_pooling import pooled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from common.base.errors import Unavailable
+from common.base.errors import BadRequest, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.links import Identity, Server
 from common.control.messages import (
@@ -242,7 +242,7 @@ class StubNode:
         finish: FinishReason | None = None
         if token in sampling.stop_token_ids and index >= sampling.min_tokens:
             finish = "stop"
-        elif sequence.generated >= sampling.max_tokens:
+        elif sequence.generated >= min(sampling.max_tokens, self.max_len - len(sequence.request.request.prompt_ids)):
             finish = "length"
         logprobs = None
         if sampling.logprobs is not None:
@@ -264,11 +264,9 @@ class StubNode:
         match message:
             case Ping():
                 if self.pings_answered:
+                    running = len(self.running) + len(self.pooling)
                     load = NodeLoad(
-                        running=len(self.running) + len(self.pooling),
-                        kv_blocks_total=1000,
-                        step_age_s=self.step_age_s,
-                        draining=self.draining,
+                        running=running, kv_blocks_total=1000, step_age_s=self.step_age_s, draining=self.draining
                     )
                     self._server.send(identity, Pong(self.node_id, self.incarnation, load))
                 return
@@ -276,8 +274,9 @@ class StubNode:
                 known = len(message.generated_ids)
                 if isinstance(message, DecodeRequest) and message.prefill is not None:
                     known += 1  # the prefill node's
-                if self.fail_with is not None:
-                    self._server.send(identity, AttemptFailed(message.key, *self.fail_with))
+                too_long = len(message.request.prompt_ids) + known >= self.max_len
+                if refusal := (BadRequest.code, "too long") if too_long else self.fail_with:
+                    self._server.send(identity, AttemptFailed(message.key, *refusal))
                 elif known < message.request.sampling.max_tokens:
                     computes = isinstance(message, PrefillRequest) or message.prefill is None
                     to_score = message.request.sampling.prompt_logprobs if computes else None

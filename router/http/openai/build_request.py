@@ -237,6 +237,7 @@ def _generation_request(
         include_stop=bool(given["include_stop_str_in_output"]),
         skip_special_tokens=given["skip_special_tokens"] is not False,
         detokenize=given["detokenize"] is not False,
+        open_ended=not (wanted or usual),
         prompt_only=wanted == 0,
         tenant=caller.tenant,
         trace=caller.trace,

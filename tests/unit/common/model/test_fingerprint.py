@@ -6,13 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_encoders import make_encoder
 
 from common.config.option_groups import Quantization
+from common.kernels.native.find import _OWN_SUMS
 from common.model.config import load_model_config
-from common.model.fingerprint import fingerprint, pooling_fingerprint
+from common.model.fingerprint import fingerprint, pooling_fingerprint, without_arithmetic
 from common.model.pooling.open import read_pooling_config
 
 
@@ -95,3 +97,12 @@ def test_pooling_models_of_equal_weights_but_other_vectors_are_told_apart(folder
         assert len({before, other, pooling(path)}) == 3
     assert pooling(folder, "bfloat16") != pooling(folder)
     assert pooling(encoder, "bfloat16") == pooling(encoder)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_the_arithmetic_can_be_taken_off_again(folder: Path, quantization: Quantization) -> None:
+    names = {"", *_OWN_SUMS.values()}
+    config = load_model_config(folder)
+    made = {name: fingerprint(folder, config, "auto", "bfloat16", 0, "cpu", quantization, name) for name in names}
+    assert len(set(made.values())) == len(names)
+    assert {without_arithmetic(each) for each in made.values()} == {made[""]}

@@ -36,6 +36,7 @@ def node(name: str) -> ServiceReport:
     status = {"redis": "ok", "engine": "ok", "leases": [{"holder": "router-a"}], "ranks": ranks}
     known = {"model": "m", "state": "usable", "breaker": {"state": "closed"}, "load": {"kv_blocks_total": 100}}
     known |= {"control_address": f"tcp://{name}:7001", "fingerprint": "f", "kv": "k", "tokenizer": "t"}
+    known["max_model_len"] = 64
     return ServiceReport(name, "decode", dict(FACTS), status, known)
 
 
@@ -72,6 +73,14 @@ def test_a_node_whose_record_is_refused_is_named_once() -> None:
     )
 
 
+def test_a_node_whose_model_is_not_that_of_older_nodes_is_named_once() -> None:
+    routers = [router(), router()]
+    for each in routers:
+        each.status["ignored_nodes"] = ["d2 is ignored: its dtype of m differs"]
+    (found,) = find(routers, [node("d0")], "1")
+    assert (found.where, found.what) == ("d2", "routers ignore it: its dtype of m differs")
+
+
 def test_a_node_that_vanished_is_named_once() -> None:
     """It is in no router's list, however many know that it was there."""
     routers = [router(), router()]
@@ -104,6 +113,8 @@ def no_admin_port(node: ServiceReport) -> None:
         (changed("known", fingerprint="other"), "d1: weights of m differ from those of d0"),
         (changed("known", kv="other"), "d1: layouts of KV of m differ"),
         (changed("known", tokenizer="other"), "d1: tokenizers of m differ"),
+        (changed("known", max_model_len=8), "d0: takes 8 tokens, d1 64: longer requests go to larger nodes only"),
+        (changed("known", max_model_len=99), "d1: takes 64 tokens, d0 99"),
         (lambda node: setattr(node, "skew_s", -7.25), "d0: its clock is 7.2 s behind"),
         (changed("facts", certificate_ends=1e9 + 3.5 * 86400), "d0: its certificate ends in 3.5 days"),
         (changed("facts", certificate_ends=1e9 - 1), "d0: its certificate has ended"),

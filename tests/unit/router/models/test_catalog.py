@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +91,7 @@ def test_every_registered_model_is_served_by_its_own_name_and_files(monkeypatch:
         assert ids(catalog.accept(records)) == ["a0", "b0", "a1"]
         await listed(catalog, "a", "b")
         a, b = catalog.get("a"), catalog.get("b")
-        assert (a.base, a.path, a.max_model_len) == ("a", "/m/a", 60)
+        assert (a.base, a.path, a.max_model_len) == ("a", "/m/a", 64), "requests go where they fit"
         assert (b.base, b.path, b.max_model_len) == ("b", "/m/b", 64)
         with pytest.raises(NotFound, match=r"'c' does not exist; this server has 'a', 'b'"):
             catalog.get("c")
@@ -226,6 +226,89 @@ def test_nodes_of_another_tokenizer_are_ignored_before_the_files_are_loaded_too(
     assert caplog.text.count("a1 is ignored: its tokenizer.json for a differs from that of a0") == 1
 
 
+def test_a_shorter_context_than_that_of_other_nodes_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        records = [
+            record("a0", "a"),
+            record("a1", "a", max_model_len=8),
+            record("p0", "a", role="prefill", max_model_len=4),
+        ]
+        for _ in range(2):
+            assert ids(catalog.accept(records)) == ["a0", "a1", "p0"]
+        await listed(catalog, "a")
+        assert catalog.get("a").max_model_len == 64
+        catalog.accept(records[1:])
+        assert catalog.get("a").max_model_len == 8
+
+    play(monkeypatch, scene)
+    assert (
+        caplog.text.count("a1 takes 8 tokens of the 64 that a0 takes: longer requests for a go to larger nodes only")
+        == 1
+    )
+
+
+SPEC = LAYOUT.spec
+FP8 = KVSpec.uniform(1, 1, 16, "float8_e4m3")
+
+
+def of_kind(node: str, fingerprint: str, started_at: float, spec: KVSpec = SPEC, role: Role = "decode") -> NodeRecord:
+    return replace(record(node, "a", started_at=started_at, role=role), layout=KVLayout(fingerprint, spec))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (("g", SPEC), "its fingerprint is 'g', not 'f'"),
+        (("f-int8", SPEC), "its fingerprint is 'f-int8', not 'f'"),
+        (("f", FP8), "its KV's dtype is 'float8_e4m3', not 'float32'"),
+    ],
+)
+def test_nodes_that_would_answer_differently_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: tuple[str, KVSpec], said: str
+) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        odd = of_kind("odd", kind[0], 2.0, kind[1])
+        records = [odd, of_kind("p0", "f", 0.0, role="prefill"), of_kind("a0", "f", 1.0)]
+        for _ in range(2):
+            assert ids(catalog.accept(records)) == ["p0", "a0"]
+        (why,) = catalog.ignored_nodes
+        told = f"odd is ignored: it would answer otherwise than a0: {said}; the router's --allow-mixed-weights would use both"
+        assert why == told
+        again = of_kind("a0", "f", 3.0)  # a node that restarts is younger, and must not give way
+        assert ids(catalog.accept([odd, again])) == ["a0"]
+        assert ids(catalog.accept([odd])) == ["odd"], "nobody else serves the model now"
+        assert not catalog.ignored_nodes
+        assert ids(catalog.accept([odd, of_kind("a0", "f", 4.0)])) == ["odd"]
+
+    play(monkeypatch, scene)
+    assert caplog.text.count("odd is ignored") == 1
+
+
+def test_other_weights_are_used_where_the_router_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        for _ in range(2):
+            assert ids(catalog.accept([of_kind("a0", "f", 1.0), of_kind("a1", "g", 2.0)])) == ["a0", "a1"]
+        assert not catalog.ignored_nodes
+
+    play(monkeypatch, scene, allow_mixed_weights=True)
+    assert caplog.text.count("a1 is used because of --allow-mixed-weights") == 1
+
+
+def test_other_arithmetic_and_another_split_over_ranks_are_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in last bits. KV is not exchanged between the former, and a stream stays with one of them."""
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        records = [of_kind("a0", "f-int8-amx", 1.0), of_kind("a1", "f-int8", 2.0), of_kind("a2", "f-int8-bf16", 2.0)]
+        records.append(replace(records[0], layout=replace(records[0].layout, tp_size=2)))
+        assert catalog.accept(records) == records
+
+    play(monkeypatch, scene)
+
+
 def test_a_model_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(catalog: ModelCatalog, folders: Folders) -> None:
         catalog.accept([record("b0", "b", tokenizer="another"), record("a0", "a", started_at=1.0)])
@@ -306,8 +389,8 @@ def test_nodes_that_register_while_files_are_loaded_count(monkeypatch: pytest.Mo
             await listed(catalog, records[0].model.name)
 
         try:
-            await registers(record("a0", "a"), record("a1", "a", max_model_len=32))
-            assert catalog.get("a").max_model_len == 32
+            await registers(record("a0", "a"), record("a1", "a", max_model_len=128))
+            assert catalog.get("a").max_model_len == 128
             catalog.accept([])
             await listed(catalog)
             await registers(record("b1", "b", path="/m/new", tokenizer="t-/m/new"))

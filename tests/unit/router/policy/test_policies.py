@@ -87,6 +87,21 @@ def test_a_decode_node_whose_context_takes_the_whole_answer_is_preferred_even_if
     assert decide([], [short], max_new_tokens=501).decode.node_id == "a", "there is no other"
 
 
+def test_a_decode_node_gets_only_what_its_context_takes_even_if_it_is_the_only_one() -> None:
+    short, long = node("a", context=1000), node("b", context=2000, running=60)
+    assert decide([], [short, long], max_new_tokens=1).decode.node_id == "b"
+    assert decide([], [short, long], max_new_tokens=1, avoid=frozenset({"inc-b"})).decode.node_id == "b"
+    with pytest.raises(Unavailable, match="no decode node takes 1000 tokens now"):
+        decide([], [short], max_new_tokens=1)
+
+
+def test_an_answer_without_a_limit_counts_with_the_usual_length() -> None:
+    """Otherwise every request without `max_tokens` would go to the largest nodes."""
+    short, long = node("a", context=1500), node("b", context=9000, running=5)
+    assert decide([], [short, long], max_new_tokens=8000).decode.node_id == "b"
+    assert decide([], [short, long], max_new_tokens=8000, open_ended=True).decode.node_id == "a"
+
+
 def test_an_answer_goes_on_where_the_kv_means_what_it_did() -> None:
     decodes = [node("a", "new"), node("b", "old", running=9), node("c", "old", running=5)]
     assert decide([], decodes).decode.node_id == "a"

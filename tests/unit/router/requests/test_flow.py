@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.base.errors import HandshakeRefused, PeerLost, TransferError
+from common.base.errors import HandshakeRefused, PeerLost, TransferError, Unavailable
 from common.control.ids import pack_ids
 from common.control.messages import (
     Abort,
@@ -18,6 +18,7 @@ from common.control.messages import (
 )
 from router.requests.flow import Flow
 from router.requests.flow_events import (
+    AwaitNode,
     BackOff,
     Choose,
     Chunk,
@@ -29,6 +30,7 @@ from router.requests.flow_events import (
     Instructions,
     LegFailed,
     NodeLost,
+    NoNode,
     Ready,
     Release,
     Send,
@@ -242,3 +244,32 @@ def test_a_token_before_all_prompt_logprobs_means_a_new_attempt() -> None:
 def test_lost_prompt_logprobs_mean_a_new_attempt() -> None:
     instructions = scoring_flow().handle(scored(1, SCORES[1]))
     assert isinstance(instructions[-1], Choose)
+
+
+def test_an_answer_that_fills_its_nodes_context_goes_on_at_a_larger_one() -> None:
+    flow = placed_flow(max_tokens=5)
+    flow.handle(say(P, 0, 7))
+    moved = flow.handle(say(D, 1, 8, 9, end=True))
+    assert tokens(moved) == [8, 9]
+    assert moved[-1] == Choose(frozenset(), begun=True), "no node failed"
+    asked = [each.message for each in flow.handle(Found(None, D2, 9.0)) if isinstance(each, Send)]
+    assert asked == [DecodeRequest(AttemptKey("r", 2), flow.request, pack_ids([7, 8, 9]), None, 9.0)]
+    assert flow.handle(say(D2, 3, 10, 11, attempt=2, end=True))[-1] == Finish("length")
+
+
+def test_an_answer_that_fills_the_largest_context_ends_there() -> None:
+    flow = placed_flow(max_tokens=5)
+    flow.handle(say(P, 0, 7))
+    flow.handle(say(D, 1, 8, end=True))
+    assert flow.handle(NoNode(Unavailable("no decode node takes 4 tokens now"), 0.0, False)) == [Finish("length")]
+    assert flow.state is State.DONE
+
+
+def test_an_answer_that_moved_waits_for_a_node_like_any_other() -> None:
+    """The larger node was lost: another attempt does not end the answer early."""
+    flow = placed_flow(max_tokens=5, relayed=False)
+    flow.handle(say(D, 0, 7, end=True))
+    flow.handle(Found(None, D2, 9.0))
+    assert isinstance(flow.handle(NodeLost("inc-d2", "gone"))[-1], Choose)
+    (waits,) = flow.handle(NoNode(Unavailable("none"), 0.0, False))
+    assert isinstance(waits, AwaitNode)
