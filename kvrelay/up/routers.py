@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
+from common.base.free_port import free_port
 from common.config.fields import HIGHEST_PORT
 from common.config.service_configs import UpConfig
 from kvrelay.up.health import connect_host
@@ -50,8 +51,9 @@ def _find_ports(bound: contextlib.ExitStack, names: list[str], host: str, first:
         raise ConfigError(f"{option} {first} leaves no port for {names[HIGHEST_PORT - first + 1]}")
     ports: list[int] = []
     for index, name in enumerate(names):
-        port = first + index if first else 0
+        port = first + index
         try:
+            port = port if first else free_port(host)
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             holder = bound.enter_context(socket.socket(family, kind, protocol))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
