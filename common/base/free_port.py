@@ -17,7 +17,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     for _ in range(_TRIES):
         with suppress(OSError):
-            return _bound(host, random.randrange(_FIRST, _end()))  # noqa: S311 - no secret
+            return _bound(host, random.randrange(_FIRST, _end()))
     return _bound(host, 0)
 
 
