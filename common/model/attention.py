@@ -7,6 +7,7 @@ layer here, entered in `ATTENTIONS`, and its backends, entered in `common.attent
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from common.kernels.base import Rotation
 from common.model.build import Build, Share
 from common.model.description import AttentionDescription, MultiHeadDescription, implementation
 from common.model.norms import make_qk_norm
+from common.model.tensor_files import Part
 
 
 class Attention(Protocol):
@@ -55,6 +57,10 @@ class MultiHeadAttention:
         self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
         self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
         self.qk_norm = make_qk_norm(build, prefix, attention)
+        self._sinks: tuple[Tensor, ...] = ()
+        if attention.has_sinks:
+            own = Part(0, heads.q_lo, heads.q_hi)
+            self._sinks = (build.read(prefix + names.sinks, attention.num_q_heads, part=own).float(),)
         self._mesh = build.mesh
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
@@ -76,7 +82,8 @@ class MultiHeadAttention:
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         """The facts that its backend needs."""
-        return multi_head_shape(self._description, self.heads, self._dtype, block_size, max_context)
+        shape = multi_head_shape(self._description, self.heads, self._dtype, block_size, max_context)
+        return replace(shape, sinks=self._sinks)
 
 
 def multi_head_shape(
@@ -104,7 +111,6 @@ def _check_implemented(attention: MultiHeadDescription) -> None:
         f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
             attention.v_head_dim != attention.head_dim
         ),
-        "attention sinks": attention.has_sinks,
         **{
             f"a {norm.kind!r} norm of heads": norm.kind != "rms"
             for norm in (attention.head_norm, attention.joint_norm)

@@ -26,7 +26,7 @@ from common.model.formats.int8 import make_int8_linear, quantize_int8
 from common.model.formats.on_the_fly import WeightBits, quantize_linear
 from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
-from common.model.precision import Precision
+from common.model.precision import FLOAT32, Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
 from common.model.shared_linear import shared_linear
 from common.model.tensor_files import Part
@@ -138,6 +138,21 @@ class Build:
         stored = StoredTensor(f"{name}.weight", (out_features, share.size), part)
         linear = self._linear([stored], out_features, own_bias)
         return self.adapt(linear, [LinearPart(name, (0, out_features), (share.lo, share.hi), 0)])
+
+    def own_linear(self, names: list[str], outputs: int, inputs: int, *, bias: bool, is_paired: bool = False) -> Linear:
+        """Named layers of `outputs` each, one after the other, which lie whole on this rank: those of one of its experts.
+        Adapters do not change them."""
+        part = Part(0, 0, outputs)
+        biases = [self.read(f"{name}.bias", outputs) for name in names if bias]
+        stacked = [StoredTensor(f"{name}.weight", (outputs, inputs), part) for name in names]
+        return self._linear(stacked, outputs * len(names), torch.cat(biases) if bias else None, is_paired)
+
+    def router_linear(self, name: str, outputs: int, *, bias: bool) -> Linear:
+        """The layer that gives a mixture's logits, on every rank: float32, never quantized."""
+        wide = replace(self, precision=FLOAT32)
+        weight = wide.read(f"{name}.weight", outputs, self.config.hidden_size)
+        own_bias = wide.read(f"{name}.bias", outputs) if bias else None
+        return float_linear(weight, own_bias, FLOAT32, self.kernels)
 
     def _linear(
         self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False

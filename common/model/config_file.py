@@ -68,6 +68,13 @@ class ConfigFile:
             raise self.error(f"{key} must be at most {most}, not {value}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer of at least 0."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        return 0 if type(value) is int and value == 0 else self.integer(key)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key)
         if value is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from common.base.errors import ConfigError
@@ -146,13 +146,128 @@ class MlpDescription:
         outputs = [LinearShape(name, self.inner_size, hidden) for name in merged]
         return [*outputs, LinearShape(names.down, hidden, self.inner_size)]
 
+    def splits(self) -> list[Split]:
+        """Whatever tensor-parallel ranks must be able to share."""
+        return [Split(f"an MLP of {self.inner_size}", lambda ranks: ranks <= self.inner_size)]
+
+    def active_weights(self, names: WeightNames, hidden: int) -> int:
+        """How many weights one token is multiplied by."""
+        return sum(each.outputs * each.inputs for each in self.linears(names, hidden))
+
+
+@dataclass(frozen=True)
+class RouterDescription:
+    """How a mixture chooses the experts of a token and weighs their outputs: `common.model.mixture.routing`."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """What makes scores of logits; "softmax_of_chosen" takes the softmax over the chosen experts' logits only."""
+    normalizes: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the weights."""
+    has_bias: bool = False
+    """Whether a bias is added to the logits."""
+    has_selection_bias: bool = False
+    """Whether a bias is added to the scores when experts are chosen, but not in their weights."""
+    num_groups: int = 1
+    groups_kept: int = 1
+    """Groups of neighbouring experts that a token's experts are chosen from."""
+    group_score_of: int = 2
+    """A group's score is the sum of this many of its highest scores."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clamp(up, -limit, limit) + 1)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture's weights in a checkpoint, which follow the layer's name.
+
+    A checkpoint has either modules for each expert, whose names contain {expert}, or stacked tensors of all experts. Equal
+    names of stacked gate and up mean that one tensor holds them, one after the other.
+    """
+
+    router: str = "mlp.gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    gate: str = "mlp.experts.{expert}.gate_proj"
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+    stacked_gate: str = "mlp.experts.gate_up_proj"
+    stacked_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+    """Whole names of tensors [experts, out, in]; those of biases, [experts, out], add `_bias`."""
+    is_interleaved: bool = False
+    """Whether outputs of gate and up alternate in their tensor."""
+    is_transposed: bool = False
+    """Whether stacked weights are stored [experts, in, out]."""
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+
+
+USUAL_EXPERT_NAMES = ExpertNames()
+
+
+@dataclass(frozen=True)
+class MixtureDescription:
+    """An MLP of experts, a few of which compute each token; the sum of their weighted outputs, and of shared experts that
+    compute every token."""
+
+    kind: ClassVar[str] = "mixture"
+    router: RouterDescription
+    inner_size: int
+    """Of each expert."""
+    activation: str = "silu"
+    """A key of `ACTIVATIONS`."""
+    clamp: ClampedGate | None = None
+    """What takes the place of activation(gate) * up."""
+    bias: bool = False
+    """Of the experts' linear layers."""
+    shared_inner_size: int = 0
+    """Of all shared experts together, which are one gated MLP; 0: there are none."""
+    expert_names: ExpertNames = USUAL_EXPERT_NAMES
+
+    @property
+    def shared(self) -> MlpDescription | None:
+        """The shared experts."""
+        return MlpDescription(self.shared_inner_size, self.activation) if self.shared_inner_size else None
+
+    def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
+        """The linear layers that adapters can change: those of the shared experts."""
+        return [] if self.shared is None else self.shared.linears(self.shared_names(names), hidden)
+
+    def shared_names(self, names: WeightNames) -> WeightNames:
+        """`names`, in which gate, up and down are those of the shared experts."""
+        own = self.expert_names
+        return replace(names, gate=own.shared_gate, up=own.shared_up, down=own.shared_down)
+
+    def splits(self) -> list[Split]:
+        """Whatever tensor-parallel ranks must be able to share: each holds whole experts."""
+        experts = self.router.num_experts
+        shared = [] if self.shared is None else self.shared.splits()
+        return [Split(f"{experts} experts", lambda ranks: ranks <= experts), *shared]
+
+    def active_weights(self, names: WeightNames, hidden: int) -> int:
+        """How many weights one token is multiplied by."""
+        router = self.router
+        shared = sum(each.outputs * each.inputs for each in self.linears(names, hidden))
+        return hidden * (router.num_experts + router.top_k * 3 * self.inner_size) + shared
+
 
 @dataclass(frozen=True)
 class LayerDescription:
     """x + attention(norm(x)), then x + mlp(norm(x)), where `norm_at` is "input"."""
 
     attention: AttentionDescription
-    mlp: MlpDescription
+    mlp: MlpDescription | MixtureDescription
     norm: NormDescription
     rope: RopeConfig | None = None
     """How q and k are rotated; None: not at all."""
@@ -208,6 +323,8 @@ class WeightNames:
     v: str = "self_attn.v_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    """The whole name of a tensor."""
     output: str = "self_attn.o_proj"
     attention_output_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"

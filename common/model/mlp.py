@@ -1,41 +1,19 @@
-"""MLPs and their activations. They run on a rank's engine thread, under inference mode."""
+"""The MLPs of layers. They run on a rank's engine thread, under inference mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from common.kernels.base import Kernels
+from common.model.activations import activate_and_mul, activation
 from common.model.build import Build
-from common.model.description import MlpDescription, implementation
-
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
-"""By the names in `description.ACTIVATIONS`."""
-
-
-def _activate_and_mul(activation: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    """What makes activation(gate) * up, [T, inner], of [T, 2 * inner]."""
-    function = implementation("activation", activation, _FUNCTIONS)
-    if activation == "silu":
-        return kernels.silu_and_mul
-
-    def activate_and_mul(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return function(gate).mul_(up)
-
-    return activate_and_mul
+from common.model.description import MixtureDescription, MlpDescription, implementation
+from common.model.mixture.experts import make_experts
+from common.model.mixture.routing import route
 
 
 class Mlp(Protocol):
@@ -55,12 +33,16 @@ class GatedMlp:
         merged = [prefix + name for name in (names.gate, names.up)]
         self.gate_up = build.column_linear(merged, [inner, inner], hidden, bias=mlp.bias, is_paired=True)
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
-        self._activate_and_mul = _activate_and_mul(mlp.activation, build.kernels)
+        self._activate_and_mul = activate_and_mul(mlp.activation, build.kernels)
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
-        return self._mesh.all_reduce(self.down.forward(self._activate_and_mul(self.gate_up.forward(x))))
+        return self._mesh.all_reduce(self.own_part(x))
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """[T, hidden], fresh: what this rank's inner features give."""
+        return self.down.forward(self._activate_and_mul(self.gate_up.forward(x)))
 
 
 class PlainMlp:
@@ -71,7 +53,7 @@ class PlainMlp:
         hidden, names, inner = build.config.hidden_size, build.names, build.inner(mlp)
         self.up = build.column_linear([prefix + names.up], [inner], hidden, bias=mlp.bias)
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
-        self._activate = implementation("activation", mlp.activation, _FUNCTIONS)
+        self._activate = activation(mlp.activation)
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,10 +61,44 @@ class PlainMlp:
         return self._mesh.all_reduce(self.down.forward(self._activate(self.up.forward(x))))
 
 
-MLPS: dict[str, Callable[[Build, str, MlpDescription], Mlp]] = {"gated": GatedMlp, "plain": PlainMlp}
-"""By `MlpDescription.kind`. Each takes the layer's name and a dot, and the description."""
+class MixtureMlp:
+    """A few experts for each token, chosen by a router, and experts that all tokens share.
+
+    Each rank holds a range of the experts, whole, and its share of the inner features of the shared ones; one all-reduce
+    joins them. Every rank routes all tokens, and comes to the same result, because hidden states are equal on all ranks.
+    """
+
+    def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
+        """`prefix`: the layer's name and a dot."""
+        names, router = mixture.expert_names, mixture.router
+        self._router = router
+        self._logits = build.router_linear(prefix + names.router, router.num_experts, bias=router.has_bias)
+        self._selection_bias: Tensor | None = None
+        if router.has_selection_bias:
+            bias = build.weights.read(prefix + names.selection_bias, (router.num_experts,), torch.float32)
+            self._selection_bias = bias.to(build.device)
+        self.experts = make_experts(build, prefix, mixture)
+        shared = replace(build, config=replace(build.config, weight_names=mixture.shared_names(build.names)))
+        self.shared = None if mixture.shared is None else GatedMlp(shared, prefix, mixture.shared)
+        self._mesh = build.mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden]."""
+        routing = route(self._logits.forward(x.float()), self._router, self._selection_bias)
+        y = self.experts.forward(x, routing)
+        if self.shared is not None:
+            y += self.shared.own_part(x)
+        return self._mesh.all_reduce(y.to(x.dtype))
 
 
-def make_mlp(build: Build, prefix: str, mlp: MlpDescription) -> Mlp:
+MLPS: dict[str, Callable[[Build, str, Any], Mlp]] = {
+    "gated": GatedMlp,
+    "plain": PlainMlp,
+    MixtureDescription.kind: MixtureMlp,
+}
+"""By the description's `kind`. Each takes the layer's name and a dot, and the description."""
+
+
+def make_mlp(build: Build, prefix: str, mlp: MlpDescription | MixtureDescription) -> Mlp:
     """The MLP of the layer whose name and a dot are `prefix`."""
     return implementation("MLP", mlp.kind, MLPS)(build, prefix, mlp)

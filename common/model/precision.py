@@ -66,6 +66,9 @@ class Precision:
         return Precision(weight, weight if keep_narrow else torch.float32, torch.float32)
 
 
+FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
+
+
 @functools.cache
 def native_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""

@@ -35,12 +35,12 @@ class HeadRange:
 def lm_head_in_layers(config: ModelConfig) -> float:
     """How many layers have as many weights as the LM head: a decode step reads all of them once."""
     names, hidden = config.weight_names, config.hidden_size
-    linears = [
-        each
+    weights = sum(
+        sum(each.outputs * each.inputs for each in layer.attention.linears(names, hidden))
+        + layer.mlp.active_weights(names, hidden)
         for layer in config.layers
-        for each in (*layer.attention.linears(names, hidden), *layer.mlp.linears(names, hidden))
-    ]
-    return config.num_layers * config.vocab_size * hidden / sum(each.outputs * each.inputs for each in linears)
+    )
+    return config.num_layers * config.vocab_size * hidden / weights
 
 
 def split_layers(
@@ -83,8 +83,7 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     config.check_split(tp_size, max(1, len(pp_layers)))
     demands: list[Split] = []
     for layer in dict.fromkeys(config.layers):
-        inner = layer.mlp.inner_size
-        demands += [*layer.attention.splits(), Split(f"an MLP of {inner}", lambda ranks, inner=inner: ranks <= inner)]
+        demands += [*layer.attention.splits(), *layer.mlp.splits()]
     fitting = [ranks for ranks in range(1, MAX_TP_SIZE + 1) if all(fits(ranks) for _, fits in demands)]
     for what, fits in demands:
         if tp_size < 1 or not fits(tp_size):

@@ -24,6 +24,10 @@ _DUMMY_STD = 0.02
 class WeightSource(Protocol):
     """Named tensors of a whole model."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of this name is stored. Random weights are not."""
+        ...
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         """The tensor `name`, whose whole shape must be `shape`, or the part of it; contiguous and owned by the caller.
 
@@ -113,6 +117,9 @@ class DummyWeights:
     def __init__(self, seed: int, device: torch.device = CPU) -> None:
         self._seed = seed
         self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return False
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         if name.endswith("bias"):

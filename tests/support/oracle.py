@@ -1,6 +1,7 @@
 """Tiny random models of every supported family, and the tokens that `transformers` generates with them.
 
-`TINY` names the models; `make_tiny(name, folder)` writes one as a Hugging Face directory, including a tokenizer;
+`support.tiny_models.TINY` names the models; `make_tiny(name, folder)` writes one as a Hugging Face directory, including a
+tokenizer;
 `greedy(folder, prompt, n)` is the expected answer. Weights are scaled so that logits differ by a few units: a wrong
 implementation then generates other tokens, but rounding does not.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from support.tiny_models import TINY
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
@@ -20,23 +22,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
     GenerationConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
     PretrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-    Starcoder2Config,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -45,49 +32,6 @@ tqdm.monitor_interval = 0  # a bar that huggingface_hub shows all the same would
 
 EXCUSED_GAP = 1e-4
 """A differing greedy token is excused only where the oracle's own best two logits are closer than this."""
-
-_COMMON = {
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "beta_fast": 16.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 128,
-}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.05 * i for i in range(8)],
-    "long_factor": [1.0 + 0.7 * i for i in range(8)],
-    "original_max_position_embeddings": 32,
-}
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """One model: its transformers config, and how many bytes a weight file may hold."""
-
-    config: PretrainedConfig
-    max_shard_size: str = "50GB"
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.get_text_config().vocab_size
 
 
 def _auto_class(config: PretrainedConfig):
@@ -99,132 +43,6 @@ def architecture(config: PretrainedConfig) -> str:
     """The name of the model class that `config` belongs to."""
     return _auto_class(config)._model_mapping[type(config)].__name__
 
-
-def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, tied: bool) -> dict[str, object]:
-    return {
-        **_COMMON,
-        "hidden_size": hidden,
-        "num_attention_heads": q_heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
-
-
-_GEMMA3 = {
-    **_shape(64, 4, 2, 112, 264, tied=True),
-    "head_dim": 32,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "attn_logit_softcapping": 2.0,  # which its classes ignore
-    "final_logit_softcapping": 20.0,
-    "pad_token_id": 0,
-}
-_VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
-
-TINY: dict[str, Tiny] = {
-    "llama": Tiny(LlamaConfig(**_shape(64, 4, 4, 112, 250, tied=False))),
-    "mqa": Tiny(LlamaConfig(**_shape(64, 4, 1, 112, 263, tied=True))),
-    "llama-biases": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 251, tied=True), attention_bias=True, mlp_bias=True)),
-    "llama3": Tiny(LlamaConfig(**_shape(64, 4, 2, 96, 320, tied=True), rope_parameters=_LLAMA3_ROPE)),
-    "large-vocabulary": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 152_000, tied=True))),
-    "llama-linear": Tiny(
-        LlamaConfig(
-            **_shape(48, 6, 3, 80, 199, tied=False),
-            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
-        )
-    ),
-    "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=40)),
-    "qwen2": Tiny(
-        Qwen2Config(
-            **_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"}
-        )
-    ),
-    "qwen2-window": Tiny(
-        Qwen2Config(
-            **_shape(64, 4, 2, 112, 302, tied=True), use_sliding_window=True, sliding_window=24, max_window_layers=1
-        )
-    ),
-    "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
-    "phi3": Tiny(
-        Phi3Config(
-            **_shape(64, 4, 2, 112, 253, tied=True),
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-            sliding_window=30,
-            pad_token_id=0,
-        )
-    ),
-    "phi3-longrope": Tiny(
-        Phi3Config(
-            **_shape(64, 4, 4, 112, 254, tied=False),
-            rope_parameters=_LONGROPE,
-            original_max_position_embeddings=32,
-            pad_token_id=0,
-        )
-    ),
-    "granite": Tiny(
-        GraniteConfig(
-            **_shape(64, 4, 2, 112, 255, tied=True),
-            embedding_multiplier=3.0,
-            attention_multiplier=0.2,
-            residual_multiplier=0.6,
-            logits_scaling=0.7,
-        )
-    ),
-    "smollm3": Tiny(
-        SmolLM3Config(
-            **_shape(64, 4, 2, 112, 256, tied=True),
-            no_rope_layers=[1, 0, 1],
-            use_sliding_window=True,
-            sliding_window=24,
-            pad_token_id=0,
-            rope_parameters={"rope_type": "default", "rope_theta": 2e6},
-        )
-    ),
-    "olmo2": Tiny(Olmo2Config(**_shape(64, 4, 2, 112, 258, tied=False))),
-    "starcoder2": Tiny(Starcoder2Config(**_shape(64, 4, 2, 128, 260, tied=True), sliding_window=48)),
-    "gpt2": Tiny(GPT2Config(**_COMMON, n_embd=64, n_layer=3, n_head=4, vocab_size=261)),
-    "opt": Tiny(
-        OPTConfig(**_COMMON, hidden_size=64, ffn_dim=112, num_attention_heads=4, vocab_size=262, word_embed_proj_dim=64)
-    ),
-    "gemma2": Tiny(
-        Gemma2Config(
-            **_shape(64, 4, 2, 112, 265, tied=True),
-            head_dim=32,
-            query_pre_attn_scalar=4,
-            sliding_window=24,
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=10.0,
-            pad_token_id=0,
-        )
-    ),
-    "gemma3": Tiny(Gemma3TextConfig(**_GEMMA3)),
-    "gemma3-vision": Tiny(
-        Gemma3Config(
-            text_config={**_GEMMA3, "vocab_size": 266},  # The class that takes images caps no logits either.
-            vision_config={**_VISION, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28},
-            mm_tokens_per_image=4,
-            eos_token_id=2,
-            bos_token_id=1,
-        )
-    ),
-    "qwen2.5-vl": Tiny(
-        Qwen2_5_VLConfig(
-            text_config={
-                **_shape(64, 4, 2, 112, 267, tied=False),
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            },
-            vision_config={**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
-            image_token_id=3,
-            video_token_id=4,
-            vision_start_token_id=5,
-            tie_word_embeddings=False,
-        )
-    ),
-    "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
-}
 
 LONGROPE = "phi3-longrope"
 """transformers recomputes a context that becomes long; a shared cache of blocks cannot."""
@@ -251,6 +69,9 @@ def write_model(config: PretrainedConfig, folder: Path, seed: int = 1, max_shard
                 weight.copy_(3.0 * noise / weight.shape[1] ** 0.5)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     save_word_tokenizer(folder, config.get_text_config().vocab_size)
     return folder

@@ -14,6 +14,7 @@ from common.model.description import (
     USUAL_NAMES,
     EndsDescription,
     LayerDescription,
+    MixtureDescription,
     MlpDescription,
     MultiHeadDescription,
     NormDescription,
@@ -83,11 +84,17 @@ def read_mlp(
     default_inner: int | None = None,
 ) -> MlpDescription:
     """A gated MLP, or one of another `kind`."""
-    activation = config.raw.get("hidden_act") or default_activation
+    activation = read_activation(config, default_activation)
+    return MlpDescription(config.integer("intermediate_size", default_inner), activation, bias, kind)
+
+
+def read_activation(config: ConfigFile, default: str = "silu") -> str:
+    """`hidden_act`, a key of `ACTIVATIONS`."""
+    activation = config.raw.get("hidden_act") or default
     activation = "silu" if activation == "swish" else activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise config.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return MlpDescription(config.integer("intermediate_size", default_inner), activation, bias, kind)
+    return activation
 
 
 def read_norm(config: ConfigFile, default_eps: float = 1e-6) -> NormDescription:
@@ -96,7 +103,7 @@ def read_norm(config: ConfigFile, default_eps: float = 1e-6) -> NormDescription:
 
 
 def repeat_layer(
-    config: ConfigFile, attention: MultiHeadDescription, mlp: MlpDescription
+    config: ConfigFile, attention: MultiHeadDescription, mlp: MlpDescription | MixtureDescription
 ) -> tuple[LayerDescription, ...]:
     """All layers alike, with the norm of `read_norm` and the rotary embedding of `read_rope`."""
     return repeated(config, LayerDescription(attention, mlp, read_norm(config), read_rope(config)))

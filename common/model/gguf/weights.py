@@ -95,6 +95,9 @@ class GgufWeights:
         if file.metadata.get("general.architecture") == "llama" and isinstance(attention, MultiHeadDescription):
             self._heads = {"attn_q": attention.num_q_heads, "attn_k": attention.num_kv_heads}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.tensors
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         tensor = self._find(name, shape)
         rows = self._bytes(tensor)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import oracle
-from support.oracle import Tiny, make_tiny
+from support.oracle import make_tiny
 from support.paths import ROOT
 from support.rank_processes import Case, Outcome, run_ranks
 from support.recording import Recorder, Recording
 from support.runner_cases import drive, make_runner, prompt
+from support.tiny_models import Tiny
 from transformers import LlamaConfig
 
 from common.base.errors import ConfigError

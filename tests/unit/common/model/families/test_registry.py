@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import fp8_checkpoints, oracle, quantized_checkpoints
-from support.oracle import TINY, Tiny, architecture, make_tiny
+from support.oracle import TINY, architecture, make_tiny
 from support.runner_cases import check, drive, make_runner, prompt
+from support.tiny_models import Tiny
 from transformers import GraniteConfig
 
 from common.base.errors import ConfigError
@@ -79,7 +80,6 @@ def test_a_new_family_is_one_description_and_generates_what_transformers_does(
     ("attention", "mlp", "norm", "says"),
     [
         ({"v_head_dim": 8}, {}, {}, r"heads of v of another width \(8\)"),
-        ({"has_sinks": True}, {}, {}, "attention sinks"),
         ({"head_norm": NormDescription(1e-6, "layer")}, {}, {}, "'layer' norm of heads"),
         ({}, {"activation": "tanh"}, {}, "activation 'tanh', which is not implemented; implemented: silu, gelu"),
         ({}, {"kind": "experts"}, {}, "MLP 'experts', which is not implemented; implemented: gated, plain"),

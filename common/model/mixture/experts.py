@@ -1,0 +1,71 @@
+"""The experts of a mixture on one rank. They run on a rank's engine thread, under inference mode."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.model.activations import activate_and_mul, clamped_gate
+from common.model.build import Build
+from common.model.description import MixtureDescription
+from common.model.mixture.routing import Routing
+from common.model.mixture.stacked import unstacked
+from common.model.sharding import even_range
+
+
+class Experts(Protocol):
+    """This rank's experts of one layer."""
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x: [T, hidden]. Returns a fresh [T, hidden] float32: the weighted sum of the outputs of each token's experts that
+        are on this rank."""
+        ...
+
+
+class ExpertLoop:
+    """One expert after the other, each with the rows of its tokens, on linear layers of any kind."""
+
+    def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
+        """`prefix`: the layer's name and a dot."""
+        place, router = build.mesh.place, mixture.router
+        self._first, end = even_range(router.num_experts, place.tp_size, place.tp_rank)
+        self._num_experts, self._top_k = router.num_experts, router.top_k
+        build = unstacked(build, prefix, mixture)
+        names, inner, hidden, bias = mixture.expert_names, mixture.inner_size, build.config.hidden_size, mixture.bias
+        self.gate_ups = []
+        self.downs = []
+        for expert in range(self._first, end):
+            merged = [prefix + name.format(expert=expert) for name in (names.gate, names.up)]
+            down = prefix + names.down.format(expert=expert)
+            self.gate_ups.append(build.own_linear(merged, inner, hidden, bias=bias, is_paired=True))
+            self.downs.append(build.own_linear([down], hidden, inner, bias=bias))
+        activate = activate_and_mul(mixture.activation, build.kernels)
+        self._activate = activate if mixture.clamp is None else clamped_gate(mixture.clamp)
+        self._dtype_for = build.precision.for_rows
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of this rank's experts: `Experts.forward`."""
+        chosen = routing.experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self._num_experts).tolist()
+        at = sum(counts[: self._first])
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        weights = routing.weights.flatten()
+        for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True), self._first):
+            count = counts[expert]
+            if not count:
+                continue
+            picks = order[at : at + count]
+            at += count
+            rows = picks // self._top_k
+            own = x.index_select(0, rows).to(self._dtype_for(count))
+            y = down.forward(self._activate(gate_up.forward(own)), torch.float32)
+            out.index_add_(0, rows, y.mul_(weights.index_select(0, picks)[:, None]))
+        return out
+
+
+def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Experts:
+    """This rank's experts of the layer whose name and a dot are `prefix`."""
+    return ExpertLoop(build, prefix, mixture)
