@@ -13,9 +13,10 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 import typer.core
@@ -46,10 +47,27 @@ _NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.
 """Write errors that are not a bug of ours, and the exit code after one."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+ResultT = TypeVar("ResultT")
+_NOTES = "kvrelay.notes"
+"""Key of what `translate` tells, in the command's context."""
 
 
-def _command_class(aliases: dict[str, str], switches: set[str], lists: set[str]) -> type[typer.core.TyperCommand]:
-    """A command that also accepts the spellings of other servers.
+class Translated(NamedTuple):
+    """Words of another server's command line as ours."""
+
+    words: list[str]
+    notes: list[str]
+    """What to log: options without an effect."""
+
+
+Translate = Callable[[Sequence[str], set[str], set[str]], Translated]
+"""(words, our flags that need no value, our flags that are lists) -> ours. Raises: ConfigError."""
+
+
+def _command_class(
+    aliases: dict[str, str], switches: set[str], lists: set[str], translate: Translate | None
+) -> type[typer.core.TyperCommand]:
+    """A command that also accepts the spellings of other servers, after `translate`.
 
     These are `aliases` of our flags, `_` for `-` in any flag, for `switches` (flags whose value is true, false or none)
     `--x` for `--x true` and `--no-x` for `--x false`, and for `lists` `--x a b` or `--x a --x b` for `--x a,b`.
@@ -57,6 +75,8 @@ def _command_class(aliases: dict[str, str], switches: set[str], lists: set[str])
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            if translate is not None:
+                args, ctx.meta[_NOTES] = run_checked(partial(translate, args, switches, lists))
             ours = _with_lists([_our_spelling(arg, aliases) for arg in args], lists)
             after = ours[1:] + [""] * bool(ours)
             return super().parse_args(ctx, [_switched(*pair, switches) for pair in zip(ours, after, strict=True)])
@@ -109,11 +129,18 @@ def flowing(text: str) -> str:
 
 
 def service_app(
-    cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None], name: str = "", argument: str = ""
+    cls: type[ConfigT],
+    *,
+    help: str,
+    run: Callable[[Resolved[ConfigT]], None],
+    name: str = "",
+    argument: str = "",
+    translate: Translate | None = None,
 ) -> typer.Typer:
     """A Typer application with one command whose options are the fields of `cls`.
 
-    `name`: that of the command; by default the service's. `argument`: the field that is given without a flag.
+    `name`: that of the command; by default the service's. `argument`: the field that is given without a flag. `translate`: for
+    the command line of another server.
 
     `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
     on standard error, a log line if the log is JSON, and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
@@ -125,7 +152,7 @@ def service_app(
             for name, value in given.items()
             if value is not None and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
         }
-        run_checked(lambda: _start(cls, flags, config, run))
+        run_checked(lambda: _start(cls, flags, config, run, ctx.meta.get(_NOTES, [])))
 
     parameters = [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
@@ -146,19 +173,25 @@ def service_app(
     aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
     switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
     lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
-    command_class = _command_class(aliases, switches, lists)
+    command_class = _command_class(aliases, switches, lists, translate)
     app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=CONTEXT_SETTINGS)(command)
     return app
 
 
 def _start(
-    cls: type[ConfigT], flags: dict[str, str], file: str | None, run: Callable[[Resolved[ConfigT]], None]
+    cls: type[ConfigT],
+    flags: dict[str, str],
+    file: str | None,
+    run: Callable[[Resolved[ConfigT]], None],
+    notes: Iterable[str],
 ) -> None:
     die_with_parent()
     resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
     if file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
     logs.configure(resolved.config.log_level, resolved.config.log_format)
+    for note in notes:
+        log.info("%s", note)
     if resolved.ignored and SUPERVISOR_VARIABLE not in os.environ:
         log.info("ignored variables that a cluster sets for its services: %s", ", ".join(resolved.ignored))
     try:
@@ -170,10 +203,10 @@ def _start(
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
-def run_checked(action: Callable[[], None]) -> None:
-    """Run `action`. If it raises a `KvRelayError`, end the process with one sentence and the error's exit code."""
+def run_checked(action: Callable[[], ResultT]) -> ResultT:
+    """Run `action` and return its result. If it raises a `KvRelayError`, end the process with one sentence and the error's exit code."""
     try:
-        action()
+        return action()
     except KvRelayError as error:
         sys.stdout.flush()
         print(f"kvrelay: {error}", file=sys.stderr, flush=True)

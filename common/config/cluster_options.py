@@ -9,10 +9,9 @@ from common.config.option_groups import Favor, GpuMemoryOptions, PipelineOptions
 
 
 def _gpu_memory_of(role: str) -> str:
-    whole = GpuMemoryOptions.gpu_memory_utilization
     return (
         f"Fraction of a GPU's memory for each {role} node on it (its --gpu-memory-utilization); by default the nodes "
-        f"on one GPU get equal parts of {whole:g}."
+        "on one GPU get equal parts of --gpu-memory-utilization."
     )
 
 

@@ -13,7 +13,7 @@ from common.base.errors import ConfigError
 from common.base.logs import LogFormat
 from common.config.client_options import ClientOptions
 from common.config.cluster_options import ClusterOptions
-from common.config.fields import NAME, check_bounds, field_infos, listed, option, variant
+from common.config.fields import NAME, check_bounds, field_infos, for_role, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
     AdminHostOptions,
@@ -219,6 +219,17 @@ class UpConfig(
         several=True,
         help="Model folder, GGUF file or hub name; demo is a small model that is included. With several models, each gets "
         "nodes of its own; a model that embeds or scores needs prefill nodes only.",
+    )
+    prefill_max_num_batched_tokens: int | None = for_role(
+        "prefill", NodeConfig, "max_num_batched_tokens", "Capacity", f"Of prefill nodes: {_PREFILL_STEP.help}"
+    )
+    decode_max_num_batched_tokens: int | None = for_role(
+        "decode", DecodeConfig, "max_num_batched_tokens", "Capacity", f"Of decode nodes: {_DECODE_STEP.help}"
+    )
+    gpu_memory_utilization: float = variant(
+        GpuMemoryOptions,
+        "gpu_memory_utilization",
+        help="Fraction of each GPU's memory that the nodes on it may use together.",
     )
     redis_url: str | None = variant(
         MembershipOptions, "redis_url", default=None, help="URL of a running Redis; by default one is started."

@@ -8,6 +8,7 @@ from common.config.cli import service_app
 from common.config.service_configs import UpConfig
 from common.config.sources import Resolved
 from kvrelay.up.fork_client import fork_servers_for
+from kvrelay.up.vllm_command_line import translate
 
 _HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
 
@@ -36,9 +37,10 @@ app = service_app(UpConfig, help=_HELP, run=_run)
 
 _SERVE_HELP = """Serve a model with a whole cluster on this machine: `kvrelay up --model MODEL`, for hands that know vLLM.
 
-The options are those of `kvrelay up`, among them vLLM's under the same names; others are refused.
+The options are those of `kvrelay up`, and vLLM's: those become ours, or have no effect, which the log says, or are refused with
+what to use instead (docs/vllm-options.md lists them all).
 
 [bold]Example:[/bold] kvrelay serve Qwen/Qwen2.5-0.5B-Instruct --port 9000 --max-model-len 4096 --dtype bfloat16
 """
 
-serve = service_app(UpConfig, help=_SERVE_HELP, run=_run, name="serve", argument="model")
+serve = service_app(UpConfig, help=_SERVE_HELP, run=_run, name="serve", argument="model", translate=translate)

@@ -10,8 +10,6 @@ from pathlib import Path
 from common.config.service_configs import NodeConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALL_NODES = NodeConfig.gpu_memory_utilization
-"""Default share of a GPU's memory, for all nodes on it together."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,10 @@ def visible_gpus(wanted: str | None, device_files: Iterable[str]) -> list[str]:
     return chosen[:end]
 
 
-def share_gpus(gpus: list[str], ranks: list[int]) -> list[NodeGpus | None]:
-    """Assign GPUs to nodes with the given numbers of `ranks`.
+def share_gpus(
+    gpus: list[str], ranks: list[int], utilization: float = NodeConfig.gpu_memory_utilization
+) -> list[NodeGpus | None]:
+    """Assign GPUs to nodes with the given numbers of `ranks`. `utilization`: of each GPU's memory, for all nodes on it together.
 
     Every rank of a node gets a GPU of its own; nodes share a GPU only when none is free. A node with more ranks than
     there are GPUs gets all of them and reports the shortage itself. Without GPUs every entry is None.
@@ -55,6 +55,6 @@ def share_gpus(gpus: list[str], ranks: list[int]) -> list[NodeGpus | None]:
         for gpu in places[-1]:
             taken[gpu] += 1
     return [
-        NodeGpus(tuple(gpus[gpu] for gpu in sorted(place)), round(_ALL_NODES / max(taken[gpu] for gpu in place), 4))
+        NodeGpus(tuple(gpus[gpu] for gpu in sorted(place)), round(utilization / max(taken[gpu] for gpu in place), 4))
         for place in places
     ]

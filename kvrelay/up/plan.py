@@ -82,7 +82,9 @@ def plan_children(
         argv, environ = _command(RouterConfig, config, sources, {**own, "preload": preload})
         children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
-    shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating)))
+    shares = iter(
+        share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating), config.gpu_memory_utilization)
+    )
     numbers: Counter[ServiceRole] = Counter()
     for model in models:
         given = sources if model.generates else _of_pooling(sources, is_alone=not generating)

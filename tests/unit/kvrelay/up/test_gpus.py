@@ -26,3 +26,8 @@ def test_every_rank_of_a_node_has_a_gpu_of_its_own_and_no_gpu_is_promised_twice(
         for gpu in share.visible:
             promised[int(gpu)] += share.utilization
     assert max(promised.values()) <= 0.901
+
+
+def test_the_share_of_all_nodes_on_a_gpu_is_divided_among_them() -> None:
+    assert [each and each.utilization for each in share_gpus(["0"], [1, 1], 0.8)] == [0.4, 0.4]
+    assert [each and each.utilization for each in share_gpus(["0", "1"], [1, 1], 0.8)] == [0.8, 0.8]
