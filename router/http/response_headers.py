@@ -22,7 +22,9 @@ _pool: list[str] = []
 
 _DETAILS = "attempt policy reason prefill-mode decode-node prefill-node prefill-hit-tokens decode-hit-tokens relayed-bytes decision"
 """Names of the headers that `headers` returns beside ids."""
-OWN_HEADERS = tuple(f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "fitted", "parts"))
+OWN_HEADERS = tuple(
+    f"x-kvrelay-{name}" for name in ("request-id", *_DETAILS.split(), "ignored", "fitted", "relaxed", "parts")
+)
 """All headers of this project that an answer may have."""
 
 RawHeaders = list[tuple[bytes, bytes]]

@@ -185,6 +185,9 @@ async def serve(
         grammar = each.engine.sampling.grammar
         if grammar is not None:
             await model.grammars.check(grammar.source, each.grammar_param)
+    relaxed = dict.fromkeys(name for each in wanted for name in each.relaxed)
+    if relaxed:
+        _warn(request, b"x-kvrelay-relaxed", names_in_header(relaxed))
     options = form.options
     if options.samples > 1:
         ranked = options.returned < options.samples

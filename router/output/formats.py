@@ -5,14 +5,17 @@ The names are vLLM's, so that its options keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from common.base.errors import ConfigError
-from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
+from router.output import deepseek, harmony, hermes, kimi, llama_json, mistral, pythonic
 from router.output.base import OutputParser, ParsedDelta, Part, Text
+from router.output.marked_list import APERTUS, COHERE, GRANITE, HUNYUAN, NEMOTRON, PHI4_MINI, ListMarkers, marked_list
 from router.output.reasoning import ReasoningTags, reasoning
-from router.output.writer import Format, FormatParser, call_id
+from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags, tagged
+from router.output.writer import Format, FormatParser, Functions, call_id
 
 _GPT_OSS = "openai_gptoss"
 """The name of gpt-oss's reasoning, which the format of its tool calls includes."""
@@ -24,25 +27,43 @@ class ToolFormat(NamedTuple):
 
     name: str
     markers: tuple[str, ...]
-    read: Callable[[Collection[str]], Format]
-    """The format for a request with functions of these names."""
+    read: Callable[[Functions], Format]
+    """The format for a request with these functions."""
     make_id: Callable[[], str] = call_id
 
 
-def _always(read: Format) -> Callable[[Collection[str]], Format]:
+def _always(read: Format) -> Callable[[Functions], Format]:
     """The same format for all functions."""
-    return lambda names: read
+    return lambda functions: read
+
+
+def _tagged(name: str, tags: Tags) -> ToolFormat:
+    markers = (tags.start, tags.end, tags.before_key, *tags.after_key, tags.after_value)
+    return ToolFormat(name, markers, partial(tagged, tags))
+
+
+def _list(name: str, markers: ListMarkers) -> ToolFormat:
+    return ToolFormat(name, (*markers.starts, *markers.ends), _always(marked_list(markers)))
 
 
 _HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)
-"""Whether the format also separates reasoning from content."""
-_TOOL_FORMATS = {
+"""The format that also separates reasoning from content."""
+HERMES = ToolFormat("hermes", (hermes.START, hermes.END), _always(hermes.read_hermes))
+"""The format of models whose template says nothing of calls."""
+TOOL_FORMATS = {
     each.name: each
     for each in (
-        ToolFormat("hermes", (hermes.START, hermes.END), _always(hermes.read_hermes)),
+        HERMES,
+        _tagged("qwen3_coder", QWEN3_CODER),
+        _tagged("qwen3_xml", QWEN3_CODER),
+        _tagged("glm45", GLM45),
+        _tagged("glm47", GLM45),
+        _tagged("seed_oss", SEED_OSS),
+        _tagged("minimax_m2", MINIMAX_M2),
         ToolFormat("llama3_json", (llama_json.TAG,), llama_json.llama_json),
         ToolFormat("pythonic", (), pythonic.pythonic),
         ToolFormat("llama4_pythonic", (pythonic.START, pythonic.END), pythonic.pythonic),
+        ToolFormat("olmo3", (pythonic.OLMO3_START, pythonic.OLMO3_END), pythonic.olmo3),
         ToolFormat(
             "mistral",
             (mistral.START, mistral.ARGS, mistral.CALL_ID),
@@ -51,15 +72,26 @@ _TOOL_FORMATS = {
         ),
         ToolFormat("deepseek_v3", _DEEPSEEK_MARKERS, _always(deepseek.read_deepseek)),
         ToolFormat("deepseek_v31", _DEEPSEEK_MARKERS, _always(deepseek.read_deepseek)),
+        ToolFormat("kimi_k2", kimi.MARKERS, _always(kimi.read_kimi)),
+        _list("granite", GRANITE),
+        _list("phi4_mini_json", PHI4_MINI),
+        _list("hunyuan_a13b", HUNYUAN),
+        _list("nemotron_json", NEMOTRON),
+        _list("cohere_command3", COHERE),
+        _list("apertus", APERTUS),
         _HARMONY,
     )
 }
+"""All formats by name."""
 _THINK = ReasoningTags("<think>", "</think>")
 _REASONING_FORMATS = {
     "qwen3": _THINK,
     "deepseek_r1": _THINK._replace(always=True),
     "deepseek_v3": _THINK,
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "cohere_command3": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ReasoningTags("<|inner_prefix|>", "<|inner_suffix|>"),
 }
 
 
@@ -101,7 +133,10 @@ class OutputFormats(NamedTuple):
     """How a model's answers are parsed."""
 
     tools: ToolFormat | None = None
+    """None: tools are not offered to the model."""
     reasoning: ReasoningTags | None = None
+    assumed: bool = False
+    """The format of calls is the usual one, because nothing says which one the model writes."""
 
     @property
     def separate_reasoning(self) -> bool:
@@ -111,7 +146,7 @@ class OutputFormats(NamedTuple):
     @property
     def names(self) -> tuple[str, str]:
         """What separates tool calls and reasoning from content, for the log."""
-        tools = "none" if self.tools is None else self.tools.name
+        tools = "none" if self.tools is None else f"{self.tools.name} (assumed)" if self.assumed else self.tools.name
         if self.reasoning is None:
             return tools, tools if self.tools is _HARMONY else "none"
         return tools, self.reasoning.open
@@ -125,7 +160,7 @@ class OutputFormats(NamedTuple):
     def parser(
         self,
         prompt: str,
-        functions: Collection[str],
+        functions: Functions,
         *,
         single_call: bool = False,
         with_reasoning: bool = True,
@@ -140,11 +175,11 @@ class OutputFormats(NamedTuple):
         return new_parser if with_reasoning or new_parser is None else lambda: WithoutReasoning(new_parser())
 
     def _parser(
-        self, prompt: str, functions: Collection[str], *, single_call: bool, make_id: Callable[[], str] | None
+        self, prompt: str, functions: Functions, *, single_call: bool, make_id: Callable[[], str] | None
     ) -> Callable[[], OutputParser] | None:
         if self.tools is None or not (functions or self.tools is _HARMONY):
             return None if self.reasoning is None else lambda: self._reasoning_parser(prompt)
-        read, new_id = self.tools.read(frozenset(functions)), make_id or self.tools.make_id
+        read, new_id = self.tools.read(functions), make_id or self.tools.make_id
         new_tools = lambda: FormatParser(read, new_id, single_call=single_call)  # noqa: E731
         if self.reasoning is None:
             return new_tools
@@ -168,42 +203,62 @@ def choose_formats(
     Raises: ConfigError for an unknown name, or names that do not go together.
     """
     check_names(tool_call_parser, reasoning_parser)
-    tools = _TOOL_FORMATS.get(tool_call_parser or _tool_format(template, has_token))
+    name = tool_call_parser or _tool_format(template, has_token)
+    tools = TOOL_FORMATS.get(name) if name is not None else HERMES
     if tools is _HARMONY and reasoning_parser in (None, _GPT_OSS):
         return OutputFormats(tools)
     if reasoning_parser == _GPT_OSS:
         raise ConfigError(f"--reasoning-parser {_GPT_OSS} needs --tool-call-parser {_HARMONY.name}")
-    return OutputFormats(tools, _REASONING_FORMATS.get(reasoning_parser or _reasoning_format(template)))
+    tags = _REASONING_FORMATS.get(reasoning_parser or _reasoning_format(template))
+    return OutputFormats(tools, tags, assumed=name is None)
 
 
 def check_names(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
     """Raises: ConfigError for an unknown name."""
     for option, name, known in (
-        ("--tool-call-parser", tool_call_parser, [*_TOOL_FORMATS, "none"]),
+        ("--tool-call-parser", tool_call_parser, [*TOOL_FORMATS, "none"]),
         ("--reasoning-parser", reasoning_parser, [*_REASONING_FORMATS, _GPT_OSS, "none"]),
     ):
         if name is not None and name not in known:
             raise ConfigError(f"{option} {name} is unknown; known are {', '.join(known)}")
 
 
-def _tool_format(template: str, has_token: Callable[[str], bool]) -> str:
-    if harmony.CHANNEL in template:
-        return "openai"
+_FORMAT_BY_TEXT = (
+    (harmony.CHANNEL, "openai"),
+    (kimi.BEGIN, "kimi_k2"),
+    ("<|im_system|>tool_declare", "kimi_k2"),
+    (mistral.START, "mistral"),
+    (SEED_OSS.start, "seed_oss"),
+    (MINIMAX_M2.start, "minimax_m2"),
+    (GLM45.before_key, "glm45"),
+    (QWEN3_CODER.before_key, "qwen3_coder"),
+    (QWEN3_CODER.before_name, None),
+    (HUNYUAN.starts[0], "hunyuan_a13b"),
+    (NEMOTRON.starts[0], "nemotron_json"),
+    (COHERE.starts[0], "cohere_command3"),
+    (APERTUS.starts[0], "apertus"),
+    (pythonic.OLMO3_START, "olmo3"),
+    ("<|tool|>", "phi4_mini_json"),
+    (PHI4_MINI.ends[0], "phi4_mini_json"),
+    (GRANITE.starts[0], "granite"),
+    (hermes.START, "hermes"),
+)
+"""Texts of chat templates that only those of one format have; the first that a template has decides."""
+
+
+def _tool_format(template: str, has_token: Callable[[str], bool]) -> str | None:
+    """The name of the format; None: the template has none that is known."""
     if deepseek.BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    if mistral.START in template:
-        return "mistral"
-    if hermes.START in template:
-        # Others put XML between the same tags.
-        return "none" if "<function=" in template or "<arg_key>" in template else "hermes"
+    for text, name in _FORMAT_BY_TEXT:
+        if text in template:
+            return name
     if "[func_name1(" in template:
         return "llama4_pythonic" if has_token(pythonic.START) else "pythonic"
     if '"parameters"' in template and (llama_json.TAG in template or "ipython" in template):
         return "llama3_json"
-    return "none"
+    return None
 
 
 def _reasoning_format(template: str) -> str:
-    if _THINK.close in template:
-        return "qwen3"
-    return "mistral" if "[THINK]" in template else "none"
+    return next((name for name, tags in _REASONING_FORMATS.items() if tags.close in template), "none")

@@ -1,14 +1,15 @@
-"""One tool call as a JSON object: `{"name": ..., "arguments": {...}}`. Pure."""
+"""Tool calls as JSON objects, alone or in a list: `{"name": ..., "arguments": {...}}`. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -48,7 +49,7 @@ class _Call:
                 yield from self._read_arguments()
             else:
                 value = yield from self._value()
-                if key == "name" and self._name is None:
+                if key in _NAMES and self._name is None:
                     self._take_name(_loads(value))
             yield from reader.skip_space()
             if not (yield from reader.accept(",")):
@@ -137,3 +138,48 @@ def read_arguments(reader: TextReader, writer: OutputWriter) -> Steps[None]:
         yield from reader.json_value(writer.arguments)
     except Malformed:
         return
+
+
+def read_named_object(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
+    """Read a call of the form `{NAME: {...}}`. False: the text is not a call, and nothing has been read."""
+    reader.mark()
+    try:
+        yield from reader.expect("{")
+        yield from reader.skip_space()
+        key: list[str] = []
+        yield from reader.json_value(key.append)
+        name = _loads("".join(key))
+        yield from reader.skip_space()
+        yield from reader.expect(":")
+        yield from reader.skip_space()
+        if not isinstance(name, str) or not name or (yield from reader.peek()) != "{":
+            raise Malformed
+        reader.release()
+    except Malformed:
+        reader.rewind()
+        return False
+    writer.call(name)
+    yield from read_arguments(reader, writer)
+    yield from reader.skip_space()
+    yield from reader.accept("}")
+    return True
+
+
+def read_list(
+    reader: TextReader,
+    writer: OutputWriter,
+    opening: str,
+    read_one: Callable[[TextReader, OutputWriter], Steps[bool]] = read_call,
+) -> Steps[None]:
+    """Read calls up to the end of their list, behind `opening`, which is content if no call follows."""
+    while True:
+        opening += yield from reader.skip_space()
+        if not (yield from read_one(reader, writer)):
+            writer.content(opening)
+            return
+        opening = yield from reader.skip_space()
+        if not (yield from reader.accept(",")):
+            if not (yield from reader.accept("]")):
+                writer.content(opening)
+            return
+        opening += ","

@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 
-from router.output.json_call import read_arguments, read_call
+from router.output.json_call import read_arguments, read_call, read_list
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
@@ -26,24 +26,9 @@ def read_mistral(reader: TextReader, writer: OutputWriter) -> Steps[None]:
     while (yield from reader.until((START,), writer.content)) is not None:
         opening = START + (yield from reader.skip_space())
         if (yield from reader.accept("[")):
-            yield from _read_list(reader, writer, opening + "[")
+            yield from read_list(reader, writer, opening + "[")
         elif not (yield from read_call(reader, writer)) and not (yield from _read_named(reader, writer)):
             writer.content(opening)
-
-
-def _read_list(reader: TextReader, writer: OutputWriter, opening: str) -> Steps[None]:
-    """Read calls behind `opening`, which is content if no call follows."""
-    while True:
-        opening += yield from reader.skip_space()
-        if not (yield from read_call(reader, writer)):
-            writer.content(opening)
-            return
-        opening = yield from reader.skip_space()
-        if not (yield from reader.accept(",")):
-            if not (yield from reader.accept("]")):
-                writer.content(opening)
-            return
-        opening += ","
 
 
 def _read_named(reader: TextReader, writer: OutputWriter) -> Steps[bool]:

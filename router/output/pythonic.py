@@ -1,8 +1,8 @@
-"""Tool calls as a Python list: `[get_weather(city='Paris', days=2), now()]`, of Llama 3.2 and Llama 4. Pure.
+"""Tool calls as Python: `[get_weather(city='Paris', days=2), now()]` of Llama 3.2 and Llama 4. Pure.
 
 Only literals are understood, and nothing is evaluated. Llama 4 writes the list between `<|python_start|>` and
 `<|python_end|>`; without them, an answer is a list of calls only if it begins with the name of one of the request's
-functions.
+functions. OLMo 3 writes one call in each line between `<function_calls>` and `</function_calls>`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import Format, OutputWriter
 
 START, END = "<|python_start|>", "<|python_end|>"
+OLMO3_START, OLMO3_END = "<function_calls>", "</function_calls>"
 _NAME_END = re.compile(r"[^-.\w]")
 _KEYWORD_END = re.compile(r"""[\s=:"'()\[\]{},<>]""")
 """Names of keywords may have marks that are no letters, as those of Hindi have."""
@@ -57,6 +58,28 @@ def _read_list(reader: TextReader, writer: OutputWriter, names: Container[str], 
     except Malformed:
         reader.rewind()
         writer.content(lead)
+
+
+def olmo3(names: Container[str]) -> Format:
+    """OLMo 3's format, for a request with functions of these names."""
+
+    def read(reader: TextReader, writer: OutputWriter) -> Steps[None]:
+        while (yield from reader.until((OLMO3_START,), writer.content)) is not None:
+            lead = OLMO3_START
+            try:
+                while True:
+                    reader.mark()
+                    yield from _read_call(reader, writer, names)
+                    lead = ""
+            except Malformed:
+                reader.rewind()
+            lead += yield from reader.skip_space()
+            if lead.isspace() or not lead:
+                yield from reader.accept(OLMO3_END)
+            else:
+                writer.content(lead)
+
+    return read
 
 
 def _read_call(reader: TextReader, writer: OutputWriter, names: Container[str]) -> Steps[None]:

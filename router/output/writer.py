@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from router.output.base import ParsedDelta, Part, Text, ToolCallDelta, joined
 from router.output.reader import Steps, TextReader
@@ -58,9 +59,9 @@ class OutputWriter:
         self._kinds.add(reasoning)
         self._parts.append(Text(text, reasoning))
 
-    def call(self, name: str) -> None:
-        """Begin the next tool call."""
-        self._add(ToolCallDelta(self._num_calls, self._make_id(), name))
+    def call(self, name: str, call_id: str | None = None) -> None:
+        """Begin the next tool call. `call_id`: the one that the model wrote."""
+        self._add(ToolCallDelta(self._num_calls, call_id or self._make_id(), name))
         self._num_calls += 1
         self._space = []
         self._after_call = True
@@ -81,6 +82,9 @@ class OutputWriter:
         parts, self._parts = self._parts, []
         return joined(parts)
 
+
+Functions = Mapping[str, dict[str, Any] | None]
+"""The functions that a model may call: the schemas of their parameters by name."""
 
 Format = Callable[[TextReader, OutputWriter], Steps[None]]
 """Reads a whole answer. It may raise nothing, and returns only when the text has ended."""

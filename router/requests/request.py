@@ -34,6 +34,8 @@ class GenerationRequest:
     """Special tokens whose text is needed although special tokens are skipped."""
     grammar_param: str = ""
     """The request's field that `engine.sampling.grammar` comes from."""
+    relaxed: tuple[str, ...] = ()
+    """Keywords of schemas that the grammar does not enforce."""
     detokenize: bool = True
     """False: there is no text."""
     open_ended: bool = False

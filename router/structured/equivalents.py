@@ -7,6 +7,8 @@ import json
 from typing import Any, cast
 
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
+from router.structured.conditions import use_unions
+from router.structured.patterns import without_look_ahead
 
 _ANY_TEXT = frozenset({"binary", "password", "path", "file-path", "directory-path"})
 """Formats of OpenAPI and pydantic that describe a string's purpose and restrict nothing."""
@@ -47,15 +49,33 @@ class Equivalents:
         if "not" in schema and (schema["not"] is True or schema["not"] == {}):  # no instance fits
             schema.clear()
             schema["enum"] = []
+        use_unions(schema)
         _drop_format(schema)
+        _use_patterns(schema)
+        self._use_numbers(schema)
         listed = not schema.keys().isdisjoint(("properties", "patternProperties"))
         if "propertyNames" in schema and not listed and self._chars_left >= 0:
             self._list_named(schema)
 
+    def _use_numbers(self, schema: Schema) -> None:
+        """Draft 4's exclusive bounds, which are truth values, as OpenAPI 3.0 and zod-to-json-schema write them."""
+        if "draft-04" in str(self._root.get("$schema")):
+            return
+        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(schema.get(exclusive), bool):
+                if schema.pop(exclusive) and bound in schema:
+                    schema[exclusive] = schema.pop(bound)
+
     def _list_named(self, schema: Schema) -> None:
-        """List the properties of an object whose names are enumerated."""
+        """List the properties of an object whose names are enumerated, or say their pattern."""
         given = schema["propertyNames"]
         described = referred(given, self._root)
+        pattern = _pattern_of_names(described) if described is given or len(given) == 1 else None
+        if pattern is not None:
+            del schema["propertyNames"]
+            schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
+            schema["additionalProperties"] = False
+            return
         names: list[Any] = described["enum"] if isinstance(described.get("enum"), list) else []
         if not described.keys() <= _OF_NAMES or not names or not all(isinstance(name, str) for name in names):
             return
@@ -67,6 +87,27 @@ class Equivalents:
             schema["properties"] = {name: copy.deepcopy(value) for name in names}
             schema["additionalProperties"] = False
             del schema["propertyNames"]
+
+
+def _pattern_of_names(described: Schema) -> str | None:
+    """The pattern of a schema of names that has nothing else, or limits of their length; None: it has more."""
+    kept = {key: value for key, value in described.items() if key not in ("type", "title", "description", "$comment")}
+    if described.get("type", "string") != "string" or not kept:
+        return None
+    if kept.keys() == {"pattern"} and isinstance(kept["pattern"], str):
+        return kept["pattern"]
+    least, most = kept.get("minLength", 0), kept.get("maxLength", "")
+    if kept.keys() <= {"minLength", "maxLength"} and type(least) is int and (most == "" or type(most) is int):
+        return rf"^[\s\S]{{{least},{most}}}$"
+    return None
+
+
+def _use_patterns(schema: Schema) -> None:
+    """Patterns without look-aheads where they mean the same."""
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"], *others = without_look_ahead(schema["pattern"])
+        if others and isinstance(schema.setdefault("allOf", []), list):
+            schema["allOf"] += [{"pattern": each} for each in others]
 
 
 def _drop_format(schema: Schema) -> None:

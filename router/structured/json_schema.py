@@ -1,7 +1,8 @@
 """JSON schemas as grammars. Pure.
 
 White space between a JSON text's tokens is bounded: a model cannot fill its answer with it. llguidance refuses most keywords
-that it does not implement, by name; those that it would ignore, or hold only in part, are refused here.
+that it does not implement, by name; those that it would ignore, or hold only in part, are refused here. With a `Relaxed`, such
+keywords are left out instead.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
-from common.engine.grammar.compile import MAX_SOURCE_CHARS
+from common.engine.grammar.compile import LIMITS, MAX_SOURCE_CHARS
 from router.structured.equivalents import Equivalents, referred
 from router.structured.number_bounds import hold_numbers
+from router.structured.relaxed import Relaxed
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -46,25 +48,26 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 Schema = dict[str, Any]
 
 
-def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE) -> str:
+def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE, relaxed: Relaxed | None = None) -> str:
     """A grammar for the JSON texts that a schema describes, as `Grammar.source`. whitespace: None for no white space.
 
+    `relaxed`: notes the keywords that were left out; None: they are refused.
     Raises: BadRequest for what is not supported.
     """
-    checked, escapes = _checked(schema)
+    checked, options = _checked(schema, whitespace, relaxed)
     try:
-        return LLMatcher.grammar_from_json_schema(checked, overrides=_options(whitespace, escapes))
+        return LLMatcher.grammar_from_json_schema(checked, overrides=options)
     except ValueError as error:  # it reads less of JSON than Python does: at most 128 levels, no infinite numbers
         raise BadRequest(f"the schema cannot be read: {error}") from error
 
 
-def embedded_schema(schema: Schema) -> str:
-    """A term for the JSON texts that a schema describes, to be used in the rules of a Lark grammar.
+def embedded_schema(schema: Schema, relaxed: Relaxed | None = None) -> str:
+    """A term for the JSON texts that a schema describes, to be used in the rules of a Lark grammar. `relaxed`: as above.
 
     Raises: BadRequest for what is not supported.
     """
-    checked, escapes = _checked(schema)
-    return "%json " + json.dumps({**json.loads(checked), "x-guidance": _options(WHITESPACE, escapes)})
+    checked, options = _checked(schema, WHITESPACE, relaxed)
+    return "%json " + json.dumps({**json.loads(checked), "x-guidance": options})
 
 
 def without_further_properties(schema: Schema) -> Schema:
@@ -95,8 +98,8 @@ def _options(whitespace: str | None, escapes: str) -> JsonCompileOptions:
     return {**options, "whitespace_pattern": whitespace}
 
 
-def _checked(schema: Schema) -> tuple[str, str]:
-    """The schema as JSON, and the escapes that strings may have. Raises: BadRequest."""
+def _checked(schema: Schema, whitespace: str | None, relaxed: Relaxed | None) -> tuple[str, JsonCompileOptions]:
+    """The schema as JSON, and llguidance's options for it. Raises: BadRequest."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SOURCE_CHARS:
         raise BadRequest(f"the schema has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
@@ -109,7 +112,11 @@ def _checked(schema: Schema) -> tuple[str, str]:
             raise BadRequest(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
         if isinstance(node, dict):
             found = cast("Schema", node)
+            if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
+                _admit_any_branch(found, schema)
             equivalents.use(found)
+            if relaxed is not None:
+                relaxed.relax(found, _most_required(found))
             _check_keywords(found)
             listed = found.get("properties") or found.get("patternProperties")
             one_spelling |= bool(listed) and found.get("additionalProperties") is not False
@@ -120,11 +127,22 @@ def _checked(schema: Schema) -> tuple[str, str]:
             if isinstance(named := found.get("patternProperties"), dict):
                 patterns = cast("dict[str, Any]", named)
                 found["patternProperties"] = {_NEGATED.sub(_without_nul, key): each for key, each in patterns.items()}
-            if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
-                _admit_any_branch(found, schema)
             stack += [(each, depth + 1) for each in _subschemas(found)]
-    escapes = _ESCAPES if one_spelling and not _CONTROL.search(text) else _ESCAPES + "u"
-    return json.dumps(schema, ensure_ascii=False), escapes
+    options = _options(whitespace, _ESCAPES if one_spelling and not _CONTROL.search(text) else _ESCAPES + "u")
+    if relaxed is not None and '"oneOf"' in (text := json.dumps(schema, ensure_ascii=False)):
+        if _refuses_one_of(text, options):
+            options["coerce_one_of"] = True
+            relaxed.note(["oneOf"])
+    return json.dumps(schema, ensure_ascii=False), options
+
+
+def _refuses_one_of(schema: str, options: JsonCompileOptions) -> bool:
+    """Whether branches of a `oneOf` may overlap, as far as llguidance can see."""
+    try:
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    except ValueError:
+        return False
+    return "oneOf" in LLMatcher.validate_grammar(source, limits=LIMITS)
 
 
 def _add_pattern(schema: Schema, pattern: str) -> None:
@@ -151,8 +169,8 @@ class _Unions:
         self._told_apart: dict[frozenset[int], bool] = {}
 
     def are_told_apart(self, branches: Any) -> bool:
-        """Whether a required property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions.
-        llguidance does not see it through a `$ref`.
+        """Whether a property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions; it is
+        required then, also where it has a default. llguidance does not see it through a `$ref`.
         """
         if not isinstance(branches, list):
             return False
@@ -166,8 +184,12 @@ class _Unions:
 
     def _differ(self, branches: list[Schema]) -> bool:
         found = [self._constants_of(branch) for branch in branches]
-        names = set(found[0]).intersection(*found[1:])
-        return any(len({constants[name] for constants in found}) == len(found) for name in names)
+        names = sorted(set(found[0]).intersection(*found[1:]))
+        tags = [name for name in names if len({constants[name] for constants in found}) == len(found)]
+        if tags and not any(all(tag in _required(branch) for branch in branches) for tag in tags):
+            for branch in branches:
+                branch["required"] = [*_required(branch), *({tags[0]} - {*_required(branch)})]
+        return bool(tags)
 
     def _constants_of(self, branch: Schema) -> dict[str, str]:
         if id(branch) not in self._constants:
@@ -188,13 +210,15 @@ def _admit_any_branch(schema: Schema, root: Schema) -> None:
 
 
 def _constants(schema: Schema) -> dict[str, str]:
-    """The required properties that are constants."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return {}
-    names = {name for name in cast("list[Any]", required) if isinstance(name, str)}
-    named = cast("dict[str, Any]", properties).items()
-    return {name: each["const"] for name, each in named if name in names and _is_constant(each)}
+    """The properties that are constants."""
+    properties = schema.get("properties")
+    named = cast("dict[str, Any]", properties).items() if isinstance(properties, dict) else ()
+    return {name: each["const"] for name, each in named if _is_constant(each)}
+
+
+def _required(schema: Schema) -> list[Any]:
+    required = schema.get("required")
+    return cast("list[Any]", required) if isinstance(required, list) else []
 
 
 def _is_constant(schema: Any) -> bool:
@@ -223,11 +247,17 @@ def _check_keywords(schema: Schema) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise BadRequest("the schema's keyword required must be a list of names")
-    least = schema.get("minProperties", 0)
-    open_ended = schema.get("additionalProperties") is not False or "patternProperties" in schema
-    if open_ended and isinstance(least, int) and least > len(set(map(str, cast("list[Any]", required)))):
-        # A property that occurs twice would be counted twice.
+    least, most = schema.get("minProperties", 0), _most_required(schema)
+    if most is not None and isinstance(least, int) and least > most:
         raise BadRequest(
-            "the schema's keyword minProperties is not supported beyond the number of required properties, except with "
-            "additionalProperties=false"
+            "the schema's keyword minProperties is not supported beyond one more than the number of required properties, except "
+            "with additionalProperties=false"
         )
+
+
+def _most_required(schema: Schema) -> int | None:
+    """The largest `minProperties` that can be held: a further property that occurs twice would be counted twice. None: any."""
+    if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+        return None
+    required = schema.get("required")
+    return 1 + len(set(map(str, cast("list[Any]", required)))) if isinstance(required, list) else 1

@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import MAX_ERROR_CHARS, MAX_SOURCE_CHARS
 from router.structured.json_schema import Schema, json_schema_grammar
+from router.structured.relaxed import Relaxed
 
 MAX_CHOICES = 1024
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 65_536, 512
@@ -79,8 +80,8 @@ def _character(found: re.Match[str]) -> str:
     return found[0] if 0xD800 <= number < 0xE000 or number > 0x10FFFF else chr(number)
 
 
-def schema_grammar(schema: Schema | str, whitespace: str | None) -> str:
-    """A grammar for a JSON schema, which may be JSON text. Raises: BadRequest."""
+def schema_grammar(schema: Schema | str, whitespace: str | None, relaxed: Relaxed | None = None) -> str:
+    """A grammar for a JSON schema, which may be JSON text. `relaxed`: of `json_schema_grammar`. Raises: BadRequest."""
     if isinstance(schema, str):
         try:
             schema = json.loads(_bounded(schema))
@@ -88,7 +89,7 @@ def schema_grammar(schema: Schema | str, whitespace: str | None) -> str:
             raise BadRequest(f"the schema is not valid JSON: {error}") from error
         if not isinstance(schema, dict):
             raise BadRequest("the schema must be a JSON object")
-    return json_schema_grammar(schema, whitespace)
+    return json_schema_grammar(schema, whitespace, relaxed)
 
 
 def _bounded(text: str) -> str:

@@ -21,6 +21,8 @@ import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 from router.text.conversation_fit import REASONING_NAMES, ConversationFit
+from router.text.json_text import JsonText
+from router.text.tool_fit import ToolFit
 
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
@@ -63,16 +65,6 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-class JsonText(dict[str, Any]):
-    """A JSON object that joins texts as JSON: some templates take a call's arguments for the text that clients send."""
-
-    def __add__(self, other: str) -> str:
-        return _tojson(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + _tojson(self)
-
-
 class ChatTemplate:
     """One compiled template.
 
@@ -97,7 +89,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {error}") from error
         self.source = source
         variables = jinja2.meta.find_undeclared_variables(parsed)
-        self.uses_tools = "tools" in variables
+        self.tool_use = ToolFit(self.render, names_tools="tools" in variables)
         self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
         self.conversations = ConversationFit(self.render)
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.

@@ -22,6 +22,7 @@ from router.text.conversation_fit import FittedMessages
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import SAMPLE, PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
+from router.text.tool_fit import FittedTools, WriteCalls
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
 _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"))
@@ -54,7 +55,8 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, *, chat_template: str | None = None, fits_conversations: bool = True) -> None:
-        """`chat_template`: a file to use instead of the model's own. `fits_conversations`: `fit_chat` may change messages."""
+        """`chat_template`: a file to use instead of the model's own. `fits_conversations`: `fit_chat` and `fit_tools` may
+        change messages."""
         self._fits_conversations = fits_conversations
         file = self._file = folder / "tokenizer.json"
         if not file.is_file():
@@ -174,8 +176,22 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
+        """Whether tools can be shown to the model: by its chat template, or described in the system message."""
+        return self._tool_template is not None and (self._fits_conversations or self.shows_tools)
+
+    @property
+    def shows_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
-        return self._tool_template is not None and self._tool_template.uses_tools
+        return self._tool_template is not None and self._tool_template.tool_use.shows_tools
+
+    def fit_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], write: WriteCalls
+    ) -> FittedTools:
+        """The messages and tools for `fit_chat` and `render_chat`, changed where the chat template does not show them."""
+        template = self._tool_template if tools else self._template
+        if template is None or not self._fits_conversations:
+            return FittedTools(messages, tools)
+        return template.tool_use.fit(messages, tools, write)
 
     def token_id(self, token: str) -> int | None:
         """The id of `token`; None if it is no single token."""
@@ -209,19 +225,13 @@ class Tokenizer:
         """The prompt text of a conversation, for `encode_chat`. Special tokens that the client typed have separators.
         `effort`: of reasoning; `kwargs` go before what it sets.
 
-        Raises: BadRequest when there is no template, it rejects the messages, or does not know of tools or efforts.
+        Raises: BadRequest when there is no template, it rejects the messages, or does not know of efforts.
         """
         template = self._tool_template if tools else self._template
         if template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions, or start the router with --chat-template FILE",
                 param="messages",
-            )
-        if tools and not template.uses_tools:
-            raise BadRequest(
-                "this model's chat template has no place for tools; send tool_choice='none', or start the router with "
-                "--chat-template FILE",
-                param="tools",
             )
         separated = self._typed_tokens.separated
         if effort is not None:

@@ -25,7 +25,7 @@ MAX_ERROR_CHARS = 400
 COMPILE_TIMEOUT_S = 10.0
 """Longest wait for a grammar's compilation, others in the queue included."""
 
-_LIMITS = LLParserLimits(
+LIMITS = LLParserLimits(
     initial_lexer_fuel=50_000,
     step_lexer_fuel=100_000,
     step_max_items=10_000,
@@ -201,7 +201,7 @@ def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     """
     if len(source) > MAX_SOURCE_CHARS:
         raise BadRequest(f"the grammar has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     first = matcher.deep_copy()
     if not first.is_error():
         # The first step prepares the lexer, which the copies share, and may exceed a limit.

@@ -235,7 +235,7 @@ class CountTokensRequest(_Body):
         body["chat_template_kwargs"] = self._template_variables()
         form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         if form is not None:
-            schema = {"name": "answer", "schema": form.schema_, "strict": True}
+            schema = {"name": "answer", "schema": form.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 

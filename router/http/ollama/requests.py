@@ -99,7 +99,7 @@ class _Call(_Named):
         if isinstance(self.format, dict):
             body["response_format"] = {
                 "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": self.format, "strict": True},
+                "json_schema": {"name": "answer", "schema": self.format},
             }
         elif self.format:
             body["response_format"] = {"type": "json_object"}

@@ -26,6 +26,8 @@ from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.queued_request import NOBODY, Tenant
 from router.requests.request import GenerationRequest, TraceContext
+from router.structured.relaxed import Relaxed
+from router.structured.tool_markup import written_calls
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
 
@@ -82,24 +84,49 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
 
     Raises: BadRequest for what `Tokenizer.render_chat` refuses, and for tools whose calls could not be read.
     """
-    tools = body.offered_tools
-    if tools and model.output_formats.tools is None:
-        raise BadRequest(
-            "the format of this model's tool calls is not known; send tool_choice='none', or start the router with "
-            "--tool-call-parser NAME",
-            param="tools",
-        )
-    messages, changes = model.tokenizer.fit_chat(
-        [message.for_template() for message in body.messages], with_tools=bool(tools)
+    write = partial(written_calls, "hermes" if model.output_formats.tools is None else model.output_formats.tools.name)
+    if body.offered_tools:
+        _check_tools(body, model)
+    messages, tools, shown = model.tokenizer.fit_tools(
+        [message.for_template() for message in body.messages],
+        [tool.for_template() for tool in body.offered_tools],
+        write,
     )
+    messages, changes = model.tokenizer.fit_chat(messages, with_tools=bool(tools))
     text = model.tokenizer.render_chat(
         with_mark(messages) if body.continue_final_message else messages,
-        tools=[tool.for_template() for tool in tools],
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         kwargs=body.chat_template_kwargs,
         effort=body.reasoning_effort,
     )
-    return ChatPrompt(before_mark(text) if body.continue_final_message else text, changes)
+    return ChatPrompt(before_mark(text) if body.continue_final_message else text, (*shown, *changes))
+
+
+def _check_tools(body: ChatRequest, model: ServedModel) -> None:
+    """Raises: BadRequest for tools that cannot be shown, or whose calls could not be read, with all that is missing."""
+    formats, tokenizer = model.output_formats, model.tokenizer
+    missing: list[str] = []
+    options: list[str] = []
+    if formats.tools is None:
+        missing.append("tools are switched off (--tool-call-parser none)")
+        options.append("another --tool-call-parser")
+    if not tokenizer.template_source:
+        missing.append("this model has no chat template")
+        options.append("--chat-template FILE")
+    elif not tokenizer.takes_tools:
+        missing.append("this model's chat template has no place for tools")
+        options.append("--chat-template FILE or --fit-conversations true")
+    unknown = formats.assumed and tokenizer.shows_tools and not body.must_call
+    if unknown or (formats.assumed and missing):
+        missing.append("the format of this model's tool calls is not known")
+        options.append("--tool-call-parser NAME")
+    if missing:
+        others = "'none', or 'required' or a function's name, whose call is forced" if unknown else "'none'"
+        raise BadRequest(
+            f"{', and '.join(missing)}; send tool_choice={others}, or start the router with {' and '.join(options)}",
+            param="tools",
+        )
 
 
 def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> ChatGeneration:
@@ -119,7 +146,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     tags = model.output_formats.reasoning
     if body.continue_final_message and tags is not None:
         text = tags.prompt_before(text, last.content or "")
-    functions = frozenset(tool.function.name for tool in body.may_call)
+    functions = {tool.function.name: tool.function.parameters for tool in body.may_call}
     new_parser = model.output_formats.parser(
         text,
         functions,
@@ -128,16 +155,20 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     )
     if new_parser is not None:
         request = replace(request, visible_tokens=model.marker_ids)
-    return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser, changes)
+    relaxed = Relaxed()
+    grammar = chat_grammar(body, model, text, relaxed)
+    return ChatGeneration(_with_grammar(request, grammar, relaxed), new_parser, changes)
 
 
-def _with_grammar(request: GenerationRequest, found: tuple[str, Grammar] | None) -> GenerationRequest:
+def _with_grammar(request: GenerationRequest, found: tuple[str, Grammar] | None, relaxed: Relaxed) -> GenerationRequest:
     """found: a grammar, and the request's field that it comes from."""
     if found is None:
         return request
     param, grammar = found
     sampling = request.engine.sampling._replace(grammar=grammar)
-    return replace(request, engine=request.engine._replace(sampling=sampling), grammar_param=param)
+    return replace(
+        request, engine=request.engine._replace(sampling=sampling), grammar_param=param, relaxed=relaxed.names
+    )
 
 
 def completion_generation(
@@ -150,9 +181,10 @@ def completion_generation(
     else:
         _check_length(body, model, prompt, "prompt")
         prompt_ids = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    found = body.grammar_source
+    relaxed = Relaxed()
+    found = body.grammar_source(relaxed)
     grammar = None if found is None else (found[0], Grammar(found[1]))
-    generation = _with_grammar(_generation_request(body, model, prompt_ids, "prompt", caller), grammar)
+    generation = _with_grammar(_generation_request(body, model, prompt_ids, "prompt", caller), grammar, relaxed)
     if not body.echo or not generation.detokenize:
         return generation
     kept = generation.engine.prompt_ids

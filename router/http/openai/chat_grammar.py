@@ -7,26 +7,29 @@ from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tools import NamedToolChoice
 from router.models.served_model import ServedModel
 from router.output import harmony
+from router.structured.lark_rules import Vocabulary
 from router.structured.reasoning import behind_reasoning
-from router.structured.tool_grammar import Before, Schema, Vocabulary, final_grammar, tool_grammar
+from router.structured.relaxed import Relaxed
+from router.structured.tool_arguments import Schema
+from router.structured.tool_grammar import Before, final_grammar, tool_grammar
 
 _ANY = {"type": "object"}
 """The schema of functions that are not strict, beside strict ones."""
 
 
-def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[str, Grammar] | None:
+def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str, relaxed: Relaxed) -> tuple[str, Grammar] | None:
     """The request's field that asks for a grammar, and the grammar; None if the model may write anything.
 
-    `prompt`: the rendered text. With tools, an answer whose form is given may call functions instead.
+    `prompt`: the rendered text. `relaxed`: notes what was left out of schemas. With tools, an answer whose form is given may call functions instead.
     Raises: BadRequest naming the field.
     """
-    found = None if body.must_call else body.grammar_source
+    found = None if body.must_call else body.grammar_source(relaxed)
     if found is None:
-        calls = _call_grammar(body, model, prompt)
+        calls = _call_grammar(body, model, prompt, relaxed)
         chosen = body.must_call or len(body.may_call) < len(body.offered_tools)
         return None if calls is None else ("tool_choice" if chosen else "tools", calls)
     param, source = found
-    calls = _call_grammar(body, model, prompt, otherwise=source)
+    calls = _call_grammar(body, model, prompt, relaxed, otherwise=source)
     if calls is not None:
         return param, calls
     formats, tokenizer = model.output_formats, model.tokenizer
@@ -38,7 +41,9 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
     return param, behind_reasoning(source, tags, prompt, tokenizer.token_id)
 
 
-def _call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwise: str = "") -> Grammar | None:
+def _call_grammar(
+    body: ChatRequest, model: ServedModel, prompt: str, relaxed: Relaxed, *, otherwise: str = ""
+) -> Grammar | None:
     """The grammar of a request that forces a call, allows some functions only, or offers strict ones; None: anything.
 
     `prompt`: the rendered text. `otherwise`: the grammar of answers without calls.
@@ -48,14 +53,16 @@ def _call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwi
     formats, tokenizer = model.output_formats, model.tokenizer
     if formats.tools is None:
         return None
-    functions = [Schema(tool.function.name, tool.function.parameters) for tool in body.must_call]
+    functions = [
+        Schema(tool.function.name, tool.function.parameters, bool(tool.function.strict)) for tool in body.must_call
+    ]
     forced = bool(functions)
     if not forced:
         tools = [tool.function for tool in body.may_call]
         some_only = len(tools) < len(body.offered_tools)
         if not tools or not (otherwise or some_only or any(tool.strict for tool in tools)):
             return None
-        functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY) for tool in tools]
+        functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY, bool(tool.strict)) for tool in tools]
     tags, before, after = formats.reasoning, Before.NOTHING, list[int]()
     if tags is not None and tags.opened_by(prompt):
         closing = tokenizer.token_id(tags.close)
@@ -72,5 +79,6 @@ def _call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwi
         otherwise=otherwise,
         tags=tags,
         before=before,
+        relaxed=relaxed,
     )
     return Grammar(source, after)

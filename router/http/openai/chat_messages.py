@@ -10,8 +10,8 @@ from pydantic_core import from_json
 
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
-from router.text.chat_template import JsonText
 from router.text.conversation_fit import REASONING_NAMES
+from router.text.json_text import JsonText
 
 
 class TextPart(BodyModel):

@@ -10,18 +10,20 @@ from pydantic import ConfigDict, Field
 from common.base.errors import BadRequest
 from router.http.body_model import BodyModel
 from router.structured.json_schema import MAX_WHITESPACE_CHARS, WHITESPACE, Schema, without_further_properties
+from router.structured.relaxed import Relaxed
 from router.structured.sources import choice_grammar, regex_grammar, schema_grammar, text_grammar
 
 _ANY_OBJECT: Schema = {"type": "object"}
 _Whitespace = Annotated[str, Field(max_length=MAX_WHITESPACE_CHARS)]
 
 
-_Wanted = list[tuple[str, Callable[[], str]]]
-"""The fields that ask for a grammar, each with how its source is made."""
+_Wanted = list[tuple[str, Callable[[Relaxed], str]]]
+"""The fields that ask for a grammar, each with how its source is made; that notes what was left out of a schema."""
 
 
 class JsonSchemaFormat(BodyModel):
-    """`json_schema` of a `response_format`. The answer always follows the schema, also without `strict`."""
+    """`json_schema` of a `response_format`. The answer always follows the schema; `strict` refuses one with keywords that no
+    grammar enforces, which are left out otherwise."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -31,24 +33,27 @@ class JsonSchemaFormat(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """OpenAI's form."""
+    """OpenAI's form. `schema`: of a `json_object`, as llama.cpp and others take it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
     @property
     def wanted(self) -> _Wanted:
         if self.type == "text":
             return []
         if self.type == "json_object":
-            return [("response_format", lambda: schema_grammar(_ANY_OBJECT, WHITESPACE))]
+            schema = _ANY_OBJECT if self.schema_ is None else self.schema_
+            return [("response_format", lambda relaxed: schema_grammar(schema, WHITESPACE, relaxed))]
         return [("response_format", self._from_schema)]
 
-    def _from_schema(self) -> str:
-        if self.json_schema is None:
+    def _from_schema(self, relaxed: Relaxed) -> str:
+        wanted = self.json_schema
+        if wanted is None:
             raise BadRequest("json_schema is missing")
-        return schema_grammar(self.json_schema.schema_, WHITESPACE)
+        return schema_grammar(wanted.schema_, WHITESPACE, None if wanted.strict else relaxed)
 
 
 class StructuredOutputs(BodyModel):
@@ -97,9 +102,8 @@ class StructuredFields(BodyModel):
             self.structured_outputs is not None and self.structured_outputs.grammar is not None
         )
 
-    @property
-    def grammar_source(self) -> tuple[str, str] | None:
-        """The field that asks for a grammar, and the grammar's source; None if none does.
+    def grammar_source(self, relaxed: Relaxed) -> tuple[str, str] | None:
+        """The field that asks for a grammar, and the grammar's source; None if none does. `relaxed`: notes what was left out.
 
         Raises: BadRequest naming the field, if it is not supported or several fields ask for one.
         """
@@ -120,7 +124,7 @@ class StructuredFields(BodyModel):
             raise BadRequest(f"only one of {names} is allowed", param=wanted[1][0].partition(".")[0])
         [(param, make)] = wanted
         try:
-            return param, make()
+            return param, make(relaxed)
         except BadRequest as error:
             raise BadRequest(f"{param}: {error.message}", param=param.partition(".")[0]) from error
 
@@ -139,13 +143,13 @@ def _wanted(
 ) -> _Wanted:
     wanted: _Wanted = []
     if schema is not None:
-        wanted.append((f"{prefix}json", lambda: schema_grammar(schema, space)))
+        wanted.append((f"{prefix}json", lambda relaxed: schema_grammar(schema, space, relaxed)))
     if regex is not None:
-        wanted.append((f"{prefix}regex", lambda: regex_grammar(regex)))
+        wanted.append((f"{prefix}regex", lambda _: regex_grammar(regex)))
     if choice is not None:
-        wanted.append((f"{prefix}choice", lambda: choice_grammar(choice)))
+        wanted.append((f"{prefix}choice", lambda _: choice_grammar(choice)))
     if grammar is not None:
-        wanted.append((f"{prefix}grammar", lambda: text_grammar(grammar)))
+        wanted.append((f"{prefix}grammar", lambda _: text_grammar(grammar)))
     if json_object:
-        wanted.append((f"{prefix}json_object", lambda: schema_grammar(_ANY_OBJECT, space)))
+        wanted.append((f"{prefix}json_object", lambda relaxed: schema_grammar(_ANY_OBJECT, space, relaxed)))
     return wanted

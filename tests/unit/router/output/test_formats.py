@@ -13,12 +13,27 @@ from hypothesis import strategies as st
 
 from common.base.errors import ConfigError
 from router.output.base import ParsedMessage, parse_whole
-from router.output.formats import OutputFormats, choose_formats
+from router.output.formats import TOOL_FORMATS, OutputFormats, choose_formats
+from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
+from router.structured.tool_markup import written_calls
 
-FUNCTIONS = ("f", "g", "get_weather")
-_TOOL_NAMES = (
-    "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
-)  # fmt: skip
+FUNCTIONS: dict[str, dict[str, Any] | None] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array"},
+            "count": {"$ref": "#/$defs/count"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "on": {"type": "boolean"},
+            "unit": {"enum": ["1", 2, None]},
+        },
+        "$defs": {"count": {"type": "integer"}},
+    },
+    "g": None,
+    "get_weather": {"type": "object"},
+}
+_TAGGED = {"qwen3_coder": QWEN3_CODER, "seed_oss": SEED_OSS, "minimax_m2": MINIMAX_M2, "glm45": GLM45}
 
 
 def _no_token(token: str) -> bool:
@@ -57,6 +72,10 @@ _EXAMPLES = {
     "openai": "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
     "to=functions.f <|constrain|>json<|message|>%s<|call|><|start|>assistant to=functions.g<|channel|>commentary"
     "<|message|>{}<|call|>",
+    **{
+        name: "Let me see.\n" + written_calls(name, [("f", {"%s": 0}), ("g", {})]).replace('{"%s": 0}', "%s")
+        for name in ("kimi_k2", "granite", "phi4_mini_json", "hunyuan_a13b", "nemotron_json", "cohere_command3", "apertus")
+    },
 }  # fmt: skip
 
 
@@ -65,8 +84,92 @@ def test_two_calls_are_read_and_markup_is_dropped(name: str) -> None:
     message = _parse(_EXAMPLES[name] % _WEATHER, name)
     assert _calls(message) == [("f", json.loads(_WEATHER)), ("g", {})]
     assert message.tool_calls[0].arguments == _WEATHER
-    assert [call.id for call in message.tool_calls] == ["id0", "id1"]
+    ids = ["functions.f:0", "functions.g:1"] if name == "kimi_k2" else ["id0", "id1"]
+    assert [call.id for call in message.tool_calls] == ids
     assert message.content == ("" if name == "llama3_json" else "Let me see.")
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_every_format_reads_the_calls_that_its_markup_writes(name: str) -> None:
+    given = {
+        "city": 'a "b"\n<c>',
+        "days": [1, {"a": "}"}],
+        "count": 3,
+        "note": None,
+        "on": False,
+        "unit": "1",
+        "x": "y",
+    }
+    if name == "openai":  # one call ends its answer
+        assert _calls(_parse(written_calls(name, [("f", given)]), name)) == [("f", given)]
+        return
+    message = _parse(written_calls(name, [("f", given), ("g", {})]), name)
+    assert (_calls(message), message.content) == ([("f", given), ("g", {})], "")
+
+
+@pytest.mark.parametrize("name", _TAGGED)
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "5", "5"),
+        ("city", "True", "True"),
+        ("city", '"Paris"', '"Paris"'),
+        ("city", "  two\n\nlines \\ ", "  two\n\nlines \\ "),
+        ("count", "5", 5),
+        ("count", " 5\n", 5),
+        ("count", "five", "five"),
+        ("on", "True", True),
+        ("on", "false", False),
+        ("note", "null", None),
+        ("note", "None", None),
+        ("note", "5", "5"),
+        ("note", "", ""),
+        ("days", "[1, 'a']", [1, "a"]),
+        ("days", '[1, "a"', '[1, "a"'),
+        ("unit", "1", "1"),
+        ("unit", "2", 2),
+        ("unknown", "007", "007"),
+        ("unknown", "7", 7),
+        ("unknown", '{"a": [1]}', {"a": [1]}),
+        ("unknown", "NaN", "NaN"),
+    ],
+)
+def test_a_parameter_between_tags_is_what_its_schema_says(name: str, key: str, text: str, value: Any) -> None:
+    written = written_calls(name, [("f", {key: text})])
+    assert _calls(_parse(written, name)) == [("f", {key: value})]
+
+
+@pytest.mark.parametrize("name", _TAGGED)
+def test_strings_between_tags_are_streamed_and_may_be_cut_off(name: str) -> None:
+    text = written_calls(name, [("f", {"city": 'line 1\n"line 2"\nline 3'})])
+    at = text.index("line 3")
+    parser, message = _parser(_formats(name)), ParsedMessage()
+    for char in text[:at]:
+        message.add(parser.push(char))
+    assert message.tool_calls[0].arguments.startswith('{"city": "line 1\\n\\"line 2\\"')
+    message.add(parser.finish())
+    assert message.tool_calls[0].arguments == '{"city": "line 1\\n\\"line 2\\"\\n'
+    cut = _parse(written_calls(name, [("f", {"count": 1234})])[: text.index("line 1") + 2], name)
+    assert cut.tool_calls[0].arguments in ('{"count": ', "{")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=city>Paris</parameter></function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=city>\nParis\n</parameter></function>"),
+        ("glm45", "<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>"),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{"city": "Paris"}'),
+        ("phi4_mini_json", 'functools[{"name": "f", "arguments": {"city": "Paris"}}]'),
+        ("phi4_mini_json", '<|tool_call|>{"name": "f", "arguments": {"city": "Paris"}}<|/tool_call|>'),
+        ("granite", '<tool_call>[{"name": "f", "arguments": {"city": "Paris"}}]</tool_call>'),
+        ("cohere_command3", '<|START_ACTION|>[\n{"tool_name": "f", "parameters": {"city": "Paris"}}\n]<|END_ACTION|>'),
+        ("olmo3", "<function_calls>\nf(city='Paris')\n</function_calls>"),
+    ],
+)
+def test_what_models_write_otherwise_is_read_too(name: str, text: str) -> None:
+    message = _parse(text, name)
+    assert (_calls(message), message.content) == ([("f", {"city": "Paris"})], "")
 
 
 def test_arguments_are_streamed_as_the_model_writes_them() -> None:
@@ -146,6 +249,14 @@ def test_arguments_written_as_a_string_are_the_object_in_it() -> None:
         ("mistral", "[TOOL_CALLS] what?"),
         ("mistral", "[TOOL_CALLS][1, 2]"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> nothing <｜tool▁calls▁end｜>"),
+        ("qwen3_coder", "<tool_call>\n<function=f"),
+        ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>'),
+        ("glm45", "<tool_call>see above"),
+        ("minimax_m2", "<minimax:tool_call>\nnothing</minimax:tool_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|> nothing"),
+        ("granite", "<|tool_call|>[1, 2]"),
+        ("apertus", "<|tools_prefix|>[{}]"),
+        ("olmo3", "<function_calls>h(a=1)</function_calls>"),
         ("openai", "plain text"),
         ("openai", "<|channel|>analysis without a message"),
     ],
@@ -182,6 +293,11 @@ def test_text_that_is_undecided_for_too_long_is_content() -> None:
         ("openai", "<|channel|>"),
         ("llama3_json", '<|python_tag|>{"a":[\\"'),
         ("llama4_pythonic", "<|python_start|>[f(a=["),
+        ("qwen3_coder", "<tool_call><function="),
+        ("glm45", "<tool_call>f "),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+        ("granite", '<|tool_call|>[{"a":[\\"'),
+        ("olmo3", "<function_calls>f(a=["),
     ],
 )
 def test_markers_whose_calls_never_end_take_time_in_proportion_to_the_text(name: str, unit: str) -> None:
@@ -223,7 +339,7 @@ def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() 
 
 
 def test_gpt_oss_makes_no_calls_where_there_are_no_functions() -> None:
-    new_parser = _formats("openai").parser("", ())
+    new_parser = _formats("openai").parser("", {})
     assert new_parser is not None
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     assert parse_whole(new_parser(), text) == ParsedMessage("{}", "Hm.")
@@ -250,13 +366,13 @@ def test_the_first_message_of_gpt_oss_may_begin_with_its_recipient(space: str) -
 )
 def test_reasoning_is_separated_or_dropped(prompt: str, text: str, reasoning: str, content: str) -> None:
     for with_reasoning in (True, False):
-        new_parser = _formats(reasoning="qwen3").parser(prompt, (), with_reasoning=with_reasoning)
+        new_parser = _formats(reasoning="qwen3").parser(prompt, {}, with_reasoning=with_reasoning)
         assert new_parser is not None
         assert parse_whole(new_parser(), text) == ParsedMessage(content, reasoning if with_reasoning else "")
 
 
 def test_reasoning_of_r1_begins_without_a_tag() -> None:
-    new_parser = _formats(reasoning="deepseek_r1").parser("<｜Assistant｜>", ())
+    new_parser = _formats(reasoning="deepseek_r1").parser("<｜Assistant｜>", {})
     assert new_parser is not None
     assert parse_whole(new_parser(), "hm</think>yes") == ParsedMessage("yes", "hm")
 
@@ -281,7 +397,7 @@ def test_an_answer_that_continues_a_text_begins_where_that_ends(
 ) -> None:
     formats = _formats(reasoning=name)
     assert formats.reasoning is not None
-    new_parser = formats.parser(formats.reasoning.prompt_before(f"<|assistant|>{before}{prefill}", prefill), ())
+    new_parser = formats.parser(formats.reasoning.prompt_before(f"<|assistant|>{before}{prefill}", prefill), {})
     assert new_parser is not None
     assert parse_whole(new_parser(), text) == ParsedMessage(content, reasoning)
 
@@ -291,7 +407,7 @@ def test_an_answer_that_continues_nothing_begins_as_any_other(prefill: str) -> N
     for name, text in (("qwen3", "<think>hm</think>yes"), ("deepseek_r1", "hm</think>yes")):
         tags = _formats(reasoning=name).reasoning
         assert tags is not None
-        new_parser = _formats(reasoning=name).parser(tags.prompt_before("<|assistant|>" + prefill, prefill), ())
+        new_parser = _formats(reasoning=name).parser(tags.prompt_before("<|assistant|>" + prefill, prefill), {})
         assert new_parser is not None
         assert parse_whole(new_parser(), text) == ParsedMessage("yes", "hm")
 
@@ -310,13 +426,19 @@ _WORDS = st.sampled_from(
         "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "```",
         "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "analysis", "to=functions.f", " to=",
         '{"name": "f", ', '"arguments": ', "{", "}", "[", "]", '"', "\\", ",", ";", ":", "f", "(", ")", "a=", "'", " ", "\n", "1",
+        "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+        "<|tool_call|>", "<tool_calls>", "<function_calls>", "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="', '">',
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|START_ACTION|>", "city",
         '{"a": "x"}', '{"name": "g", "parameters": {"b": [1]}}', "[f(a=1)", "<", "é", "\ud800", "null",
     ]
 )  # fmt: skip
 
 
 def _texts() -> st.SearchStrategy[str]:
-    examples = st.sampled_from([*(each % _WEATHER for each in _EXAMPLES.values()), "[f(a=1), g(b='x')]"])
+    tagged = [
+        written_calls(name, [("f", {"city": "a", "days": [1], "x": "y"}), ("g", {})]) for name in (*_TAGGED, "olmo3")
+    ]
+    examples = st.sampled_from([*(each % _WEATHER for each in _EXAMPLES.values()), *tagged, "[f(a=1), g(b='x')]"])
     noise = st.lists(_WORDS, max_size=12).map("".join)
     changed = st.tuples(examples, st.integers(0, 400), st.integers(0, 30), noise).map(
         lambda t: t[0][: t[1]] + t[3] + t[0][t[1] + t[2] :]
@@ -327,7 +449,7 @@ def _texts() -> st.SearchStrategy[str]:
 @settings(max_examples=150, deadline=None)
 @given(text=_texts(), cuts=st.lists(st.integers(0, 500), max_size=20), opened=st.booleans())
 @pytest.mark.parametrize("reasoning", ["none", "qwen3"])
-@pytest.mark.parametrize("name", _TOOL_NAMES)
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"qwen3_xml", "glm47", "deepseek_v31"}))
 def test_the_result_does_not_depend_on_the_cuts(
     name: str, reasoning: str, text: str, cuts: list[int], opened: bool
 ) -> None:
@@ -362,7 +484,20 @@ def test_a_call_behind_a_long_malformed_one_is_read_however_the_text_is_cut() ->
     ("template", "vocabulary", "tools", "tags"),
     [
         ("{% if tools %}<tool_call>...</think>", (), "hermes", "<think>"),
-        ("<tool_call><function=f>", (), None, None),
+        ("<tool_call><function=f>", (), "hermes (assumed)", None),
+        ("<tool_call><function=f><parameter=a></think>", (), "qwen3_coder", "<think>"),
+        ("<seed:tool_call><function=f><parameter=a></seed:think>", (), "seed_oss", "<seed:think>"),
+        ("<minimax:tool_call></think>", (), "minimax_m2", "<think>"),
+        ("<tool_call>{name}<arg_key>", (), "glm45", None),
+        ("<|im_system|>tool_declare<|im_middle|>", (), "kimi_k2", None),
+        ("<|tool_calls_section_begin|>", (), "kimi_k2", None),
+        ("<|tool_call|>", (), "granite", None),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", (), "phi4_mini_json", None),
+        ("<tool_calls>", (), "hunyuan_a13b", None),
+        ("<TOOLCALL>", (), "nemotron_json", None),
+        ("<|START_ACTION|><|END_THINKING|>", (), "cohere_command3", "<|START_THINKING|>"),
+        ("<|tools_prefix|><|inner_suffix|>", (), "apertus", "<|inner_prefix|>"),
+        ("<function_calls>", (), "olmo3", None),
         ("[TOOL_CALLS]", (), "mistral", None),
         ('"parameters" ipython', (), "llama3_json", None),
         ("[func_name1(a)]", ("<|python_start|>",), "llama4_pythonic", None),
@@ -370,14 +505,14 @@ def test_a_call_behind_a_long_malformed_one_is_read_however_the_text_is_cut() ->
         ("<｜tool▁calls▁begin｜>```json", (), "deepseek_v3", None),
         ("<｜tool▁calls▁begin｜></think>", (), "deepseek_v31", "<think>"),
         ("<|channel|>", (), "openai", None),
-        ("hello", (), None, None),
+        ("hello", (), "hermes (assumed)", None),
     ],
 )
 def test_the_template_tells_the_formats(
     template: str, vocabulary: tuple[str, ...], tools: str | None, tags: str | None
 ) -> None:
     formats = choose_formats(template, vocabulary.__contains__)
-    assert (formats.tools and formats.tools.name) == tools
+    assert formats.names[0] == tools
     assert (formats.reasoning and formats.reasoning.open) == tags
 
 

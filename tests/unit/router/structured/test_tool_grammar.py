@@ -15,12 +15,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.base.errors import BadRequest
 from router.output.base import ParsedMessage, parse_whole
-from router.output.formats import choose_formats
-from router.structured.tool_grammar import Before, Schema, Vocabulary, final_grammar, tool_grammar
+from router.output.formats import TOOL_FORMATS, choose_formats
+from router.structured.lark_rules import Vocabulary
+from router.structured.tool_arguments import Schema
+from router.structured.tool_grammar import Before, final_grammar, tool_grammar
 
-FORMATS = [
-    "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
-]  # fmt: skip
+FORMATS = list(TOOL_FORMATS)
+TAGGED = ["qwen3_coder", "glm45", "seed_oss", "minimax_m2"]
 FUNCTIONS = [
     Schema(
         "weather",
@@ -40,11 +41,10 @@ FUNCTIONS = [
     Schema("now", None),
     Schema("get-some.thing", {"properties": {"x": {"type": "number", "multipleOf": 5}}, "additionalProperties": False}),
 ]
-MARKERS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>",
-    "<|start|>", "<|end|>", "<|constrain|>", "<think>", "</think>", "<|python_tag|>",
-]  # fmt: skip
+MARKERS = sorted(
+    {"<think>", "</think>", *(marker for each in TOOL_FORMATS.values() for marker in each.markers)}
+    - {"functools", "[ARGS]", "[CALL_ID]", "<parameter=", ">", "</parameter>", '<parameter name="', '">'}
+)
 
 
 def _tokenizer(*markers: str) -> Tokenizer:
@@ -80,7 +80,7 @@ def _write(tokenizer: Tokenizer, source: str, seed: int) -> str:
 
 def _read(format_name: str, text: str, reasoning: str = "none", prompt: str = "") -> ParsedMessage:
     formats = choose_formats("", lambda _: False, tool_call_parser=format_name, reasoning_parser=reasoning)
-    new_parser = formats.parser(prompt, [each.name for each in FUNCTIONS])
+    new_parser = formats.parser(prompt, {each.name: each.parameters for each in FUNCTIONS})
     assert new_parser is not None
     return parse_whole(new_parser(), text)
 

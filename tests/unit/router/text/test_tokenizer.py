@@ -188,10 +188,15 @@ def test_requests_with_tools_take_the_template_for_tools(folder: Path) -> None:
     assert ours.template_source == "{{ tools | length }} tools"
 
 
-def test_a_template_without_tools_refuses_them(folder: Path) -> None:
-    set_config(folder, chat_template="{{ messages }}")
-    with pytest.raises(BadRequest, match="no place for tools; send tool_choice='none'"):
-        Tokenizer(folder).render_chat(CHAT, tools=TOOLS)
+def test_what_a_template_shows_of_tools_is_seen_by_rendering(folder: Path) -> None:
+    for template, shown in (
+        ("{{ messages }}", False),
+        ("{{ tools }}{{ messages }}", True),
+        ("{% if tools %}{% endif %}", False),
+    ):
+        set_config(folder, chat_template=template)
+        assert (Tokenizer(folder).takes_tools, Tokenizer(folder).shows_tools) == (True, shown), template
+        assert Tokenizer(folder, fits_conversations=False).takes_tools is shown, template
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.output import harmony
 from router.output.formats import choose_formats
+from router.structured.relaxed import Relaxed
 from router.text.tokenizer import Tokenizer
 
 FORM = {"type": "json_object"}
@@ -30,7 +31,7 @@ def test_gpt_oss_writes_the_header_of_an_answer_that_has_a_form(prompt: str, beg
         tokenizer=SimpleNamespace(token_id=ids.get, grammar_id=ids.get),
     )
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "response_format": FORM})
-    found = chat_grammar(body, cast("Any", model), prompt)
+    found = chat_grammar(body, cast("Any", model), prompt, Relaxed())
     assert found is not None
     assert found[0] == "response_format"
     assert ('"final"' in found[1].source.replace("\\", "")) is begins
@@ -45,7 +46,7 @@ def test_a_forced_call_begins_with_the_models_own_token(tmp_path: Path, special:
     tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
     message = {"role": "user", "content": "hi"}
     body = ChatRequest.model_validate({"messages": [message], "tools": tools, "tool_choice": "required"})
-    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>")
+    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>", Relaxed())
     assert found is not None
     matcher = compile_grammar(load_tokenizer(folder, VOCAB_SIZE, [1]), found[1].source).deep_copy()
     call = tokenizer.token_id("<tool_call>")
@@ -64,9 +65,11 @@ def test_only_functions_that_are_allowed_are_called(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("now", "later")]
     allowed = {"mode": "auto", "tools": tools[:1]}
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
-    assert chat_grammar(ChatRequest.model_validate(fields), cast("Any", model), "<|assistant|></think>") is None
+    assert (
+        chat_grammar(ChatRequest.model_validate(fields), cast("Any", model), "<|assistant|></think>", Relaxed()) is None
+    )
     body = ChatRequest.model_validate({**fields, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
-    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>")
+    found = chat_grammar(body, cast("Any", model), "<|assistant|></think>", Relaxed())
     assert found is not None
     assert found[0] == "tool_choice"
     matcher = compile_grammar(load_tokenizer(folder, VOCAB_SIZE, [1]), found[1].source)

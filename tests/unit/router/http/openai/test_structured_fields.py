@@ -11,13 +11,14 @@ from common.base.errors import BadRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import parse_body
 from router.structured.json_schema import WHITESPACE, json_schema_grammar
+from router.structured.relaxed import Relaxed
 
 ROW = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 def asked(**fields: Any) -> tuple[str, str] | None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_body(json.dumps(body).encode(), ChatRequest).grammar_source
+    return parse_body(json.dumps(body).encode(), ChatRequest).grammar_source(Relaxed())
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,11 @@ def asked(**fields: Any) -> tuple[str, str] | None:
             json_schema_grammar(ROW),
         ),
         ({"response_format": {"type": "json_object"}}, "response_format", json_schema_grammar({"type": "object"})),
+        (
+            {"response_format": {"type": "json_object", "schema": ROW}},
+            "response_format",
+            json_schema_grammar(ROW),
+        ),
         ({"structured_outputs": {"json": ROW}}, "structured_outputs.json", json_schema_grammar(ROW)),
         (
             {"structured_outputs": {"json": ROW, "disable_additional_properties": True}},
@@ -82,7 +88,6 @@ def test_text_needs_no_grammar(fields: dict[str, Any]) -> None:
         ({"structural_tag": {"a": 1}}, "structural_tag", "not supported"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
-        ({"response_format": {"type": "json_object", "schema": ROW}}, "response_format", "schema"),
         ({"guided_json": ROW, "guided_regex": "a"}, "guided_regex", "only one of guided_json and guided_regex"),
         (
             {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
@@ -91,7 +96,16 @@ def test_text_needs_no_grammar(fields: dict[str, Any]) -> None:
         ),
         ({"guided_choice": []}, "guided_choice", "at least one choice"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
-        ({"guided_json": {"divisibleBy": 2}}, "guided_json", "divisibleBy"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": {"divisibleBy": 2}},
+                }
+            },
+            "response_format",
+            "divisibleBy",
+        ),
         ({"guided_json": True}, "guided_json", "guided_json"),
         ({"guided_json": ROW, "guided_whitespace_pattern": " " * 201}, "guided_whitespace_pattern", "200"),
     ],
@@ -100,6 +114,22 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     with pytest.raises(BadRequest, match=message) as caught:
         asked(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"type": "array", "uniqueItems": True}},
+        {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+        {"response_format": {"type": "json_object", "schema": {"type": "object", "uniqueItems": True}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+    ],
+)
+def test_what_no_grammar_enforces_is_noted_unless_the_client_is_strict(fields: dict[str, Any]) -> None:
+    relaxed = Relaxed()
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    assert parse_body(json.dumps(body).encode(), ChatRequest).grammar_source(relaxed) is not None
+    assert relaxed.names == ("uniqueItems",)
 
 
 def test_white_space_is_bounded_by_default() -> None:
