@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from router.output.python_literal import literal_json
 
+STRINGS_ONLY = frozenset({"string"})
 ALL_KINDS = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _WORDS = ("True", "False", "None")
 """How templates write constants that are no strings."""
@@ -25,7 +26,7 @@ def value_json(text: str, schema: Any, root: Any) -> str:
     """
     kinds = allowed_kinds(schema, root)
     as_string = json.dumps(text, ensure_ascii=False)
-    if kinds == {"string"} or text in _constants(schema, root):
+    if kinds == STRINGS_ONLY or text in _constants(schema, root):
         return as_string
     try:
         found = _json_or_literal(text.strip(), kinds)
@@ -81,7 +82,9 @@ def _constants(schema: Any, root: Any) -> Iterator[str]:
     """The strings that a schema lists."""
     found = referred_schema(schema, root)
     listed: Any = found.get("enum")
-    yield from (each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, str))
+    for each in cast("list[Any]", listed) if isinstance(listed, list) else ():
+        if isinstance(each, str):
+            yield each
     if isinstance(found.get("const"), str):
         yield found["const"]
 
@@ -89,7 +92,7 @@ def _constants(schema: Any, root: Any) -> Iterator[str]:
 def referred_schema(schema: Any, root: Any) -> Mapping[str, Any]:
     """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
     found: Any = schema
-    path = found.get("$ref") if isinstance(found, dict) else None
+    path = cast("dict[str, Any]", found).get("$ref") if isinstance(found, dict) else None
     if isinstance(path, str):
         found = root
         for part in path.removeprefix("#").strip("/").split("/") if path != "#" else ():

@@ -16,7 +16,7 @@ import re
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from router.output.parameter_value import allowed_kinds, referred_schema, value_json
+from router.output.parameter_value import STRINGS_ONLY, allowed_kinds, referred_schema, value_json
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import Format, Functions, OutputWriter
 
@@ -138,9 +138,12 @@ def _read_value(reader: TextReader, writer: OutputWriter, tags: Tags, schema: An
     ends = (f"\n{tags.after_value}", tags.after_value) if tags.line_breaks else (tags.after_value,)
     if tags.line_breaks:
         yield from reader.accept("\n")
-    if allowed_kinds(schema, parameters) == {"string"}:
+    if allowed_kinds(schema, parameters) == STRINGS_ONLY:
+
+        def emit(text: str) -> None:
+            writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
         writer.arguments('"')
-        emit = lambda text: writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])  # noqa: E731
         if (yield from reader.until(ends, emit)) is None:
             return False
         writer.arguments('"')

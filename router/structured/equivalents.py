@@ -62,9 +62,8 @@ class Equivalents:
         if "draft-04" in str(self._root.get("$schema")):
             return
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if isinstance(schema.get(exclusive), bool):
-                if schema.pop(exclusive) and bound in schema:
-                    schema[exclusive] = schema.pop(bound)
+            if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
 
     def _list_named(self, schema: Schema) -> None:
         """List the properties of an object whose names are enumerated, or say their pattern."""

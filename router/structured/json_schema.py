@@ -129,11 +129,11 @@ def _checked(schema: Schema, whitespace: str | None, relaxed: Relaxed | None) ->
                 found["patternProperties"] = {_NEGATED.sub(_without_nul, key): each for key, each in patterns.items()}
             stack += [(each, depth + 1) for each in _subschemas(found)]
     options = _options(whitespace, _ESCAPES if one_spelling and not _CONTROL.search(text) else _ESCAPES + "u")
-    if relaxed is not None and '"oneOf"' in (text := json.dumps(schema, ensure_ascii=False)):
-        if _refuses_one_of(text, options):
-            options["coerce_one_of"] = True
-            relaxed.note(["oneOf"])
-    return json.dumps(schema, ensure_ascii=False), options
+    checked = json.dumps(schema, ensure_ascii=False)
+    if relaxed is not None and '"oneOf"' in checked and _refuses_one_of(checked, options):
+        options["coerce_one_of"] = True
+        relaxed.note(["oneOf"])
+    return checked, options
 
 
 def _refuses_one_of(schema: str, options: JsonCompileOptions) -> bool:

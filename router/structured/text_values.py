@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import BadRequest
-from router.output.parameter_value import ALL_KINDS, allowed_kinds, referred_schema
+from router.output.parameter_value import ALL_KINDS, STRINGS_ONLY, allowed_kinds, referred_schema
 from router.structured.patterns import is_supported, without_look_ahead
 from router.structured.relaxed import Relaxed
 
@@ -55,7 +55,7 @@ def text_value(schema: Any, root: dict[str, Any], closing: str, relaxed: Relaxed
         return TextValue(None, schema if isinstance(schema, dict) else {})
     texts = _Strings(root, relaxed).regex(schema, 0)
     without = f"{_ANY}{_escaped(closing)}{_ANY}"
-    if kinds == {"string"}:
+    if kinds == STRINGS_ONLY:
         return TextValue(f"({texts}) & ~/{without}/", None)
     others = sorted(kinds - {"string", "null", "boolean"} - ({"integer"} if "number" in kinds else set()))
     texts = f"(({texts}) & ~/{_LOOKS_LIKE_JSON}/ & ~/{without}/)"

@@ -6,9 +6,10 @@ import json
 import re
 from typing import Any, NamedTuple, cast
 
+from llguidance import LLMatcher
+
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import LIMITS, MAX_SOURCE_CHARS
-from llguidance import LLMatcher
 from router.structured.equivalents import referred
 from router.structured.json_schema import embedded_schema
 from router.structured.lark_rules import LarkRules

@@ -65,7 +65,7 @@ def _tagged(tags: Tags) -> Markup:
 def _spaced(tags: tuple[str, ...], around: str) -> tuple[str, ...]:
     """The tags behind a key, in lines of their own, and what stands between the last one and the value."""
     parts = [part for tag in tags for part in ("\n", tag)][1:]
-    return tuple([*parts[:-1], f"{parts[-1]}{around}"])
+    return (*parts[:-1], f"{parts[-1]}{around}")
 
 
 MARKUP = {
@@ -169,15 +169,14 @@ def written_calls(format_name: str, calls: Sequence[tuple[str, Mapping[str, Any]
 
 
 def _written(part: str, name: str, arguments: Mapping[str, Any], markup: Markup, number: str) -> str:
-    if part == ARGUMENTS and markup.keyed is None:
-        return json.dumps(arguments, ensure_ascii=False)
     if part == ARGUMENTS:
-        return _keyed_text(arguments, markup.keyed)
+        return (
+            json.dumps(arguments, ensure_ascii=False) if markup.keyed is None else _keyed_text(arguments, markup.keyed)
+        )
     return {NAME: name, NUMBER: number}.get(part, part)
 
 
-def _keyed_text(arguments: Mapping[str, Any], keyed: Keyed | None) -> str:
-    assert keyed is not None
+def _keyed_text(arguments: Mapping[str, Any], keyed: Keyed) -> str:
     return keyed.between.join(
         "".join([*keyed.before_key, key, *keyed.after_key, _value_text(value, keyed), *keyed.after_value])
         for key, value in arguments.items()

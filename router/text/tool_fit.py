@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from common.base.errors import BadRequest
 from router.text.json_text import JsonText
@@ -124,7 +124,7 @@ def _with_written_calls(message: Message, write: WriteCalls) -> Message:
 
 def _as_object(arguments: Any) -> Mapping[str, Any]:
     """Text that is no JSON object, which a model wrote as its arguments, is one argument."""
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return cast("Message", arguments) if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _described(messages: Sequence[Message], tools: Sequence[Tool], write: WriteCalls) -> list[Message]:

@@ -180,14 +180,14 @@ def test_errors_have_anthropics_shape_and_its_header_is_a_key(folder: Path) -> N
     async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
         key = {"x-api-key": "secret"}
         image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
-        unordered = {"format": {"type": "json_schema", "schema": {"uniqueItems": True}}}
+        unknown_type = {"format": {"type": "json_schema", "schema": {"type": "typo"}}}
         for body, headers, status, kind, said in (
             (ASKED, {}, 401, "authentication_error", "API key"),
             (ASKED | {"model": "other"}, key, 404, "not_found_error", "other"),
             (ASKED | {"max_tokens": None}, key, 400, "invalid_request_error", "max_tokens"),
             (ASKED | {"messages": image}, key, 400, "invalid_request_error", "image"),
             (
-                ASKED | {"output_config": unordered},
+                ASKED | {"output_config": unknown_type},
                 key,
                 400,
                 "invalid_request_error",

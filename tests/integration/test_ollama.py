@@ -171,7 +171,7 @@ def test_errors_have_ollamas_shape(tmp_path: Path) -> None:
             ("/api/chat", {"messages": [], "model": "other"}, 404, "other"),
             ("/api/chat", {**ASKED, "think": "high"}, 400, "think is not supported"),
             ("/api/chat", {**ASKED, "options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: Input should be"),
-            ("/api/chat", {**ASKED, "format": {"uniqueItems": True}}, 400, "format: the grammar"),
+            ("/api/chat", {**ASKED, "format": {"type": "typo"}}, 400, "format: the grammar"),
             ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
             ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images: images are not supported"),
             (

@@ -153,7 +153,7 @@ def test_items_reach_the_template_as_the_conversation_they_mean(folder: Path) ->
 def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
-        unordered = {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
+        unknown_type = {"type": "json_schema", "name": "x", "schema": {"type": "typo"}}
         async with httpx.AsyncClient(base_url=bench.url, headers={"authorization": "Bearer one"}) as http:
             for field, said in (
                 ({"input": image}, "input_image"),
@@ -163,7 +163,7 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
                 ({"prompt": {"id": "p"}}, "prompt"),
                 ({"truncation": "auto"}, "truncation"),
                 ({"top_logprobs": 2}, "top_logprobs"),
-                ({"text": {"format": unordered}}, "text.format: the grammar"),
+                ({"text": {"format": unknown_type}}, "text.format: the grammar"),
                 ({"input": "hi " * 2 * MAX_LEN}, "maximum context length"),
                 ({"min_tokens": 9, "max_output_tokens": 2}, "min_tokens is 9"),
             ):

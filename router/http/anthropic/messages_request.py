@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Discriminator, Field, field_validator, model_va
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, as_object, items, shorten, type_of
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, as_object, items, type_of
+from router.http.openai.past_parts import PartKinds, named, unseen_parts, with_named_parts
 from router.http.openai.shared_fields import MAX_STOP_CHARS, MAX_STOPS
 
 
@@ -87,14 +88,49 @@ _OF_SERVER_TOOLS = re.compile(r"server_tool_use|mcp_tool_(use|result)|container_
 """Blocks that tools which Anthropic runs leave in a history; they are left out."""
 
 
+_PART_KINDS = PartKinds(
+    "text",
+    ("text", "thinking", "redacted_thinking", "search_result", "tool_use", "tool_result", None),
+)
+
+
 def _named(block: Any) -> Any:
     """The block of a tool's result, as text."""
+    block = _document_text(block)
     kind = type_of(block)
     if kind in ("text", None):
         return block
     if kind == "search_result":
         return {"type": "text", "text": SearchResultBlock.model_validate(block).text}
-    return {"type": "text", "text": f"[{shorten(kind)[1:-1]}, which this model cannot see]"}
+    return {"type": "text", "text": named(kind)}
+
+
+def _document_text(block: Any) -> Any:
+    """A document whose source is text, as text; any other block as it is."""
+    fields = as_object(block) or {}
+    source = as_object(fields.get("source")) if type_of(block) == "document" else None
+    if source is None or source.get("type") not in ("text", "content"):
+        return block
+    parts = items(source.get("content"))
+    texts = (
+        [source.get("data") or source.get("content")]
+        if parts is None
+        else [(as_object(each) or {}).get("text") for each in parts]
+    )
+    return {"type": "text", "text": "\n".join(text for text in (fields.get("title"), *texts) if isinstance(text, str))}
+
+
+def _readable_turns(turns: Any) -> Any:
+    """The turns with documents that are text as text, and without blocks of server tools."""
+    return [_readable_turn(turn) for turn in items(turns) or ()] if isinstance(turns, list) else turns
+
+
+def _readable_turn(turn: Any) -> Any:
+    fields = as_object(turn)
+    blocks = None if fields is None else items(fields.get("content"))
+    if fields is None or blocks is None:
+        return turn
+    return {**fields, "content": [_document_text(block) for block in blocks if not _is_left_out(block)]}
 
 
 def _is_left_out(block: Any) -> bool:
@@ -110,12 +146,6 @@ class InputMessage(_Body):
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS)]
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _leave_out(cls, value: Any) -> Any:
-        blocks = items(value)
-        return value if blocks is None else [block for block in blocks if not _is_left_out(block)]
 
     @property
     def blocks(self) -> Sequence[_Block]:
@@ -203,18 +233,25 @@ class CountTokensRequest(_Body):
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
-        """The ignored parts of a body: tools that Anthropic runs, if there are also functions, as `tools.KIND`, and what such
-        tools left in the history, as `messages.KIND`."""
+        """The ignored parts of a body: tools that Anthropic runs, if there are also functions, as `tools.KIND`; what such tools left
+        in the history, and what the model cannot see of earlier turns, as `messages.KIND`."""
         blocks = (
             block
             for message in items(body.get("messages")) or ()
             for block in items((as_object(message) or {}).get("content")) or ()
         )
         found = [f"messages.{type_of(block)}" for block in blocks if _is_left_out(block)]
+        unseen = unseen_parts(_readable_turns(body.get("messages")), _PART_KINDS)
+        found += [f"messages.{kind}" for kind in unseen]
         tools = items(body.get("tools")) or []
         if any(_is_function(tool) for tool in tools):
             found += [f"tools.{type_of(tool)}" for tool in tools if not _is_function(tool)]
         return list(dict.fromkeys(found))
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _leave_out(cls, value: Any) -> Any:
+        return with_named_parts(_readable_turns(value), _PART_KINDS)
 
     @field_validator("tools", mode="before")
     @classmethod

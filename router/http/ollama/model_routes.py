@@ -108,7 +108,7 @@ def _capabilities(model: ServedModel) -> list[str]:
     if model.task != "generate":
         return ["embedding"] if model.task == "embed" else []
     formats = model.output_formats
-    tools = ["tools"] if formats.tools is not None and model.tokenizer.takes_tools else []
+    tools = ["tools"] if formats.tools is not None and not formats.assumed and model.tokenizer.takes_tools else []
     return ["completion", *tools, *(["thinking"] if formats.separate_reasoning else [])]
 
 

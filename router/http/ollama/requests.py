@@ -10,7 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT, as_object, with_integers
+from router.http.openai.checks import MAX_INT, as_object, items, with_integers
+from router.http.openai.past_parts import named
 
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 """Options that the chat call knows by another name."""
@@ -164,12 +165,36 @@ def _answered(message: OllamaMessage, unanswered: list[OllamaCall]) -> str | Non
     return None
 
 
+def _past_images(turns: Any) -> set[int]:
+    """The turns before the model's last one, and results, that have images."""
+    roles = [(as_object(turn) or {}).get("role") for turn in items(turns) or ()]
+    last = max((at for at, role in enumerate(roles) if role == "assistant"), default=-1)
+    past = (at for at, role in enumerate(roles) if at < last or role == "tool")
+    return {at for at in past if (as_object(turns[at]) or {}).get("images")}
+
+
+def _without_images(turn: Json) -> Json:
+    kept = {name: value for name, value in turn.items() if name != "images"}
+    return {**kept, "content": "\n".join(text for text in (turn.get("content"), named("image")) if text)}
+
+
 class OllamaChatRequest(_Call):
     """Body of `POST /api/chat`. Tools need no type."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = []
     """Empty: the client only wants the model to be loaded."""
     tools: list[dict[str, Any]] | None = None
+
+    @staticmethod
+    def left_out(body: Json) -> list[str]:
+        """The images of earlier turns and of results."""
+        return ["messages.images"] if _past_images(body.get("messages")) else []
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _name_images(cls, value: Any) -> Any:
+        past = _past_images(value)
+        return [_without_images(turn) if at in past else turn for at, turn in enumerate(value)] if past else value
 
     def chat_request(self) -> Json:
         """The body of the chat call that means the same; validating it checks what is not checked here."""

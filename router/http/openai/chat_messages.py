@@ -10,8 +10,13 @@ from pydantic_core import from_json
 
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
+from router.http.openai.past_parts import PartKinds
 from router.text.conversation_fit import REASONING_NAMES
 from router.text.json_text import JsonText
+
+_TEXTS = ("text", "input_text", "output_text")
+_REASONING = ("thinking", "redacted_thinking", "reasoning")
+PART_KINDS = PartKinds("text", (*_TEXTS, *_REASONING, "refusal", None))
 
 
 class TextPart(BodyModel):
@@ -92,9 +97,9 @@ class Message(BodyModel):
                 texts.append(part)
             elif kind == "refusal":
                 texts.append(RefusalPart.model_validate(part).refusal)
-            elif kind in ("text", "input_text", "output_text"):
+            elif kind in _TEXTS:
                 texts.append(TextPart.model_validate(part).text)
-            elif kind not in ("thinking", "redacted_thinking", "reasoning"):  # these are left out
+            elif kind not in _REASONING:  # these are left out
                 raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
         return "\n".join(texts)
 

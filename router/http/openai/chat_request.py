@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, field_validator, model_validator
 
-from router.http.openai.chat_messages import Message
+from router.http.openai.chat_messages import PART_KINDS, Message
 from router.http.openai.checks import MAX_INT, FieldsError, bounded, shorten
+from router.http.openai.past_parts import unseen_parts, with_named_parts
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
 from router.http.openai.tools import MAX_TOOLS, AllowedToolChoice, NamedToolChoice, Tool
 
@@ -39,10 +40,15 @@ class ChatRequest(CompletionRequestBase):
     ) = None
     parallel_tool_calls: bool | None = True
 
+    @staticmethod
+    def left_out(body: dict[str, Any]) -> list[str]:
+        """The parts of earlier turns and of results that the model cannot see, as `messages.KIND`."""
+        return [f"messages.{kind}" for kind in unseen_parts(body.get("messages"), PART_KINDS)]
+
     @field_validator("messages", mode="before")
     @classmethod
     def _bound_messages(cls, value: Any) -> Any:
-        return bounded(value, MAX_MESSAGES, "messages")
+        return with_named_parts(bounded(value, MAX_MESSAGES, "messages"), PART_KINDS)
 
     @field_validator("tools", mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
@@ -12,6 +12,7 @@ from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_messages import arguments_text
 from router.http.openai.checks import MAX_CONTENT_PARTS, as_object, items
+from router.http.openai.past_parts import PartKinds, unseen_parts, with_named_parts
 
 
 class _Part(BodyModel):
@@ -94,8 +95,16 @@ OTHER_ITEMS = frozenset(
 the model as calls of functions; the others are left out."""
 
 
+_PART_KINDS = PartKinds("input_text", (*get_args(InputText.model_fields["type"].annotation), "refusal", None))
+
+
 def readable_items(value: Any) -> Any:
-    """A list of items without `OTHER_ITEMS`, as far as they cannot be shown."""
+    """A list of items without `OTHER_ITEMS`, as far as they cannot be shown, and with names in place of parts that the model
+    cannot see."""
+    return with_named_parts(_without_others(value), _PART_KINDS)
+
+
+def _without_others(value: Any) -> Any:
     listed = items(value)
     if listed is None or not any(_kind(item) in OTHER_ITEMS for item in listed):
         return value
@@ -103,8 +112,9 @@ def readable_items(value: Any) -> Any:
 
 
 def left_out_items(value: Any) -> list[str]:
-    """The kinds of items that `readable_items` leaves out, each once."""
-    return list(dict.fromkeys(_kind(item) for item in items(value) or () if not _readable(item)))
+    """The kinds of items and parts that `readable_items` leaves out, each once."""
+    kinds = [_kind(item) for item in items(value) or () if not _readable(item)]
+    return list(dict.fromkeys([*kinds, *unseen_parts(_without_others(value), _PART_KINDS)]))
 
 
 def _readable(item: Any) -> list[Any]:
