@@ -29,14 +29,14 @@ class ClientOptions:
     )
     tool_call_parser: str | None = option(
         None,
-        "Format of the model's tool calls: hermes, llama3_json, pythonic, llama4_pythonic, mistral, deepseek_v3, "
-        "deepseek_v31, openai or none; by default chosen from the chat template.",
+        "Format of the model's tool calls, by the names of docs/tools.md (hermes, qwen3_coder, mistral, ...), or none: tools "
+        "are refused; by default chosen from the chat template.",
         "Clients",
     )
     reasoning_parser: str | None = option(
         None,
-        "Format of the model's reasoning: qwen3, deepseek_r1, deepseek_v3, mistral, openai_gptoss or none; by default "
-        "chosen from the chat template.",
+        "Format of the model's reasoning, by the names of docs/tools.md (qwen3, deepseek_r1, mistral, ...), or none; by "
+        "default chosen from the chat template.",
         "Clients",
     )
     generation_config: GenerationConfig = option(
