@@ -17,8 +17,10 @@ from common.base.errors import BadRequest
 from router.output.base import ParsedMessage, parse_whole
 from router.output.formats import TOOL_FORMATS, choose_formats
 from router.structured.lark_rules import Vocabulary
+from router.structured.relaxed import Relaxed
 from router.structured.tool_arguments import Schema
 from router.structured.tool_grammar import Before, final_grammar, tool_grammar
+from router.structured.tool_markup import UNMARKED, written_calls
 
 FORMATS = list(TOOL_FORMATS)
 TAGGED = ["qwen3_coder", "glm45", "seed_oss", "minimax_m2"]
@@ -154,7 +156,7 @@ def test_reasoning_before_the_call(before: Before, texts: list[str], refused: st
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - UNMARKED.keys() - {"openai"}))
 def test_calls_that_are_not_forced_are_valid_too(name: str, special: bool) -> None:
     tokenizer = _tokenizer(*(MARKERS if special else ()))
     source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False)
@@ -338,3 +340,76 @@ def test_definitions_that_each_parameter_would_copy_are_bounded() -> None:
     with pytest.raises(BadRequest, match="parameters take more than 262144 characters"):
         tool_grammar("pythonic", [Schema("f", parameters)], _vocabulary(_tokenizer()), parallel=True)
     assert time.process_time() - began_s < 2.0
+
+
+def _tagged_matcher(
+    name: str, properties: Any, relaxed: Relaxed | None = None, **more: Any
+) -> tuple[Tokenizer, LLMatcher]:
+    tokenizer = _tokenizer(*MARKERS)
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, **more}
+    source = tool_grammar(name, [Schema("f", schema)], _vocabulary(tokenizer), parallel=False, relaxed=relaxed)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    assert not matcher.is_error(), matcher.get_error()
+    return tokenizer, matcher
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"type": "string"}, ["5", "a\nb", "</p>", '"a"', ""], ["a</parameter>b</arg_value>"]),
+        ({"type": "string", "maxLength": 3}, ["abc"], ["abcd"]),
+        ({"type": "string", "pattern": "^[a/]+$", "minLength": 2}, ["a/"], ["a", "ab"]),
+        ({"type": "string", "pattern": "b"}, ["abc", "b"], ["a"]),
+        ({"enum": ["a", "b c"]}, ["a", "b c"], ["c"]),
+        ({"enum": ["a", 1, None]}, ["a", "1", "null"], ["2", "true"]),
+        ({"const": "x/y"}, ["x/y"], ["x"]),
+        ({"type": "integer", "minimum": 3}, ["3"], ["2", "x", "3.5"]),
+        ({"type": "boolean"}, ["true"], ["True", "x"]),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 1}, ["[1]"], ["[1, 2]", "x"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["null", "a"], ["5", "[", "True"]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, ["a", "3"], ["2", "null"]),
+        ({"anyOf": [{"type": "string"}, {"type": "boolean"}]}, ["a", "true", "false", "truest"], ["null", "None"]),
+        ({"$ref": "#/$defs/short"}, ["ab"], ["abc"]),
+        ({}, ["anything", "5", '{"a": 1}'], ["</parameter></arg_value>"]),
+    ],
+)
+def test_a_value_between_tags_follows_its_schema(
+    name: str, schema: Any, accepted: list[str], refused: list[str]
+) -> None:
+    short = {"$defs": {"short": {"type": "string", "maxLength": 2}}}
+    tokenizer, matcher = _tagged_matcher(name, {"x": schema}, **short)
+    for text in accepted:
+        assert _accepts(tokenizer, matcher, written_calls(name, [("f", {"x": text})])), text
+    for text in refused:
+        assert not _accepts(tokenizer, matcher, written_calls(name, [("f", {"x": text})])), text
+
+
+def test_what_a_text_cannot_be_held_to_is_named_or_refused() -> None:
+    relaxed = Relaxed()
+    tokenizer, matcher = _tagged_matcher("qwen3_coder", {"x": {"type": "string", "format": "date"}}, relaxed)
+    assert _accepts(tokenizer, matcher, written_calls("qwen3_coder", [("f", {"x": "soon"})]))
+    assert relaxed.names == ("f.format",)
+    with pytest.raises(BadRequest, match="cannot hold format of a text"):
+        _tagged_matcher("qwen3_coder", {"x": {"type": "string", "format": "date"}})
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+def test_an_odd_keyword_of_one_function_does_not_fail_another(name: str) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "whatever"}}, "anyOf": 5}
+    tokenizer, relaxed = _tokenizer(*MARKERS), Relaxed()
+    functions = [Schema("odd", odd), FUNCTIONS[0]]
+    source = tool_grammar(name, functions, _vocabulary(tokenizer), parallel=False, relaxed=relaxed)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    for calls in ([("odd", {"any": [1]})], [("weather", {"city": "abc"})]):
+        assert _accepts(tokenizer, matcher, written_calls(name, calls)), calls
+    assert relaxed.names == ("odd.parameters",)
+    with pytest.raises(BadRequest):
+        _validated(tool_grammar(name, [Schema("odd", odd, strict=True)], _vocabulary(tokenizer), parallel=False))
+
+
+def _validated(source: str) -> None:
+    """Raises: BadRequest, as the router does where llguidance refuses a grammar."""
+    problem = LLMatcher.validate_grammar(source)
+    if problem:
+        raise BadRequest(problem)
