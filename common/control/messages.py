@@ -27,6 +27,8 @@ from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
+MAX_PREDICTION = 2**17
+"""Maximum tokens of `EngineRequest.prediction`."""
 
 
 class Grammar(NamedTuple):
@@ -95,6 +97,8 @@ class EngineRequest(NamedTuple):
     """Both nodes apply it to every token of the request."""
     timeline: bool = False
     """Whether both nodes report their events with times, in `AttemptStats.timeline`."""
+    prediction: Ids = pack_ids()
+    """Tokens that the client expects in the answer: a decode node may draft from them. They change no token of the answer."""
 
     @property
     def lora_id(self) -> str:

@@ -70,15 +70,11 @@ def rows_of(step: StepInput, device: torch.device) -> StepRows:
     return StepRows.split(to_device([value for part in parts for value in part], device), len(step.token_ids))
 
 
-def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, pad_block: int = 0) -> AttentionMetadata:
-    """The batch for attention; every row of a decoding sequence is a separate entry. slots: for each block table [T + pad].
-
-    `pad` decode rows follow, with a context of one token in `pad_block`; then all sequences must decode.
-    """
+def entries_of(step: StepInput) -> tuple[list[int], list[int], list[list[list[int]]]]:
+    """Query lengths, context lengths and block tables for attention: every row of a decoding sequence is an entry of its own."""
     query_lens, context_lens, num_seqs = step.query_lens, step.context_lens, step.num_decode_seqs
-    lens = query_lens[:num_seqs]
+    lens, tables = query_lens[:num_seqs], step.block_tables
     num_rows = sum(lens)
-    tables = step.block_tables
     if num_rows != num_seqs:
         query_lens = [1] * num_rows + query_lens[num_seqs:]
         ends = zip(lens, context_lens, strict=False)
@@ -87,6 +83,16 @@ def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, p
             [*(each for n, each in zip(lens, table, strict=False) for _ in range(n)), *table[num_seqs:]]
             for table in tables
         ]
+    return query_lens, context_lens, tables
+
+
+def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, pad_block: int = 0) -> AttentionMetadata:
+    """The batch for attention; every row of a decoding sequence is a separate entry. slots: for each block table [T + pad].
+
+    `pad` decode rows follow, with a context of one token in `pad_block`; then all sequences must decode.
+    """
+    query_lens, context_lens, tables = entries_of(step)
+    num_rows = sum(step.query_lens[: step.num_decode_seqs])
     if pad:
         query_lens, context_lens = query_lens + [1] * pad, context_lens + [1] * pad
         tables = [table + [[pad_block]] * pad for table in tables]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from common.attention.base import AttentionBackend
 from common.attention.grouped import GroupedAttention
 from common.attention.native import NativeAttention
+from common.engine.device_inputs import entries_of
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput
 from common.engine.step import StepInput
@@ -58,9 +59,9 @@ class NativeStep:
         self._address = ctypes.addressof(self._struct)
 
     def takes(self, step: StepInput) -> bool:
-        """Whether all sequences decode one known token each, and none has an adapter or is to be relayed."""
-        rows = len(step.token_ids)
-        return rows == step.num_decode_seqs == len(step.samples) and not (
+        """Whether all sequences decode, from known tokens and drafts, and none has an adapter or is to be relayed."""
+        is_decode = len(step.token_ids) == len(step.samples) and step.num_decode_seqs == len(step.query_lens)
+        return is_decode and not (
             step.relay or step.adapters or step.placeholders or step.scored
         )
 
@@ -74,11 +75,11 @@ class NativeStep:
     def _logits_of(self, step: StepInput) -> NDArray[np.float32]:
         """[T, vocab], valid until the next step."""
         rows = len(step.token_ids)
-        if not rows == len(step.positions) == len(step.context_lens):
+        _, context_lens, tables = entries_of(step)
+        if not rows == len(step.positions) == len(context_lens):
             raise ValueError(f"{rows} token ids do not fit the positions and contexts")
         for backend, table in self._backends:
-            slots = array("q", step.slot_mapping[table])
-            backend.plan_rows(step.context_lens, step.block_tables[table], slots)
+            backend.plan_rows(context_lens, tables[table], array("q", step.slot_mapping[table]))
         if rows > len(self._logits):
             self._logits = torch.empty(rows, self._vocab_size).numpy()  # cache-line aligned; NumPy's memory is not
             self._logits_address = self._logits.ctypes.data

@@ -31,6 +31,7 @@ from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_out
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import END_IGNORED, SequenceState
+from common.engine.speculation.drafting import Drafting
 from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
@@ -43,9 +44,17 @@ _YIELDING, _HELD, _ENDING = SequenceState.YIELDING, SequenceState.HELD, Sequence
 class Scheduler:
     """Holds the sequences that wait, that run, and that have blocks reserved for KV still to arrive (`reserve`)."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, windows: Seq[int | None] = (None,)) -> None:
-        """`windows`: the sliding window of each block table of the pool, None for a table without one."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        windows: Seq[int | None] = (None,),
+        drafting: Drafting | None = None,
+    ) -> None:
+        """`windows`: the sliding window of each block table of the pool, None for a table without one. `drafting`: by default only
+        what grammars force."""
         self.config = config
+        self.drafting = drafting or Drafting()
         self.pool = pool
         self.allocator = KVAllocator(pool, windows)
         self.waiting: deque[Sequence] = deque()
@@ -226,6 +235,8 @@ class Scheduler:
                 self._leave(seq)
             else:
                 output = take_output(seq, tokens, prompts.get(index, []), self.config.max_model_len)
+                if output.drafted:
+                    self.drafting.verified(seq, output.drafted, output.accepted)
                 self._advance(output, scheduled.step.context_lens[index])
                 outputs.append(output)
         return outputs
@@ -235,11 +246,12 @@ class Scheduler:
         self.pool.release([copy.source for copy in scheduled.step.copies])
 
     def _advance(self, output: SequenceOutput, context_len: int) -> None:
-        """After a step a sequence has KV of `context_len` tokens, of those whose ids are known."""
+        """After a step a sequence has KV of `context_len` tokens, but of none from its last drawn token on: the row in that place
+        was a wrong draft's."""
         seq = output.seq
         if output.error is not None:
             return  # the KV must not be cached either
-        seq.progress.num_computed = min(context_len, len(seq.tokens.ids))
+        seq.progress.num_computed = min(context_len, len(seq.tokens.ids) - (len(output.tokens) > 0))
         self.allocator.advance(seq)
         if output.finish_reason is not None or (output.tokens and seq.relays):
             self.end(seq, output.finish_reason or "first token")
@@ -285,17 +297,22 @@ class Scheduler:
 
     def _decoding(self, group: int) -> Iterator[Sequence]:
         """Running sequences of `group` that decode, with blocks for their rows; preempts others if there are not enough."""
-        drafts = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
-        for seq in list(self.running.values()):
-            if not (seq.is_decoding and self._can_run(seq, group)):
-                continue
+        ready = [seq for seq in self.running.values() if seq.is_decoding and self._can_run(seq, group)]
+        if self.config.depth > 1:
+            ready = self.drafting.without_waiting(ready)
+        most = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
+        self.drafting.draft(ready, most, self.config.max_model_len)
+        for seq in ready:
             tokens = seq.tokens
-            if tokens.grammar is not None and not seq.relays:  # its drafts take no other sequence's blocks
+            if not self._can_run(seq, group):  # it gave its blocks to one before it
+                tokens.draft_ids = []
+                continue
+            if tokens.draft_ids:  # they take no other sequence's blocks
                 spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
-                tokens.draft_forced(min(drafts, spare), self.config.max_model_len)
-                drafts -= len(tokens.draft_ids)
+                del tokens.draft_ids[max(0, spare) :]
             needed = seq.num_tokens + seq.progress.num_pending + len(tokens.draft_ids)
             if seq.blocks.num_slots < needed and not self._grow(seq, needed):
+                tokens.draft_ids = []
                 continue
             yield seq
 

@@ -10,6 +10,7 @@ from common.base.transitions import unlisted
 from common.control.messages import AttemptKey, EngineRequest
 from common.engine.sequence_state import TRANSITIONS, SequenceState
 from common.engine.sequence_tokens import SequenceTokens
+from common.engine.speculation.sequence_drafts import SequenceDrafts
 
 _STORY_LEN = 16
 
@@ -85,6 +86,8 @@ class Sequence:
     """Tokens that were in the prefix cache when it was queued."""
     first_step_s: float | None = field(default=None, init=False)
     preemptions: int = field(default=0, init=False)
+    drafts: SequenceDrafts | None = field(default=None, init=False)
+    """What its drafts are made from, once it decodes on a node that drafts."""
 
     def __post_init__(self, token_ids: list[int], scored: int) -> None:
         sampling = self.request.sampling

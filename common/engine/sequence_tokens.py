@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher
@@ -27,8 +28,10 @@ class SequenceTokens:
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.draft_ids: list[int] = []
-        """Draft tokens: when the sequence decodes, each adds a row with a draw of its own. `Scheduler.update` clears them. Wrong
-        drafts are not rejected: all but the last one must equal the tokens that will be drawn."""
+        """Guesses of the next tokens: when the sequence decodes, each adds a row with a draw of its own. `Scheduler.update` accepts
+        them up to the first that differs from the token drawn in its place, and clears them."""
+        self.num_forced = 0
+        """Leading `draft_ids` that its grammar forced."""
         self.grammar: GrammarState | None = None
         """Set by `set_grammar`, for a request with a grammar before its first draw."""
         self.mask: bytes | None = mask_of(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
@@ -43,18 +46,35 @@ class SequenceTokens:
         self._counter: TokenCounter | None = None
         self._counted = 0
         """Leading tokens that `_counter` has counted."""
+        self._seen_with_drafts: tuple[tuple[int, int], SeenTokens] | None = None
+        """The latest result of `seen`, for so many known tokens and drafts: the next draft is counted on top."""
 
     @property
     def num_generated(self) -> int:
         return len(self.ids) - self.prompt_len
 
+    @property
+    def forced(self) -> Seq[int]:
+        """The next tokens, as far as its grammar leaves only these."""
+        return () if self.grammar is None else self.grammar.forced
+
     def seen(self, num_drafts: int = 0) -> SeenTokens | None:
         """The tokens that its penalties count: all that are known, and the first `num_drafts` of `draft_ids`.
 
-        None if it has no penalties, or its grammar leaves one token. Each draft costs a pass over all distinct tokens.
+        None if it has no penalties, or its grammar leaves one token. Each draft costs a pass over all distinct tokens, if calls
+        for more and more drafts follow each other.
         """
-        if not counts_tokens(self.sampling) or (self.grammar is not None and num_drafts < len(self.grammar.forced)):
+        if not counts_tokens(self.sampling) or num_drafts < len(self.forced):
             return None
+        latest = self._seen_with_drafts
+        if num_drafts and latest is not None and latest[0] == (len(self.ids), num_drafts - 1):
+            seen = with_token(latest[1], self.draft_ids[num_drafts - 1])
+        else:
+            seen = self._seen(num_drafts)
+        self._seen_with_drafts = (len(self.ids), num_drafts), seen
+        return seen
+
+    def _seen(self, num_drafts: int) -> SeenTokens:
         if self._counter is None:
             self._counter = TokenCounter(self.ids[: self.prompt_len], self.sampling)
             self._counted = self.prompt_len
@@ -106,12 +126,19 @@ class SequenceTokens:
         if self.grammar.begun:
             self.draw_params = self.draw_params._replace(min_tokens=0)  # is in the masks
 
-    def draft_forced(self, limit: int, max_model_len: int) -> None:
-        """Draft what its grammar forces next, if it has one: at most `limit` tokens, and none after its last one."""
-        if self.grammar is not None:
-            last = min(self.sampling.max_tokens - self.num_generated, max_model_len - len(self.ids)) - 1
-            sent = SENT_ITEMS // items_of(1, self.sampling.logprobs) - 1  # its tokens of a step are one message
-            self.draft_ids = self.grammar.forced[: max(0, min(limit, last, sent))]
+    def max_drafts(self, max_model_len: int) -> int:
+        """How many drafts it may have: none after its last token, and its tokens of a step are one message."""
+        last = min(self.sampling.max_tokens - self.num_generated, max_model_len - len(self.ids)) - 1
+        return max(0, min(last, SENT_ITEMS // items_of(1, self.sampling.logprobs) - 1))
+
+    def draft(self, proposed: Seq[int], limit: int, max_model_len: int) -> None:
+        """Draft at most `limit` tokens: those that its grammar forces, then those of `proposed` that the grammar allows, up to
+        the first one that would end the answer."""
+        limit = min(limit, self.max_drafts(max_model_len))
+        stops = self.sampling.stop_token_ids
+        self.num_forced = min(limit, len(self.forced))
+        proposed = list(takewhile(lambda token_id: token_id not in stops, proposed))
+        self.draft_ids = proposed[:limit] if self.grammar is None else self.grammar.follow(proposed, limit)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from common.base.errors import BadRequest
-from common.control.messages import EngineRequest, SamplingParams
+from common.control.messages import MAX_PREDICTION, EngineRequest, SamplingParams
 
 _MAX_LISTED = 4096
 """Maximum entries of each list in the sampling parameters, and maximum number of most likely tokens of a position."""
@@ -18,6 +18,8 @@ def check_request(request: EngineRequest, token_ids: Sequence[int], vocab_size: 
         raise BadRequest("the prompt has no tokens")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise BadRequest(f"a token id is outside the vocabulary of {vocab_size}")
+    if not _are_tokens(request.prediction, vocab_size, most=MAX_PREDICTION):
+        raise BadRequest("prediction is out of range")
     sampling = request.sampling
     wrong = [name for name, is_right in _facts(sampling, vocab_size) if not is_right]
     if wrong:

@@ -1,13 +1,15 @@
-"""Random workloads with the next step prepared while one runs, against one step at a time: the same answers."""
+"""Random workloads with the next step prepared while one runs, or with drafts, against one token at a time: the same answers."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt, wasted_rows
+from support.noisy_drafts import NoisyDrafts
 
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
@@ -16,6 +18,7 @@ from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.speculation.drafting import DraftCounts, Drafting
 from common.kv.pool import BlockPool
 
 MAX_MODEL_LEN = 120
@@ -33,6 +36,8 @@ class Outcome:
     wasted: int = 0
     placeholders: int = 0
     rows_of_aborted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def add(self, other: Outcome) -> None:
         self.stops += other.stops
@@ -40,6 +45,8 @@ class Outcome:
         self.wasted += other.wasted
         self.placeholders += other.placeholders
         self.rows_of_aborted += other.rows_of_aborted
+        self.drafted += other.drafted
+        self.accepted += other.accepted
 
 
 def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
@@ -63,14 +70,14 @@ def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None
     return requests
 
 
-def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
+def run(seed: int, depth: int, num_groups: int = 1, drafting: Drafting | None = None) -> Outcome:
     """One workload to its end, in a pool that is too small for its answers."""
     draw = random.Random(seed + 1000)
     blocks = draw.randrange(9, 16)
     config = SchedulerConfig(
         MAX_MODEL_LEN, draw.randrange(2, 7), draw.choice([8, 64]), draw.choice([4, 32]), num_groups, depth
     )
-    scheduler, runner, out = Scheduler(config, BlockPool(blocks)), FakeRunner(blocks), Outcome()
+    scheduler, runner, out = Scheduler(config, BlockPool(blocks), drafting=drafting), FakeRunner(blocks), Outcome()
     requests = [
         (
             at,
@@ -112,7 +119,26 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
     assert scheduler.is_idle(), "a sequence never finished"
     assert scheduler.pool.num_used == 0
     out.preemptions = scheduler.num_preemptions
+    counts = scheduler.drafting.counts.get("noisy", DraftCounts())
+    out.drafted, out.accepted = counts.drafted, counts.accepted
     return out
+
+
+@functools.cache
+def answer_of(seq: Sequence) -> list[int]:
+    params = seq.request.sampling
+    return generate(seq.request.prompt_ids, params.max_tokens, params.stop_token_ids, params.min_tokens)
+
+
+def check(out: Outcome, seed: int) -> None:
+    for n, (_, prompt, params, _) in enumerate(workload(seed)):
+        key = AttemptKey(f"r{n}", 1)
+        expected = generate(prompt, params.max_tokens, params.stop_token_ids, params.min_tokens)
+        expected = expected[: MAX_MODEL_LEN - len(prompt)]
+        reason = "stop" if expected[-1] in params.stop_token_ids else "length"
+        assert key in out.aborted or out.answers[key] == (expected, reason), (seed, key)
+        scores = scored_prompt(prompt) if params.prompt_logprobs else []
+        assert key in out.aborted or out.scored[key] == scores, "each position once, preempted or not"
 
 
 @pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -120,16 +146,23 @@ def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int)
     total = Outcome()
     for seed in range(25):
         out = run(seed, depth, num_groups)
-        for n, (_, prompt, params, _) in enumerate(workload(seed)):
-            key = AttemptKey(f"r{n}", 1)
-            expected = generate(prompt, params.max_tokens, params.stop_token_ids, params.min_tokens)
-            expected = expected[: MAX_MODEL_LEN - len(prompt)]
-            reason = "stop" if expected[-1] in params.stop_token_ids else "length"
-            assert key in out.aborted or out.answers[key] == (expected, reason), (seed, key)
-            scores = scored_prompt(prompt) if params.prompt_logprobs else []
-            assert key in out.aborted or out.scored[key] == scores, "each position once, preempted or not"
+        check(out, seed)
         assert out.wasted <= (depth - 1) * out.stops + out.rows_of_aborted, "more than one row of one that ended"
         total.add(out)
     assert total.preemptions > 10, "the pool is not too small"
     assert (total.placeholders > 500) == (depth == 2)
     assert (total.wasted > total.rows_of_aborted + 10) == (depth == 2)
+
+
+@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("wrong_in", [2, 9])
+def test_drafts_change_no_answer_however_many_are_wrong(wrong_in: int, num_groups: int, depth: int) -> None:
+    total = Outcome()
+    for seed in range(15):
+        drafting = Drafting(NoisyDrafts(seed, wrong_in, VOCAB, answer_of), 6, always=True)
+        out = run(seed, depth, num_groups, drafting)
+        check(out, seed)
+        total.add(out)
+    assert total.preemptions > 1, "the pool is not too small"
+    assert total.drafted - total.accepted > 100
+    assert total.accepted > 100

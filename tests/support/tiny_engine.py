@@ -19,6 +19,7 @@ from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.speculation.drafting import Drafting
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
@@ -69,16 +70,22 @@ def sequences() -> list[Sequence]:
 
 
 def answers(
-    path: Path, depth: int, sampler: Sampler | None = None, propose: Callable[[Sequence], list[int]] | None = None
+    path: Path,
+    depth: int,
+    sampler: Sampler | None = None,
+    propose: Callable[[Sequence], list[int]] | None = None,
+    *,
+    runner: ModelRunner | None = None,
+    drafting: Drafting | None = None,
 ) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
     """Run all sequences to their end, with `depth` steps in flight whose outputs arrive as late as possible.
 
-    `propose`: drafts for a sequence whose tokens are all known.
+    `propose`: drafts for a sequence whose tokens are all known. `runner`: by default a new one.
     """
     spec = kv_spec(load_model_config(path), "float32")
     pool = BlockPool(NUM_BLOCKS * spec.num_tables, spec.num_tables)
-    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), pool, spec.windows)
-    runner = make_runner(path, overlaps=depth > 1, sampler=sampler)
+    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), pool, spec.windows, drafting)
+    runner = runner or make_runner(path, overlaps=depth > 1, sampler=sampler)
     got: dict[AttemptKey, list[SampledToken]] = {}
     for seq in sequences():
         scheduler.add(seq)

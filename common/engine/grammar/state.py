@@ -4,12 +4,16 @@ The tokens allowed at a position are a function of the grammar and of the tokens
 node takes in the same ids from the first one on, and comes to the same masks.
 
 Where the grammar leaves only one text, llguidance names the tokens that spell it. These *forced* tokens are the only ones
-allowed at their positions, so they can be computed in one step, as drafts.
+allowed at their positions, so they can be computed in one step, as drafts. Behind them a copy of the state follows tokens that
+are only guessed (`follow`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from copy import copy
+from itertools import takewhile
 
 from llguidance import LLMatcher
 
@@ -47,6 +51,10 @@ class GrammarState:
         """Tokens that must come next; the matcher has consumed them already."""
         self._mask: bytes | None = None
         """Bit mask of the tokens allowed after the forced ones."""
+        self._masks_ahead: list[bytes] = []
+        """Bit masks of the tokens allowed after each draft that is not forced (`follow`)."""
+        self._ahead_s = 0.0
+        """Processor time for drafts so far. It is no part of `_spent_s`: a draft must not make the request fail."""
         self.complete = False
         """Nothing may follow the tokens taken in."""
         if self.begun:
@@ -91,9 +99,13 @@ class GrammarState:
         if self._matcher.is_error():
             raise BadRequest(f"the grammar failed: {short_error(self._matcher.get_error())}")
 
+    @property
+    def _may_spend_s(self) -> float:
+        return _BURST_S + _PER_TOKEN_S * self._taken
+
     def _spend(self, started_s: float) -> None:
         self._spent_s += time.thread_time() - started_s
-        if self._spent_s > _BURST_S + _PER_TOKEN_S * self._taken:
+        if self._spent_s > self._may_spend_s:
             raise BadRequest(f"the grammar failed: it took {self._spent_s:.2f} s for {self._taken} tokens")
 
     def prepare(self) -> None:
@@ -115,6 +127,48 @@ class GrammarState:
             for token_id in self._ends(alone=_is_empty(mask)):
                 _set(mask, token_id, allowed=True)
         self._mask = bytes(mask)
+
+    def follow(self, proposed: Iterable[int], limit: int) -> list[int]:
+        """At most `limit` drafts, whose masks it prepares: the forced tokens, then `proposed` ones up to the first that the
+        grammar forbids; tokens that these force in turn come in place of other proposals. Call `prepare` before."""
+        self._masks_ahead = []
+        drafts, guesses = self.forced[:limit], list(proposed)
+        if not guesses or limit <= len(drafts) or self._ahead_s > self._may_spend_s:
+            return drafts
+        started_s = time.thread_time()
+        try:
+            drafts += self._look_ahead(guesses, limit - len(drafts))
+        except BadRequest:  # the drafts so far are good
+            self._masks_ahead = []
+        self._ahead_s += time.thread_time() - started_s
+        return drafts
+
+    def _look_ahead(self, guesses: list[int], limit: int) -> list[int]:
+        """Drafts after the forced tokens. Raises: BadRequest if the grammar fails on the way."""
+        if not self.begun:  # where it may begin, the next row's rules change
+            return list(takewhile(lambda token_id: token_id != self._after[-1], guesses))[:limit]
+        ahead = copy(self)
+        ahead._matcher, ahead._spent_s = self._matcher.deep_copy(), 0.0
+        ahead.forced, ahead._taken = [], self._taken + len(self.forced)
+        drafts: list[int] = []
+        if ahead._matcher.is_stopped():
+            return drafts
+        while len(drafts) < limit:
+            if ahead.forced:
+                token_id = ahead.forced[0]
+                guesses = guesses[1:] if guesses and guesses[0] == token_id else []
+            elif guesses and _allows(ahead._mask, guesses[0]):
+                token_id, *guesses = guesses
+            else:
+                break
+            ahead._taken += 1
+            ahead._consume(token_id)
+            if ahead.complete:  # the answer ends with it, so that no row follows it
+                break
+            ahead.prepare()
+            self._masks_ahead.append(ahead.mask() or b"")
+            drafts.append(token_id)
+        return drafts
 
     @property
     def _is_short(self) -> bool:
@@ -143,7 +197,13 @@ class GrammarState:
             only = bytearray((token_id // 32 + 1) * 4)
             _set(only, token_id, allowed=True)
             return bytes(only)
+        if num_drafts > len(self.forced) and self.begun:
+            return self._masks_ahead[num_drafts - len(self.forced) - 1]
         return self._mask
+
+
+def _allows(mask: bytes | None, token_id: int) -> bool:
+    return mask is not None and token_id // 8 < len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 def _is_empty(mask: bytearray) -> bool:

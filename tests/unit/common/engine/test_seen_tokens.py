@@ -64,7 +64,7 @@ def test_draws_of_which_a_grammar_leaves_one_token_do_not_count_tokens() -> None
     grammar = Grammar('start: "abcabc" /[xy]/')
     seq = sequence([5, 6], [], repetition_penalty=1.1, grammar=grammar)
     seq.tokens.set_grammar(compile_grammar(fake_tokenizer(), grammar.source), [EOS])
-    seq.tokens.draft_forced(limit=10, max_model_len=100)
+    seq.tokens.draft((), limit=10, max_model_len=100)
     assert seq.tokens.draft_ids == [*b"abcabc"]
     assert [seq.tokens.seen(num_drafts) for num_drafts in range(6)] == [None] * 6
     counter = TokenCounter([5, 6], seq.request.sampling)

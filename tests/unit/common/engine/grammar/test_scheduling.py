@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeRunner, generate
+from support.fake_engine import VOCAB, FakeRunner, generate
 from support.grammars import EOS, SCHEMA, constrained, fake_tokenizer, json_grammar
+from support.noisy_drafts import NoisyDrafts
 
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
@@ -19,6 +21,7 @@ from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_tokens import SequenceTokens
+from common.engine.speculation.drafting import Drafting
 from common.engine.step import StepOutput
 from common.kv.pool import BlockPool
 
@@ -43,6 +46,16 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 VOCAB_OF_PROMPTS = 500
+
+
+@functools.cache
+def expected() -> dict[int, list[int]]:
+    return {
+        number: constrained(prompt, params)
+        if params.grammar is not None
+        else generate(prompt, params.max_tokens, params.stop_token_ids)
+        for number, (prompt, params) in enumerate(requests())
+    }
 
 
 def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[int]]:
@@ -73,15 +86,6 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
     return answers
 
 
-def expected() -> dict[int, list[int]]:
-    return {
-        number: constrained(prompt, params)
-        if params.grammar is not None
-        else generate(prompt, params.max_tokens, params.stop_token_ids)
-        for number, (prompt, params) in enumerate(requests())
-    }
-
-
 @pytest.mark.parametrize("blocks", [60, 18])
 @pytest.mark.parametrize(("groups", "depth"), [(1, 1), (1, 2), (2, 1)])
 def test_answers_are_those_of_a_run_token_by_token(groups: int, depth: int, blocks: int) -> None:
@@ -95,6 +99,24 @@ def test_forced_tokens_are_computed_in_one_step(monkeypatch: pytest.MonkeyPatch)
     config = SchedulerConfig(MAX_MODEL_LEN, 6, 24, 8)
     together, apart = FakeRunner(60), FakeRunner(60)
     answers = run(Scheduler(config, BlockPool(60)), together, 1)
-    monkeypatch.setattr(SequenceTokens, "draft_forced", lambda *_: None)
+    monkeypatch.setattr(SequenceTokens, "draft", lambda *_: None)
     assert run(Scheduler(config, BlockPool(60)), apart, 1) == answers
     assert together.steps < apart.steps
+
+
+@pytest.mark.parametrize("blocks", [60, 18])
+@pytest.mark.parametrize(("groups", "depth"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("wrong_in", [2, 8])
+def test_guessed_tokens_behind_forced_ones_change_no_answer(
+    wrong_in: int, groups: int, depth: int, blocks: int
+) -> None:
+    """Each draft's row has the mask that follows the drafts before it."""
+    config = SchedulerConfig(MAX_MODEL_LEN, 6, 40, 24, num_groups=groups, depth=depth)
+    proposer = NoisyDrafts(wrong_in, wrong_in, VOCAB, lambda seq: expected()[int(seq.key.request_id)])
+    scheduler = Scheduler(config, BlockPool(blocks), drafting=Drafting(proposer, 6, always=True))
+    assert run(scheduler, FakeRunner(blocks), depth) == expected()
+    guessed = scheduler.drafting.counts["noisy"]
+    assert guessed.accepted > 20
+    assert guessed.drafted > guessed.accepted or wrong_in > 2, "the masks refuse most wrong guesses before a row is computed"
+    forced = scheduler.drafting.counts["grammar"]
+    assert forced.accepted >= forced.drafted - 15, "only those after an answer's end are not accepted"

@@ -1,0 +1,206 @@
+"""Chooses the drafts of a step: which sequences guess their next tokens, how many, and whether that pays. Engine thread; pure.
+
+A draft costs a row and is accepted with a measured probability. Rows are added, the likeliest first, as long as the expected
+tokens per second rise. Tokens that a grammar forces are drafts too, in front of the others, with or without a proposer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.engine.sequence import Sequence
+from common.engine.speculation.acceptance import Acceptance
+from common.engine.speculation.sequence_drafts import SequenceDrafts
+from common.engine.speculation.step_costs import StepCosts
+from common.engine.speculation.token_index import NOTHING, Proposal, TokenIndex
+
+_TAKEN_AT_ONCE = 4096
+"""Tokens that an index takes in for one step, so that a long prompt does not delay the others: about 2 ms."""
+_PROBE_AFTER, _PROBE = 64, 2
+"""After so many proposals that did not seem to pay, so many drafts are computed to see whether they still fail."""
+_LEAST_GAIN = 1.02
+_WAIT_FROM = 0.5
+"""Chance of the first draft from which a sequence waits for its last token."""
+_FIRST_OF_SUFFIX = 32
+"""Places that a suffix index compares; the n-gram index takes the latest one."""
+
+
+@dataclass
+class DraftCounts:
+    """Counters since the node's start."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Proposer(Protocol):
+    """Proposes tokens."""
+
+    name: str
+
+    def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
+        """For each sequence at most so many tokens to follow those that are known and those that its grammar forces."""
+        ...
+
+    def foresees(self, seq: Sequence) -> int:
+        """`Proposal.match` of the proposal that a sequence seems to get once its last token is known; 0: it gets none."""
+        ...
+
+
+class IndexProposer:
+    """Proposes what followed the same tokens earlier in the sequence, or in the prediction that its client sent."""
+
+    def __init__(self, name: str) -> None:
+        """name: `suffix` or `ngram`."""
+        self.name = name
+        self._max_candidates = 1 if name == "ngram" else _FIRST_OF_SUFFIX
+
+    def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
+        return [self._propose(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def _propose(self, seq: Sequence, limit: int) -> Proposal:
+        drafts = seq.drafts
+        assert drafts is not None
+        if drafts.index is None:
+            prediction = seq.request.prediction
+            drafts.index = TokenIndex([prediction] if prediction else (), max_candidates=self._max_candidates)
+        if not drafts.index.take(seq.tokens.ids, _TAKEN_AT_ONCE):
+            return NOTHING
+        return drafts.index.propose(seq.tokens.forced, limit)
+
+    def foresees(self, seq: Sequence) -> int:
+        proposal = NOTHING if seq.drafts is None else self._propose(seq, 2)
+        return proposal.match if len(proposal.token_ids) > 1 else 0
+
+
+class Drafting:
+    """The drafts of one node's sequences."""
+
+    def __init__(self, proposer: Proposer | None = None, max_drafts: int = 0, *, always: bool = False) -> None:
+        """`max_drafts`: of one sequence in one step, those of its grammar aside. `always`: draft whether it pays or not."""
+        self.acceptance = Acceptance()
+        self.costs = StepCosts()
+        self.counts: dict[str, DraftCounts] = {}
+        """By method: the proposer's name, and `grammar`."""
+        self.saved_s = 0.0
+        """Estimated seconds of decode steps that accepted drafts saved, less what the rejected ones took."""
+        self._proposer = proposer
+        self._max_drafts = max_drafts
+        self._always = always
+
+    def draft(self, seqs: Iterable[Sequence], max_rows: int, max_model_len: int) -> None:
+        """Set `draft_ids` of sequences that decode in the next step, all of whose tokens are known: `max_rows` in all."""
+        seqs = list(seqs)
+        for seq in seqs:
+            if seq.tokens.grammar is not None and not seq.relays:
+                seq.tokens.draft((), max_rows, max_model_len)
+                max_rows -= len(seq.tokens.draft_ids)
+        if self._proposer is None or max_rows <= 0:
+            return
+        rows = sum(1 + len(seq.tokens.draft_ids) for seq in seqs)
+        if not (self._always or self._may_pay(len(seqs), rows, max_rows)):
+            return
+        asked = [seq for seq in seqs if not (seq.relays or seq.progress.num_pending)]
+        limits: list[int] = []
+        for seq in asked:
+            seq.drafts = seq.drafts or SequenceDrafts(Acceptance(self.acceptance))
+            left = seq.tokens.max_drafts(max_model_len) - len(seq.tokens.draft_ids)
+            limits.append(max(0, min(left, self._max_drafts, max_rows)))
+        proposals = self._proposer.propose(asked, limits)
+        for seq, proposal, count in zip(asked, proposals, self._counts(asked, proposals, rows, max_rows), strict=True):
+            if count:
+                forced = len(seq.tokens.draft_ids)
+                seq.tokens.draft(proposal.token_ids[:count], forced + count, max_model_len)
+                assert seq.drafts is not None
+                seq.drafts.match = proposal.match
+
+    def _may_pay(self, num_seqs: int, rows: int, max_rows: int) -> bool:
+        """Whether drafts would pay if all were accepted."""
+        return num_seqs > 0 and self._best([1.0] * min(max_rows, num_seqs * self._max_drafts), rows) > 0
+
+    def _counts(self, seqs: Seq[Sequence], proposals: Seq[Proposal], rows: int, max_rows: int) -> list[int]:
+        """How many tokens of each proposal to compute."""
+        if self._always:
+            return _within([len(each.token_ids) for each in proposals], max_rows)
+        ranked: list[tuple[float, int]] = []
+        for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
+            assert seq.drafts is not None
+            chance = 1.0
+            for number in range(len(proposal.token_ids)):
+                chance *= seq.drafts.acceptance.chance(proposal.match + number)
+                ranked.append((chance, index))
+        ranked.sort(reverse=True)
+        del ranked[max_rows:]
+        counts = [0] * len(seqs)
+        for _, index in ranked[: self._best([chance for chance, _ in ranked], rows)]:
+            counts[index] += 1
+        for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
+            assert seq.drafts is not None
+            seq.drafts.skipped = 0 if counts[index] else seq.drafts.skipped + bool(proposal.token_ids)
+            if seq.drafts.skipped > _PROBE_AFTER:
+                counts[index], seq.drafts.skipped = min(_PROBE, len(proposal.token_ids)), 0
+        return _within(counts, max_rows)
+
+    def _best(self, chances: Seq[float], rows: int) -> int:
+        """How many of the drafts with these chances, the highest first, give most tokens per second beside `rows` rows."""
+        tokens, seconds = float(rows), self.costs.seconds(rows)
+        best, most = 0, tokens / seconds * _LEAST_GAIN
+        for count, chance in enumerate(chances, 1):
+            tokens += chance
+            seconds = max(seconds, self.costs.seconds(rows + count))
+            if tokens / seconds > most:
+                best, most = count, tokens / seconds
+        return best
+
+    def without_waiting(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Those of the sequences to decode next that should not wait for their last tokens, which steps in flight draw. Where drafts
+        seem to pay they wait, and all wait if half of them do: two smaller steps would take twice the time of one."""
+        proposer = self._proposer
+        if proposer is None:
+            return seqs
+        pending = [seq for seq in seqs if seq.progress.num_pending]
+        waiting = {seq.key for seq in pending if self._expects(seq, proposer.foresees(seq))}
+        if 2 * len(waiting) >= len(pending):
+            waiting = {seq.key for seq in pending}
+        return [seq for seq in seqs if seq.key not in waiting]
+
+    def _expects(self, seq: Sequence, match: int) -> bool:
+        if match == 0 or seq.drafts is None:
+            return False
+        return self._always or seq.drafts.acceptance.chance(match) >= _WAIT_FROM
+
+    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """A step accepted the first ones of a sequence's drafts."""
+        forced = min(drafted, seq.tokens.num_forced)
+        if forced:
+            self._count("grammar", forced, min(accepted, forced))
+        if drafted > forced and seq.drafts is not None and self._proposer is not None:
+            proposed, right = drafted - forced, max(0, accepted - forced)
+            seq.drafts.acceptance.learn(seq.drafts.match, proposed, right)
+            self._count(self._proposer.name, proposed, right)
+
+    def _count(self, method: str, drafted: int, accepted: int) -> None:
+        counts = self.counts.setdefault(method, DraftCounts())
+        counts.drafted += drafted
+        counts.accepted += accepted
+
+    def timed(self, num_seqs: int, rows: int, tokens: int, seconds: float) -> None:
+        """A step without prompts took this long and gave `tokens` tokens."""
+        if self._proposer is None:
+            return
+        self.costs.record(rows, seconds)
+        if rows > num_seqs:
+            plain_s = min(self.costs.seconds(num_seqs), seconds)
+            self.saved_s += plain_s * tokens / num_seqs - seconds
+
+
+def _within(counts: list[int], limit: int) -> list[int]:
+    """`counts` with later ones reduced until the sum is at most `limit`."""
+    out: list[int] = []
+    for count in counts:
+        out.append(min(count, limit))
+        limit -= out[-1]
+    return out
