@@ -27,6 +27,7 @@ class DecodeRole(NodeRole[DecodeConfig]):
             pp_layers=config.pp_layers,
             prefill_chunk=config.local_prefill_chunk,
             shares_cores=config.shared_cores,
+            speculation=config.speculation,
         )
 
     def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:

@@ -42,6 +42,10 @@ _NODE_GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
         "Seconds since the engine loop's last iteration or the end of the last asynchronous step.",
         lambda load: load.step_age_s,
     ),
+    "kvrelay_node_speculation_saved_seconds": (
+        "Estimated seconds of decode steps that drafts saved, less what wrong ones took.",
+        lambda load: load.speculation_saved_s,
+    ),
 }
 _NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "vllm:num_preemptions": ("Sequences preempted.", lambda load: load.preemptions),
@@ -113,7 +117,7 @@ class _NodeCollector(Collector):
         for node, values in zip(nodes, names, strict=True):
             for transport, size_bytes in node.load.relayed_by.items():
                 relayed.add_metric([*values, transport], size_bytes)
-        families += [relayed, _step_sizes(nodes, names, labels)]
+        families += [relayed, *_drafts(nodes, names, labels), _step_sizes(nodes, names, labels)]
         for table, family_type in ((_NODE_GAUGES, GaugeMetricFamily), (_NODE_COUNTERS, CounterMetricFamily)):
             for name, (text, read) in table.items():
                 family = family_type(name, text, labels=labels)
@@ -135,6 +139,22 @@ class _NodeCollector(Collector):
         for labels, count in counts.items():
             family.add_metric(labels, count)
         return family
+
+
+def _drafts(nodes: list[Node], names: list[list[str]], labels: list[str]) -> list[Metric]:
+    """Counts of draft tokens, under vLLM's names and with the method as a label."""
+    labels = [*labels, "method"]
+    drafted = CounterMetricFamily(
+        "vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified.", labels=labels
+    )
+    accepted = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right.", labels=labels
+    )
+    for node, values in zip(nodes, names, strict=True):
+        for family, counts in ((drafted, node.load.drafted), (accepted, node.load.drafts_accepted)):
+            for method, count in counts.items():
+                family.add_metric([*values, method], count)
+    return [drafted, accepted]
 
 
 def _step_sizes(nodes: list[Node], names: list[list[str]], labels: list[str]) -> Metric:

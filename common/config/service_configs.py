@@ -30,7 +30,9 @@ from common.config.option_groups import (
     RankOptions,
     RelayOptions,
     RoutingOptions,
+    SpeculationOptions,
 )
+from common.config.speculation import parse_speculation
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -167,7 +169,7 @@ class PrefillConfig(NodeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(PipelineOptions, NodeConfig):
+class DecodeConfig(SpeculationOptions, PipelineOptions, NodeConfig):
     """A node that generates: it receives KV and runs continuous batching."""
 
     section: ClassVar[str] = "decode"
@@ -186,6 +188,7 @@ class DecodeConfig(PipelineOptions, NodeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parse_speculation(self.speculate, self.speculate_tokens)
         if self.shared_cores and self.num_ranks > self.tensor_parallel_size:
             raise ConfigError("--shared-cores does not work with pipeline stages")
 
@@ -200,6 +203,7 @@ class UpConfig(
     AdminOptions,
     RoutingOptions,
     ClientOptions,
+    SpeculationOptions,
     DeviceOptions,
     CapacityOptions,
     ClusterOptions,
@@ -248,6 +252,10 @@ class UpConfig(
         help="Token that `kvrelay admin` must send, the same in the whole cluster; without one a random one is "
         "generated, which `kvrelay admin` on this machine finds.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_speculation(self.speculate, self.speculate_tokens)
 
 
 SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)

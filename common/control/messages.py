@@ -208,6 +208,10 @@ class TokenChunk(NamedTuple):
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Item i is about prompt token i + 1. Such a chunk contains nothing else; the node that computes the prompt sends all such
     chunks, in order, before its first token."""
+    drafted: int = 0
+    """Draft tokens that the step verified for the attempt."""
+    accepted: int = 0
+    """Those of `drafted` that were right. They are among `token_ids`."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ class NodeLoad:
     """`relayed_bytes` by transport."""
     local_prefills: int = 0
     transfers_failed: int = 0
+    drafted: dict[str, int] = field(default_factory=dict[str, int])
+    """Draft tokens that steps verified, by method: `grammar` for those that a grammar forces, else a method of `--speculate`."""
+    drafts_accepted: dict[str, int] = field(default_factory=dict[str, int])
+    """Those of `drafted` that were right."""
+    speculation_saved_s: float = 0.0
+    """Estimated seconds of decode steps that drafts saved, less what wrong ones took."""
     draining: bool = False
     """The node finishes its requests and must get no new ones."""
 

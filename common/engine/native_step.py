@@ -61,9 +61,7 @@ class NativeStep:
     def takes(self, step: StepInput) -> bool:
         """Whether all sequences decode, from known tokens and drafts, and none has an adapter or is to be relayed."""
         is_decode = len(step.token_ids) == len(step.samples) and step.num_decode_seqs == len(step.query_lens)
-        return is_decode and not (
-            step.relay or step.adapters or step.placeholders or step.scored
-        )
+        return is_decode and not (step.relay or step.adapters or step.placeholders or step.scored)
 
     def run(self, step: StepInput) -> HostSamplerOutput:
         """Compute the step, whose tokens are in the vocabulary, and draw its tokens.

@@ -24,6 +24,8 @@ from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, PromptLogprobs
 from common.engine.build_step import Rows, build_step, record_rows
+from common.engine.drafting import Drafting
+from common.engine.integrity import check_reserved, check_running, check_waiting
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.priority import goes_first, insert_by_priority, insert_preempted
@@ -31,7 +33,6 @@ from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_out
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import END_IGNORED, SequenceState
-from common.engine.speculation.drafting import Drafting
 from common.engine.step import BlockCopy, SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
@@ -41,15 +42,14 @@ _WAITING, _RESERVED, _RUNNING = SequenceState.WAITING, SequenceState.RESERVED, S
 _YIELDING, _HELD, _ENDING = SequenceState.YIELDING, SequenceState.HELD, SequenceState.ENDING
 
 
+Windows = Seq[int | None]
+
+
 class Scheduler:
     """Holds the sequences that wait, that run, and that have blocks reserved for KV still to arrive (`reserve`)."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: BlockPool,
-        windows: Seq[int | None] = (None,),
-        drafting: Drafting | None = None,
+        self, config: SchedulerConfig, pool: BlockPool, windows: Windows = (None,), drafting: Drafting | None = None
     ) -> None:
         """`windows`: the sliding window of each block table of the pool, None for a table without one. `drafting`: by default only
         what grammars force."""
@@ -246,8 +246,7 @@ class Scheduler:
         self.pool.release([copy.source for copy in scheduled.step.copies])
 
     def _advance(self, output: SequenceOutput, context_len: int) -> None:
-        """After a step a sequence has KV of `context_len` tokens, but of none from its last drawn token on: the row in that place
-        was a wrong draft's."""
+        """After a step a sequence has KV of `context_len` tokens, but not of the last one drawn: a wrong draft had its place."""
         seq = output.seq
         if output.error is not None:
             return  # the KV must not be cached either
@@ -269,18 +268,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that states, containers, blocks and pool agree."""
         self.pool.check_integrity()
-        for seq in self.running.values():
-            ended = seq.state in (_HELD, _ENDING)
-            assert ended or seq.state in (_RUNNING, _YIELDING), f"{seq.key} runs and is {seq.state}"
-            assert seq.progress.in_flight or not ended, f"{seq.key} has ended, is in no step, and runs"
-            assert (seq.state is not _YIELDING) or seq in self._yielding, f"{seq.key} yields to no group"
-            self.allocator.check_integrity(seq, next_row=seq.progress.num_computed)
-        for seq in self.reserved.values():
-            assert seq.state is _RESERVED, f"{seq.key} is reserved and is {seq.state}"
-            self.allocator.check_integrity(seq, next_row=seq.num_tokens)
-        for seq in self.waiting:
-            assert seq.state is _WAITING, f"{seq.key} waits and is {seq.state}"
-            assert not seq.blocks.tables, f"{seq.key} waits and holds blocks"
+        check_running(self.running.values(), self._yielding, self.allocator)
+        check_reserved(self.reserved.values(), self.allocator)
+        check_waiting(self.waiting)
 
     # ------------------------------------------------------------ inside
 
@@ -298,23 +288,20 @@ class Scheduler:
     def _decoding(self, group: int) -> Iterator[Sequence]:
         """Running sequences of `group` that decode, with blocks for their rows; preempts others if there are not enough."""
         ready = [seq for seq in self.running.values() if seq.is_decoding and self._can_run(seq, group)]
-        if self.config.depth > 1:
-            ready = self.drafting.without_waiting(ready)
-        most = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
-        self.drafting.draft(ready, most, self.config.max_model_len)
-        for seq in ready:
-            tokens = seq.tokens
-            if not self._can_run(seq, group):  # it gave its blocks to one before it
-                tokens.draft_ids = []
-                continue
-            if tokens.draft_ids:  # they take no other sequence's blocks
-                spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
-                del tokens.draft_ids[max(0, spare) :]
-            needed = seq.num_tokens + seq.progress.num_pending + len(tokens.draft_ids)
-            if seq.blocks.num_slots < needed and not self._grow(seq, needed):
-                tokens.draft_ids = []
-                continue
-            yield seq
+        for seq in self.drafting.draft(ready, len(self.running), self.config):
+            if self._can_run(seq, group) and self._has_blocks(seq):
+                yield seq
+            else:  # perhaps it gave its blocks to one before it
+                seq.tokens.draft_ids = []
+
+    def _has_blocks(self, seq: Sequence) -> bool:
+        """Grow a sequence for its next rows. Its drafts take no other sequence's blocks."""
+        tokens = seq.tokens
+        if tokens.draft_ids:
+            spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
+            del tokens.draft_ids[max(0, spare) :]
+        needed = seq.num_tokens + seq.progress.num_pending + len(tokens.draft_ids)
+        return seq.blocks.num_slots >= needed or self._grow(seq, needed)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens`, from the last of `running` if necessary. False if it must wait or

@@ -45,7 +45,9 @@ def token_chunk(done: SequenceOutput, stats: AttemptStats | None) -> TokenChunk:
     seq, tokens = done.seq, done.tokens
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None] or None
     token_ids = [token.token_id for token in tokens]
-    return TokenChunk(seq.key, seq.tokens.num_generated - len(tokens), token_ids, logprobs, done.finish_reason, stats)
+    start = seq.tokens.num_generated - len(tokens)
+    chunk = TokenChunk(seq.key, start, token_ids, logprobs, done.finish_reason, stats)
+    return chunk._replace(drafted=done.drafted, accepted=done.accepted) if done.drafted else chunk
 
 
 def prompt_chunks(done: SequenceOutput) -> Iterator[TokenChunk]:

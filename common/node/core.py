@@ -314,7 +314,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         """Pass what a step computed to its sequences, and their tokens to the role."""
         scheduled = self._scheduled.pop(output.step_id)
         counts, num_decode_seqs = scheduled.step.query_lens, scheduled.step.num_decode_seqs
-        self._timer.end(
+        took_s = self._timer.end(
             output.step_id,
             self.clock(),
             decodes=num_decode_seqs > 0,
@@ -328,7 +328,11 @@ class NodeCore(ABC, Generic[AttemptT]):
         for seq in scheduled.seqs[num_decode_seqs:]:
             if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
                 attempt.mark("chunk", self.clock(), seq.progress.num_scheduled)
-        for done in self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs):
+        outputs = self.scheduler.update(scheduled, output.sampled, output.prompt_logprobs)
+        if num_decode_seqs == len(counts):
+            tokens = sum([len(done.tokens) for done in outputs])
+            self.scheduler.drafting.timed(num_decode_seqs, sum(counts), tokens, took_s)
+        for done in outputs:
             if done.prompt_logprobs:
                 for chunk in prompt_chunks(done):
                     self.send_buffer.reply(self.attempts[done.seq.key].identity, TokenBatch([chunk]))
@@ -349,7 +353,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
         """The present load. `waiting`: attempts that are not in the scheduler yet; `own`: fields that only a role knows."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, drafting = self.scheduler, self.scheduler.pool, self.scheduler.drafting
         unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
         # The KV of a generating sequence's last token is never computed yet.
         begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
@@ -372,5 +376,8 @@ class NodeCore(ABC, Generic[AttemptT]):
             relayed_bytes=self._relayed_bytes,
             relayed_by=dict(self._relayed_by),
             transfers_failed=self._transfers_failed,
+            drafted={name: each.drafted for name, each in drafting.counts.items()},
+            drafts_accepted={name: each.accepted for name, each in drafting.counts.items()},
+            speculation_saved_s=drafting.saved_s,
             **own,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.control.messages import Adapter, NodeRecord, PeerRef, Role, SamplingParams
+from common.engine.drafting import Drafting, IndexProposer
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampleSpec, StepInput
@@ -36,7 +37,15 @@ def make_record(
 def make_scheduler(plan: NodePlan, num_blocks: int) -> Scheduler:
     """Make the scheduler of a node whose ranks have `num_blocks` KV blocks."""
     spec = plan.layout.spec
-    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables), spec.windows)
+    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables), spec.windows, make_drafting(plan))
+
+
+def make_drafting(plan: NodePlan) -> Drafting:
+    """Make what drafts tokens on a node."""
+    speculation = plan.speculation
+    if speculation is None:
+        return Drafting()
+    return Drafting(IndexProposer(speculation.method), speculation.max_drafts)
 
 
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:

@@ -12,6 +12,7 @@ from common.base.errors import ConfigError
 from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
+from common.config.speculation import Speculation
 from common.control.messages import ModelInfo
 from common.engine.kv_transfer import RelaySettings
 from common.engine.scheduler_config import SchedulerConfig
@@ -56,6 +57,8 @@ class NodePlan:
     relay: RelaySettings
     shares_cores: bool = False
     """Prefill nodes compute on the same processor cores."""
+    speculation: Speculation | None = None
+    """How drafts are made; None: only those that grammars force."""
 
     @property
     def world_size(self) -> int:
@@ -72,6 +75,7 @@ def plan_node(
     pp_layers: str = "",
     prefill_chunk: int | None = None,
     shares_cores: bool = False,
+    speculation: Speculation | None = None,
 ) -> NodePlan:
     """Read the model's config and choose device, dtype, context, layout and limits.
 
@@ -117,6 +121,7 @@ def plan_node(
         hosts=RankHosts.of(config, layout.world_size),
         relay=RelaySettings.of(config),
         shares_cores=shares_cores,
+        speculation=speculation,
     )
 
 

@@ -33,19 +33,20 @@ class StepTimer:
         """A step is sent to the ranks."""
         self._started[step_id] = now_s
 
-    def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool, tokens: int) -> None:
+    def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool, tokens: int) -> float:
         """The step's output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of
-        prompts; `tokens`: rows that it computed."""
+        prompts; `tokens`: rows that it computed. Returns the seconds that it took."""
         self.by_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
         self.tokens += tokens
         started_s = self._started.pop(step_id, now_s)
         if prompts:
             self.prompt_busy_s += now_s - max(started_s, self._last_end_s)
+        took_s = now_s - (started_s if self.depth == 1 else max(started_s, self._last_end_s))
         if decodes:
             gain = _GAIN if self.step_s else 1.0
-            since_s = started_s if self.depth == 1 else max(started_s, self._last_end_s)
-            self.step_s += gain * (now_s - since_s - self.step_s)
+            self.step_s += gain * (took_s - self.step_s)
         self._last_end_s = now_s
+        return took_s
 
     def age_s(self, now_s: float) -> float:
         """How long steps have been in flight without one of them ending; 0 while there are none."""

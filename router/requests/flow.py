@@ -50,6 +50,8 @@ class Flow(PlacedRequest):
         self.request = request
         self.token_ids: list[int] = []
         """Tokens generated so far by all attempts; all were emitted."""
+        self.drafted = self.accepted = 0
+        """Draft tokens that decode nodes verified, and those that were right."""
         self._early: list[TokenChunk] = []
         """Chunks of the decode node that wait for the prefill node's token; without gaps."""
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -131,6 +133,8 @@ class Flow(PlacedRequest):
         instructions: Instructions = []
         if chunk.stats is not None:
             instructions.append(Report(leg.role, chunk.stats, leg.peer.incarnation))
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
         known = len(self.token_ids) - chunk.start
         fresh = chunk.token_ids[known:]
         if fresh:

@@ -14,11 +14,11 @@ from support.noisy_drafts import NoisyDrafts
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
+from common.engine.drafting import DraftCounts, Drafting
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
-from common.engine.speculation.drafting import DraftCounts, Drafting
 from common.kv.pool import BlockPool
 
 MAX_MODEL_LEN = 120

@@ -28,7 +28,9 @@ class NoisyDrafts:
         start = seq.tokens.num_generated + len(seq.tokens.forced)
         right = self._answer(seq)[start:][: self._draw.randrange(limit + 1)]
         is_wrong = [self._draw.randrange(self._wrong_in) == 0 for _ in right]
-        return Proposal([self._draw.randrange(self._vocab) if w else t for w, t in zip(is_wrong, right, strict=True)], 2)
+        return Proposal(
+            [self._draw.randrange(self._vocab) if w else t for w, t in zip(is_wrong, right, strict=True)], 2
+        )
 
     def foresees(self, seq: Sequence) -> int:
         return 2 * self._draw.randrange(2)

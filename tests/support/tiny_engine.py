@@ -13,13 +13,13 @@ from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.drafting import Drafting
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.base import Sampler
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
-from common.engine.speculation.drafting import Drafting
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout

@@ -22,18 +22,26 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
 
     `completion`: number of tokens sent so far; None: all.
     """
-    prompt = cached = 0
+    prompt = cached = drafted = accepted = 0
+    for generation in generations:
+        drafted += generation.drafted
+        accepted += generation.accepted
     for generation in generations[::samples]:
         prompt += len(generation.request.engine.prompt_ids)
         cached += generation.cached_tokens
     if completion is None:
         completion = sum([generation.completion_tokens for generation in generations])
-    return {
+    counts: Json = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if drafted:
+        rejected = drafted - accepted
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        counts["completion_tokens_details"] = details
+    return counts
 
 
 class BaseFormat:

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from common.base.errors import BadRequest, PromptTooLong
 from common.control.ids import Ids, pack_ids
-from common.control.messages import EngineRequest, Grammar
+from common.control.messages import MAX_PREDICTION, EngineRequest, Grammar
 from router.http.client import client_of
 from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
@@ -263,7 +263,14 @@ def _generation_request(
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        EngineRequest(pack_ids(prompt_ids), sampling, given["cache_salt"] or "", caller.priority, model.adapter),
+        EngineRequest(
+            pack_ids(prompt_ids),
+            sampling,
+            given["cache_salt"] or "",
+            caller.priority,
+            model.adapter,
+            prediction=_prediction(body, model),
+        ),
         stop=tuple(given["stop"]),
         client_stop_ids=frozenset(given["stop_token_ids"] or ()),
         include_stop=bool(given["include_stop_str_in_output"]),
@@ -284,6 +291,20 @@ def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int)
         return prompt_ids
     count = longest if limit == -1 else limit
     return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
+
+
+def _prediction(body: CompletionRequestBase, model: ServedModel) -> Ids:
+    """As the answer would be tokenized. Raises: BadRequest if it is longer than any answer."""
+    if body.prediction is None:
+        return pack_ids()
+    text = body.prediction.text
+    longest = min(model.max_model_len, MAX_PREDICTION)
+    ids = model.tokenizer.encode_within(text) if model.tokenizer.min_tokens(text) <= longest else []
+    if len(ids) > longest or (text and not ids):
+        raise BadRequest(
+            f"the prediction has more than {longest} tokens, more than an answer can have", param="prediction"
+        )
+    return pack_ids(token_id for token_id in ids if token_id < model.vocab_size)
 
 
 def _bad_words(body: CompletionRequestBase, model: ServedModel) -> list[Ids]:

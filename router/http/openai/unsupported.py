@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
         (
             "functions",
             "audio",
-            "prediction",
             "use_beam_search",
             "logits_processors",
             "chat_template",

@@ -73,6 +73,8 @@ function show(node) {
     ["KV memory", `${kv(load.kv_blocks_used)} used, ${kv(load.kv_blocks_cached)} cached, of ${count(load.kv_blocks_total)}`],
     ["Prefix cache", `${percent(load.prefix_hits, load.prefix_queries)} of ${counted(load.prefix_queries, "token")} hit`],
     ["Decode step", load.step_s ? duration(load.step_s) : "–"],
+    ...Object.entries(load.drafted).map(([method, drafted]) => [`Drafts (${method})`,
+      `${percent(load.drafts_accepted[method], drafted)} of ${counted(drafted, "token")} right`]),
     ["Relayed", `${bytes(load.relayed_bytes)}${Object.keys(load.relayed_by).length ? ` over ${Object.keys(load.relayed_by).join(", ")}` : ""}`],
     ["Failures", `${counted(load.transfers_failed, "transfer")}, ${counted(load.preemptions, "preemption")}, breaker ${node.breaker.state}`],
     ["Lease", node.answered_s_ago === null ? "never answered" : `answered ${duration(node.answered_s_ago)} ago`],

@@ -15,13 +15,13 @@ from support.noisy_drafts import NoisyDrafts
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
+from common.engine.drafting import Drafting
 from common.engine.grammar.compile import compile_grammar
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_tokens import SequenceTokens
-from common.engine.speculation.drafting import Drafting
 from common.engine.step import StepOutput
 from common.kv.pool import BlockPool
 
@@ -117,6 +117,8 @@ def test_guessed_tokens_behind_forced_ones_change_no_answer(
     assert run(scheduler, FakeRunner(blocks), depth) == expected()
     guessed = scheduler.drafting.counts["noisy"]
     assert guessed.accepted > 20
-    assert guessed.drafted > guessed.accepted or wrong_in > 2, "the masks refuse most wrong guesses before a row is computed"
+    assert guessed.drafted > guessed.accepted or wrong_in > 2, (
+        "the masks refuse most wrong guesses before a row is computed"
+    )
     forced = scheduler.drafting.counts["grammar"]
     assert forced.accepted >= forced.drafted - 15, "only those after an answer's end are not accepted"

@@ -15,7 +15,10 @@ def slow_proposal(document: list[int], ids: list[int], limit: int) -> Proposal:
     end, best, found = len(everything), 1, 0
     for place in range(end - 2, 0, -1):
         length = 0
-        while length < min(MAX_MATCH, len(everything) - 1) and everything[place - length] == everything[end - 1 - length] >= 0:
+        while (
+            length < min(MAX_MATCH, len(everything) - 1)
+            and everything[place - length] == everything[end - 1 - length] >= 0
+        ):
             length += 1
         if length > best:
             best, found = length, place
@@ -50,7 +53,10 @@ def test_acceptance_is_that_of_a_search_through_everything(vocab: int, is_predic
         expected = answer[token_number : token_number + 8]
         proposals = index.propose((), len(expected)), slow_proposal(document, ids, len(expected))
         right = [
-            next((i for i, (a, b) in enumerate(zip(each.token_ids, expected, strict=False)) if a != b), len(each.token_ids))
+            next(
+                (i for i, (a, b) in enumerate(zip(each.token_ids, expected, strict=False)) if a != b),
+                len(each.token_ids),
+            )
             for each in proposals
         ]
         ours, theirs, drafts = ours + right[0], theirs + right[1], drafts + len(expected)

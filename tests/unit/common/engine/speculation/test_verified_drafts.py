@@ -10,8 +10,8 @@ from support.noisy_drafts import NoisyDrafts
 from support.oracle import make_tiny
 from support.tiny_engine import VOCAB, answers
 
+from common.engine.drafting import Drafting
 from common.engine.sequence import Sequence
-from common.engine.speculation.drafting import Drafting
 from common.kernels.native.find import find_native
 
 

@@ -8,9 +8,10 @@ from support.noisy_drafts import NoisyDrafts
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.drafting import Drafting, IndexProposer
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
-from common.engine.speculation.drafting import Drafting, IndexProposer
 from common.engine.speculation.step_costs import StepCosts
 
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18]
@@ -33,7 +34,7 @@ def drafting(cost_of_row: float, max_drafts: int = 8) -> Drafting:
 
 
 def drafts_of(made: Drafting, seqs: list[Sequence], max_rows: int = 64) -> list[int]:
-    made.draft(seqs, max_rows, 1000)
+    made.draft(seqs, 0, SchedulerConfig(1000, 64, max_rows, max_rows))
     return [len(seq.tokens.draft_ids) for seq in seqs]
 
 
@@ -92,9 +93,10 @@ def test_sequences_wait_for_their_last_token_where_drafts_seem_right() -> None:
     seqs = [sequence(str(n)) for n in range(40)]
     for seq in seqs:
         seq.progress.num_pending = 1
-    assert made.without_waiting(seqs) == seqs, "none has drafted before"
+    config = SchedulerConfig(1000, 64, 64, 64, depth=2)
+    assert made.draft(seqs, 0, config) == seqs, "none has drafted before"
     drafts_of(drafting(0.0), seqs[:1])
-    going = made.without_waiting([seqs[0], *seqs[1:8]])
+    going = made.draft([seqs[0], *seqs[1:8]], 0, config)
     assert len(going) >= 7
 
 

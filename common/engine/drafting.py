@@ -6,11 +6,11 @@ tokens per second rise. Tokens that a grammar forces are drafts too, in front of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
 from common.engine.speculation.sequence_drafts import SequenceDrafts
@@ -91,11 +91,21 @@ class Drafting:
         self._max_drafts = max_drafts
         self._always = always
 
-    def draft(self, seqs: Iterable[Sequence], max_rows: int, max_model_len: int) -> None:
-        """Set `draft_ids` of sequences that decode in the next step, all of whose tokens are known: `max_rows` in all."""
-        seqs = list(seqs)
+    def draft(self, seqs: list[Sequence], num_running: int, config: SchedulerConfig) -> list[Sequence]:
+        """Set `draft_ids` of the sequences that can decode in the next step. Returns those that should: with asynchronous
+        scheduling some wait for their last token instead.
+
+        `num_running`: sequences that must find a row in any case.
+        """
+        if config.depth > 1:
+            seqs = self._without_waiting(seqs)
+        self._draft(seqs, min(config.max_num_batched_tokens - num_running, config.prefill_chunk), config.max_model_len)
+        return seqs
+
+    def _draft(self, seqs: list[Sequence], max_rows: int, max_model_len: int) -> None:
+        """`max_rows`: drafts in all."""
         for seq in seqs:
-            if seq.tokens.grammar is not None and not seq.relays:
+            if (seq.tokens.grammar is not None or self._proposer is not None) and not seq.relays:
                 seq.tokens.draft((), max_rows, max_model_len)
                 max_rows -= len(seq.tokens.draft_ids)
         if self._proposer is None or max_rows <= 0:
@@ -155,9 +165,9 @@ class Drafting:
                 best, most = count, tokens / seconds
         return best
 
-    def without_waiting(self, seqs: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences to decode next that should not wait for their last tokens, which steps in flight draw. Where drafts
-        seem to pay they wait, and all wait if half of them do: two smaller steps would take twice the time of one."""
+    def _without_waiting(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Without those that wait for their last tokens, which steps in flight draw. Where drafts seem to pay they wait, and all
+        wait if half of them do: two smaller steps would take twice the time of one."""
         proposer = self._proposer
         if proposer is None:
             return seqs

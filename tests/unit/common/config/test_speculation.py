@@ -1,0 +1,46 @@
+"""`--speculate` and vLLM's `--speculative-config`."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.config.service_configs import DecodeConfig, UpConfig
+from common.config.speculation import Speculation, parse_speculation
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", None),
+        ("auto", Speculation("suffix", 8)),
+        ("suffix", Speculation("suffix", 8)),
+        ("ngram", Speculation("ngram", 8)),
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', Speculation("ngram", 5)),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 24}', Speculation("suffix", 8)),
+    ],
+)
+def test_every_spelling_is_understood(text: str, expected: Speculation | None) -> None:
+    assert parse_speculation(text, 8) == expected
+    assert DecodeConfig(model="demo", speculate=text, speculate_tokens=8).speculation == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sufix", "none of suffix"),
+        ("eagle:./head", "not supported"),
+        ("mtp", "not supported"),
+        ("draft:", "none of suffix"),
+        ("{", "not valid JSON"),
+        ('{"method": "medusa"}', "'medusa' is none of"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "a number from 1 to 128"),
+        ('{"method": "ngram", "num_speculative_tokens": 1000}', "a number from 1 to 128"),
+        ('{"method": "ngram", "model": "x"}', "model is needed for draft_model"),
+        ('{"method": "ngram", "draft_tensor_parallel_size": 1}', "'draft_tensor_parallel_size' is not supported"),
+    ],
+)
+@pytest.mark.parametrize("config", [DecodeConfig, UpConfig])
+def test_what_is_wrong_is_named(text: str, message: str, config: type[DecodeConfig | UpConfig]) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(model="demo", speculate=text)
