@@ -235,8 +235,7 @@ class Scheduler:
                 self._leave(seq)
             else:
                 output = take_output(seq, tokens, prompts.get(index, []), self.config.max_model_len)
-                if output.drafted:
-                    self.drafting.verified(seq, output.drafted, output.accepted)
+                self.drafting.verified(seq, output.drafted, output.accepted)
                 self._advance(output, scheduled.step.context_lens[index])
                 outputs.append(output)
         return outputs

@@ -19,7 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.base.errors import BadRequest, ConfigError
-from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
+from common.config.option_groups import (
+    CapacityOptions,
+    DeviceOptions,
+    GpuMemoryOptions,
+    ModelOptions,
+    SpeculationOptions,
+)
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
 from common.control.messages import Task
@@ -43,7 +49,7 @@ from router.models.served_model import LoadOptions
 _IN_PROCESS = {
     *(
         field.name
-        for group in (ModelOptions, CapacityOptions, DeviceOptions, GpuMemoryOptions)
+        for group in (ModelOptions, CapacityOptions, DeviceOptions, GpuMemoryOptions, SpeculationOptions)
         for field in fields(group)
     ),
     *("max_num_batched_tokens", "threads", "nice", "start_timeout_s", "tensor_parallel_size"),

@@ -2,7 +2,8 @@
 
 Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
 few KV blocks that sequences are preempted. The subset here covers every size, both ways of spreading KV heads and every
-transport; over gloo the next step is prepared while one runs. `make test-matrix` runs every combination.
+transport; over gloo the next step is prepared while one runs. Where decode nodes have tensor-parallel ranks, they guess tokens
+and verify them. `make test-matrix` runs every combination.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ def test_tokens_equal_the_reference(
         *("--model", str(model), "--dtype", "float32", "--config", str(config), "--start-timeout-s", "240"),
         *("--local-prefill-tokens", "0", "--kv-transport", transport),
         *("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--decode-pp", str(decode_pp)),
+        *("--speculate", "suffix" if decode_tp > 1 else "off"),
         "--async-scheduling" if transport == "collective" else "--no-async-scheduling",
     ) as system:
         system.wait_usable(timeout_s=240)
@@ -136,4 +138,7 @@ def test_tokens_equal_the_reference(
         assert relayed > 0, "the relay is real"
         assert system.metric("kvrelay_relay_bytes_total", transport=taken) == relayed, "it took another transport"
         assert system.metric("vllm:num_preemptions_total", role="decode") > 0, "sequences were preempted"
+        drafted = system.metric("vllm:spec_decode_num_draft_tokens_total", method="suffix")
+        accepted = system.metric("vllm:spec_decode_num_accepted_tokens_total", method="suffix")
+        assert (drafted > accepted > 0) == (decode_tp > 1), "some guesses were right and some wrong"
         system.wait_whole()

@@ -95,6 +95,8 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
         own = [*kvrelay, role, *node, *sizes[role], "--node-id", name]
         control = port(5000)
         made.addresses[name] = f"tcp://{at(name)}:{control}"
+        if name == "decode-1":  # the other one does not guess: streams that move between them stay the same
+            own += ["--speculate", "suffix"]
         ranked = [] if index == "0" else ["--tp" if role == "prefill" else "--pp", "2"]
         commands[name] = [*own, *ranked, "--host", at(name), "--port", str(control)]
         if ranked and network is not None:
