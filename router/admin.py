@@ -28,7 +28,7 @@ _MAX_LISTED = 1000
 
 
 class RouterAdmin:
-    """The admin routes of one router. They change nothing, except `POST /restart`."""
+    """The admin routes of one router. They change nothing, except `POST /restart` and `/scale`."""
 
     def __init__(self, router: Router, directory: Directory | None, restart: Restart | None = None) -> None:
         """`restart`: how the process ends when an operator asks; None if it cannot."""
@@ -47,6 +47,7 @@ class RouterAdmin:
             AdminRoute("POST", "/route", self.explain_route),
             AdminRoute("POST", "/blocks", self.find_blocks),
             AdminRoute("POST", "/restart", self._begin_restart),
+            AdminRoute("POST", "/scale", self._scale),
         ]
 
     def _status(self, call: Call) -> Mapping[str, Any]:
@@ -88,6 +89,12 @@ class RouterAdmin:
             raise BadRequest("this router cannot restart")
         self._restart.begin(seconds(call, "grace_s", 0.0), seconds(call, "timeout_s", DRAIN_S))
         return self._status(call)
+
+    async def _scale(self, call: Call) -> Mapping[str, Any]:
+        """Body: numbers of nodes by role, those that change. Answers with all."""
+        if self._directory is None:
+            raise NotFound("this router reads no nodes from Redis")
+        return await self._directory.scale(call.body)
 
     def _model(self, model: ServedModel) -> Mapping[str, Any]:
         """What `/status` says about a model."""

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.errors import ConfigError
+from common.base.errors import ConfigError, Unavailable
+from common.cluster.desired_state import Counts, change_desired
 from common.cluster.records import CheckedRecords, LoadedAdapters, Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
@@ -252,6 +253,13 @@ class Directory:
             node_id: now - seen_s for node_id, (_, seen_s) in self._progress.items() if node_id not in self._records
         }
         return {node_id: age_s for node_id, age_s in ages.items() if age_s > self._grace_s}
+
+    async def scale(self, changes: Mapping[str, object]) -> Counts:
+        """Change how many nodes of some roles the cluster wants. Returns all counts. Raises: NotFound, BadRequest, Unavailable."""
+        try:
+            return await change_desired(self._client, self._keys, changes)
+        except UNREACHABLE as error:
+            raise Unavailable(f"Redis is away: {short(error)}") from error
 
     async def run(self) -> None:
         """Poll until cancelled."""

@@ -30,6 +30,11 @@ class Keys:
         """String: a random value; another value means that Redis lost its data."""
         return self.prefix + "epoch"
 
+    @property
+    def desired(self) -> str:
+        """String: how many nodes of each role the cluster wants, if something keeps its shape."""
+        return self.prefix + "desired"
+
     def node(self, node_id: str) -> str:
         """String: the node's record."""
         return f"{self.prefix}node:{node_id}"

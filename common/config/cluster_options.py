@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from common.config.fields import for_role, option
 from common.config.option_groups import Favor, GpuMemoryOptions, PipelineOptions, RankOptions
+
+Platform = Literal["machine", "ray"]
 
 
 def _gpu_memory_of(role: str) -> str:
@@ -43,6 +46,17 @@ class ClusterOptions:
     favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
     tls: bool = option(
         False, "Encrypt the connections between the services, with certificates made for this run.", "Cluster"
+    )
+    on: Platform = option(
+        "machine",
+        "Where the services run: on this machine, or on the hosts of a Ray cluster (docs/ray.md), for which --redis-url must "
+        "name a Redis.",
+        "Cluster",
+        own=True,
+    )
+    address: str = option("auto", "Address of the Ray cluster's head, with --on ray.", "Cluster", own=True)
+    ray_cpus_per_rank: float = option(
+        1.0, "CPUs that Ray reserves for each rank of a node, with --on ray.", "Cluster", low=0.01, high=1024, own=True
     )
     pid_file: str | None = option(
         None, "JSON file that lists the running processes (name, role, pid, address) at any time.", "Cluster", own=True

@@ -1,4 +1,4 @@
-"""`kvrelay admin drain` and `undrain`."""
+"""`kvrelay admin drain`, `undrain` and `scale`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,18 @@ def drain(
     show_answer(url, as_json, act, lambda show, status: show.cell(_drained(status)))
 
 
+def _pairs(counts: list[str]) -> list[tuple[str, str]]:
+    return [(role, count) for role, _, count in (each.partition("=") for each in counts)]
+
+
+def _parse_counts(counts: list[str]) -> list[str]:
+    """Raises: BadParameter for a word that is not ROLE=COUNT."""
+    for word, (role, count) in zip(counts, _pairs(counts), strict=True):
+        if not role or not count.isdecimal() or len(count) > 6:
+            raise typer.BadParameter(f"{word!r} is not ROLE=COUNT, as in prefill=6")
+    return counts
+
+
 def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
     """Send new requests to a drained node again."""
     show_answer(
@@ -54,6 +66,22 @@ def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
         as_json,
         lambda client: client.post("/undrain", {}, base=client.address_of(client.node(name))),
         lambda show, status: show.cell(f"{status['node_id']} takes new work"),
+    )
+
+
+def scale(
+    counts: Annotated[
+        list[str], typer.Argument(metavar="ROLE=COUNT...", callback=_parse_counts, help="As in prefill=6 decode=2.")
+    ],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Change how many nodes `kvrelay up --on ray` keeps running. Nodes that go finish their requests first."""
+    show_answer(
+        url,
+        as_json,
+        lambda client: client.post("/scale", {role: int(count) for role, count in _pairs(counts)}),
+        lambda show, wanted: show.cell("wanted: " + ", ".join(f"{role} {count}" for role, count in wanted.items())),
     )
 
 

@@ -26,6 +26,11 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
+    if resolved.config.on == "ray":
+        from kvrelay.on_ray.up import up_on_ray
+
+        asyncio.run(up_on_ray(resolved.config, resolved.sources))
+        return
     # The nodes' server imports PyTorch while this process imports the rest.
     with fork_servers_for(resolved.config.device) as fork_servers:
         from kvrelay.up.supervisor import up

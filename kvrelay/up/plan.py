@@ -79,7 +79,7 @@ def plan_children(
     preload = json.dumps([str(each.path) for each in generating])
     for place in routers:
         own = {**of_all, "host": config.host, "port": str(place.port), "admin_port": str(place.admin_port)}
-        argv, environ = _command(RouterConfig, config, sources, {**own, "preload": preload})
+        argv, environ = service_command(RouterConfig, config, sources, {**own, "preload": preload})
         children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
     shares = iter(
@@ -89,7 +89,7 @@ def plan_children(
     for model in models:
         given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
         path = str(model.path) if model.generates else ""
-        for role, cls, count in _nodes_of(model, config):
+        for role, cls, count in nodes_of(model, config):
             for _ in range(count):
                 name = f"{role}-{numbers[role]}"
                 numbers[role] += 1
@@ -98,9 +98,9 @@ def plan_children(
                 share = next(shares) if model.generates else None
                 own = {**of_all, **_ON_LOOPBACK, **_ON_ONE_HOST, "model": model.model, "node_id": node_id}
                 if model.generates or not generating:
-                    own |= _role_options(cls.section, config, share)
+                    own |= role_options(cls.section, config, share)
                 own |= _host_options(cls, config, on_gpus=share is not None)
-                argv, environ = _command(cls, config, given, own)
+                argv, environ = service_command(cls, config, given, own)
                 if share is not None:
                     environ[VISIBLE] = ",".join(share.visible)
                 children.append(ChildSpec(name, role, argv, environ, node_id, path))
@@ -124,7 +124,7 @@ def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:
     return _FIRST_START_S if on_gpus and is_default else config.start_timeout_s
 
 
-def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[NodeConfig], int]]:
+def nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[NodeConfig], int]]:
     """Role, configuration and number of a model's nodes."""
     if not model.generates:
         return [("pooling", PrefillConfig, config.prefill)]
@@ -139,7 +139,7 @@ def _of_pooling(sources: Mapping[str, Source], *, is_alone: bool) -> dict[str, S
     }
 
 
-def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
+def role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
     """The options of `config` for the nodes of `role` only, defaults included: GPUs and memory were planned with
     them."""
     options = {} if share is None else {"gpu_memory_utilization": str(share.utilization)}
@@ -170,7 +170,7 @@ def _shares_cores(config: UpConfig) -> bool:
     return config.prefill > 0 and config.favor != "itl" and not has_stages
 
 
-def _command(
+def service_command(
     cls: type[ServiceConfig], config: UpConfig, sources: Mapping[str, Source], own: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Arguments and environment of a service with the options `own`, and those of `config` that it has too."""
