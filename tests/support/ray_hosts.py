@@ -21,8 +21,8 @@ from support.system import wait_until
 _HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 300,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
 }
 """Those of docs/ray.md: a lost host is noticed within a second instead of 15."""
 
