@@ -27,7 +27,7 @@ that dies later is restarted; Ctrl-C stops everything in order. Nodes share all 
 
 def _run(resolved: Resolved[UpConfig]) -> None:
     if resolved.config.on == "ray":
-        from kvrelay.on_ray.up import up_on_ray
+        from kvrelay.up.on_ray.up import up_on_ray
 
         asyncio.run(up_on_ray(resolved.config, resolved.sources))
         return

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrelay.on_ray.actor import Report
-from kvrelay.on_ray.reconcile import reconcile
-from kvrelay.on_ray.services import RayService
+from kvrelay.up.on_ray.actor import Report
+from kvrelay.up.on_ray.reconcile import reconcile
+from kvrelay.up.on_ray.services import RayService
 
 
 def service(name: str, *words: str) -> RayService:

@@ -11,8 +11,8 @@ from common.base.errors import ConfigError
 from common.cluster.desired_state import Counts
 from common.config.service_configs import RouterConfig, UpConfig
 from common.config.sources import Source
-from kvrelay.on_ray.placement import Resources
 from kvrelay.up.models import UpModel
+from kvrelay.up.on_ray.placement import Resources
 from kvrelay.up.plan import nodes_of, role_options, service_command
 from kvrelay.up.routers import ADMIN_HOST, RouterPlace
 

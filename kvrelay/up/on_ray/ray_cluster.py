@@ -12,9 +12,9 @@ from typing import Any
 
 from common.base.endpoints import tcp_place
 from common.base.errors import ConfigError, Unavailable
-from kvrelay.on_ray.actor import Report, ServiceActor
-from kvrelay.on_ray.placement import Placement, RayHost, Resources
-from kvrelay.on_ray.services import RayService
+from kvrelay.up.on_ray.actor import Report, ServiceActor
+from kvrelay.up.on_ray.placement import Placement, RayHost, Resources
+from kvrelay.up.on_ray.services import RayService
 
 NAMESPACE = "kvrelay"
 _ANSWER_S = 5.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.errors import ConfigError
-from kvrelay.on_ray.placement import Placement, RayHost, place, why_pending
+from kvrelay.up.on_ray.placement import Placement, RayHost, place, why_pending
 
 SMALL = [RayHost(f"n{number}", f"10.0.0.{number}", {"CPU": 4.0}) for number in range(3)]
 GPUS = [RayHost(f"g{number}", f"10.0.1.{number}", {"CPU": 64.0, "GPU": 8.0}) for number in range(2)]

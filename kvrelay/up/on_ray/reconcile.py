@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.on_ray.actor import Report
-from kvrelay.on_ray.ray_cluster import service_of
-from kvrelay.on_ray.services import RayService
+from kvrelay.up.on_ray.actor import Report
+from kvrelay.up.on_ray.ray_cluster import service_of
+from kvrelay.up.on_ray.services import RayService
 
 
 @dataclass

@@ -25,14 +25,14 @@ from common.cluster.running_clusters import RunningCluster, announced, runtime_f
 from common.config.service_configs import UpConfig
 from common.config.sources import ENV_PREFIX, Source
 from kvrelay.admin.client import TOKEN_VARIABLE, AdminClient
-from kvrelay.on_ray.actor import Report
-from kvrelay.on_ray.placement import Placement, place, why_pending
-from kvrelay.on_ray.ray_cluster import RayCluster
-from kvrelay.on_ray.reconcile import reconcile
-from kvrelay.on_ray.services import RayService, RayServices, check_options
 from kvrelay.up.console import Console, failure_line
 from kvrelay.up.health import HealthProbe
 from kvrelay.up.models import find_models
+from kvrelay.up.on_ray.actor import Report
+from kvrelay.up.on_ray.placement import Placement, place, why_pending
+from kvrelay.up.on_ray.ray_cluster import RayCluster
+from kvrelay.up.on_ray.reconcile import reconcile
+from kvrelay.up.on_ray.services import RayService, RayServices, check_options
 from kvrelay.up.plan import STOP_ORDER
 from kvrelay.up.restarts import exit_code
 from kvrelay.up.routers import RouterPlace, router_places

@@ -20,7 +20,7 @@ from typing import Any
 from common.base.free_port import free_port
 from common.base.process import module_command
 from common.config.sources import SUPERVISOR_VARIABLE
-from kvrelay.on_ray.services import HOST, RayService
+from kvrelay.up.on_ray.services import HOST, RayService
 from kvrelay.up.restarts import RestartAfter, RestartPolicy
 
 _KEPT_LINES = 2_000
