@@ -24,7 +24,7 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 10
+    assert len(patterns) == 11
     with running_system(tmp_path) as system:
         system.wait_usable()
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
@@ -37,6 +37,8 @@ def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exist
         wait_until(lambda: system.metric("kvrelay_index_blocks") > 0, 20, "the router learns what the nodes hold")
         with redis.Redis(port=port, decode_responses=True) as client:
             wait_until(lambda: len(list(client.scan_iter(match="*:blocks:*"))) == 2, 20, "both nodes publish")
+            client.set("kvrelay:{default}:desired", '{"prefill": 1, "decode": 1}')  # as `kvrelay up --on ray` does
+            assert system.admin("scale", "prefill=6") == {"prefill": 6, "decode": 1}
             keys = list(client.scan_iter())
             for key in keys:
                 assert any(pattern.fullmatch(key) for pattern in patterns), f"{key} is not in {DOCUMENT.name}"
