@@ -27,6 +27,7 @@ from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
 from common.model.pooling.open import load_pooling_model, read_pooling_config
 from common.model.pooling.pooler import Pooler, PoolingModel
+from common.model.tokenizer_folder import tokenizer_folder
 from common.node.options import ServerOptions
 from common.node.server import NodeServer
 from prefill_node.pooling_core import PoolingNode, PoolLimits
@@ -57,7 +58,7 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
     )
     core = PoolingNode(Pooler(model), limits, server.send_buffer, monotonic)
     names = listed("served_model_name", config.served_model_name)
-    digest = tokenizer_digest(path)
+    digest = tokenizer_digest(tokenizer_folder(path, config.tokenizer))
     info = ModelInfo(
         names[0] if names else model_name(path),
         str(path),
@@ -68,7 +69,7 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
         of_model.hidden_size,
     )
     fingerprint = pooling_fingerprint(
-        path, of_model, config.load_format, config.dtype, config.seed, config.quantization
+        path, of_model, config.load_format, config.dtype, config.seed, config.quantization, digest
     )
     layout = KVLayout(fingerprint, KVSpec.uniform(1, 1, 1, "float32"))
     record = NodeRecord(

@@ -36,6 +36,7 @@ class Router:
             reasoning_parser=config.reasoning_parser,
             fit_conversations=config.fit_conversations,
             allow_mixed_weights=config.allow_mixed_weights,
+            tokenizer=config.tokenizer,
             preload=config.preload,
         )
         self.index = PrefixIndex(config.index_blocks)

@@ -100,6 +100,12 @@ class ModelOptions:
     model: str = option(
         "demo", "Model folder, GGUF file, hub name or ORG/NAME@REVISION; demo is included.", "Model", "--model-path"
     )
+    tokenizer: str | None = option(
+        None,
+        "Folder or hub name of the tokenizer and chat template to use instead of the model's own, such as for a GGUF file whose "
+        "tokenizer cannot be read; the same on all nodes and routers.",
+        "Model",
+    )
     served_model_name: str | None = option(
         None,
         "Name of the model in the API; by default the name of its folder. With several names, clients may use any of them; "

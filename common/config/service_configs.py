@@ -67,6 +67,7 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
         default=None,
         help="Folder or hub name of the tokenizer to use; by default the router uses that of the nodes' model.",
     )
+    tokenizer: str | None = variant(ModelOptions, "tokenizer")
     served_model_name: str | None = variant(ModelOptions, "served_model_name")
     preload: str | None = option(
         None,

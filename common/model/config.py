@@ -111,9 +111,12 @@ def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
     """
     if is_gguf(path):
         # Imported here because it costs a fifth of a second, which other models need not pay.
-        from common.model.gguf.config import GGUF_NAMES, read_gguf_config
+        from common.model.gguf.config import gguf_architecture, read_gguf_config
+        from common.model.gguf.file import open_gguf
 
-        return _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
+        gguf = open_gguf(path)
+        config = ConfigFile(path, read_gguf_config(gguf))
+        return _describe(config, model_folder(path), gguf_architecture(gguf).names)
     file = path / "config.json"
     return _describe(ConfigFile(file, _with_head(read_json_object(file)) if headless else None), path, None)
 

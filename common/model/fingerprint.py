@@ -16,7 +16,7 @@ from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
 from common.model.description import MultiHeadDescription
 from common.model.files import Header, is_torch_file, read_header, read_torch_header, weight_files
-from common.model.hub import is_gguf, model_folder
+from common.model.hub import is_gguf
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
 
@@ -39,10 +39,11 @@ def fingerprint(
     drawn_on: str = "cpu",
     quantization: Quantization = "auto",
     arithmetic: str = "",
+    tokenizer: str = "",
 ) -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
-    Covers the config, the tokenizer (`tokenizer_digest`), and of every weight file its header, its size and a
+    Covers the config, `tokenizer` (its digest, from `tokenizer_digest`), and of every weight file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
     What `--quantization` makes of the weights, and `arithmetic` (`common.kernels.native.find`), are appended by name, so that
@@ -55,7 +56,7 @@ def fingerprint(
         identity["drawn_on"] = drawn_on
     digest = hashlib.sha256(b"kvrelay-weights-2")
     digest.update(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokenizer_digest(path).encode())
+    digest.update(tokenizer.encode())
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
@@ -76,6 +77,7 @@ def pooling_fingerprint(
     dtype: str,
     seed: int,
     quantization: Quantization,
+    tokenizer: str = "",
 ) -> str:
     """The same of a pooling model: vectors of nodes whose fingerprints differ must not be compared. `dtype`: of decoders;
     encoders compute in float32.
@@ -89,7 +91,7 @@ def pooling_fingerprint(
         "dtype": config.model.resolve_dtype(dtype) if is_decoder else "float32",
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokenizer_digest(path).encode())
+    digest.update(tokenizer.encode())
     if load_format == "dummy":
         digest.update(str(seed).encode())
     else:
@@ -108,12 +110,12 @@ def _identity(config: ModelConfig | EncoderConfig | PoolingDecoderConfig) -> dic
     return identity
 
 
-def tokenizer_digest(path: Path) -> str:
-    """Digest of the model folder's tokenizer.json, 32 hex digits; empty where there is none (`--load-format dummy`).
+def tokenizer_digest(folder: Path) -> str:
+    """Digest of the tokenizer.json in `folder`, 32 hex digits; empty where there is none (`--load-format dummy`).
 
     Raises: ConfigError for a file that cannot be read.
     """
-    file = model_folder(path) / "tokenizer.json"
+    file = folder / "tokenizer.json"
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     except FileNotFoundError:

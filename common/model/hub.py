@@ -5,12 +5,17 @@ No torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.base.errors import ConfigError
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
 """The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `scripts.demo_model`."""
+CONFIG_FILES = ("config.json", "modules.json")
+"""What says which kind of model it is."""
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+"""The tokenizer, and the other small files."""
 _REPOSITORY = "models--"
 """Prefix of a repository's folder in the hub's cache."""
 
@@ -21,7 +26,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_folder(path: Path) -> Path:
-    """The directory that holds the model's tokenizer and generation config."""
+    """The directory that holds the model's generation config, and its tokenizer unless a GGUF file has it."""
     return path.parent if is_gguf(path) else path
 
 
@@ -35,9 +40,21 @@ def model_name(path: Path) -> str:
     return path.stem if is_gguf(path) else path.name
 
 
-def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
+def resolve_tokenizer(name_or_path: str) -> Path:
+    """The directory with a tokenizer's files, as an absolute path: `name_or_path` itself, the directory of that file, or a hub
+    snapshot without weights.
+
+    Raises: ConfigError if there is none.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file() and not is_gguf(path):
+        return path.absolute().parent
+    return resolve_model(name_or_path, patterns=_TOKENIZER_FILES)
+
+
+def resolve_model(name_or_path: str, *, patterns: Sequence[str] = ()) -> Path:
     """The model's directory or GGUF file, as an absolute path: `name_or_path` itself if it exists, else a hub snapshot of its
-    small and weight files, or with `config_only` of what says which kind of model it is.
+    small and weight files, or only of the files that `patterns` name.
 
     "demo" is the small model that comes with kvrelay. ORG/NAME@REVISION is a commit, tag or branch on the hub.
 
@@ -60,12 +77,10 @@ def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-    if config_only:
-        patterns = ["config.json", "modules.json"]
+    wanted = [*patterns] or [*_TOKENIZER_FILES, "*.safetensors"]
     try:
-        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
-        if not config_only and not any(folder.glob("*.safetensors")):
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+        if not patterns and not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision or None, allow_patterns=["pytorch_model*.bin"])
         return folder
     except HFValidationError as error:

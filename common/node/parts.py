@@ -12,7 +12,6 @@ from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
-from common.model.hub import model_folder
 from common.node.plan import NodePlan
 from common.security.sealed_endpoints import without_keys
 
@@ -50,8 +49,7 @@ def make_drafting(plan: NodePlan) -> Drafting:
 
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
     """Make the compiler of a node's grammars, which passes its events to `post` on any thread."""
-    folder = model_folder(plan.path)
-    return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
+    return GrammarCompiler(plan.tokenizer, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
 
 
 def warm_up(num_tables: int = 1) -> StepInput:

@@ -24,9 +24,10 @@ from common.model.files import files_state
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.formats.quantization import Fp8Quantization
 from common.model.formats.quantization import Quantization as CheckpointQuantization
-from common.model.hub import model_folder, model_name, resolve_model
+from common.model.hub import model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
+from common.model.tokenizer_folder import tokenizer_folder
 from common.node.kv_budget import KvMemoryRequest
 from common.node.options import AdapterOptions, RankHosts, WeightOptions
 from common.parallel.mesh import RankPlace
@@ -39,6 +40,8 @@ class NodePlan:
     """Everything that a node's ranks need to know, before any weight is read; equal on all ranks of a host."""
 
     path: Path
+    tokenizer: Path
+    """The folder that holds the tokenizer's files."""
     model_config: ModelConfig
     layout: KVLayout
     model: ModelInfo
@@ -98,15 +101,17 @@ def plan_node(
         packed_cache_gb=config.packed_cache_gb,
         state=files_state(path, config.load_format),
     )
-    layout = _layout(config, path, model_config, dtype, device, pp_size, _parse_layers(pp_layers))
+    folder = tokenizer_folder(path, config.tokenizer)
+    tokenizer = tokenizer_digest(folder)
+    if not tokenizer and config.load_format != "dummy":
+        raise ConfigError(f"no tokenizer.json in {folder}; routers need a fast tokenizer file there")
+    layout = _layout(config, path, model_config, dtype, device, pp_size, _parse_layers(pp_layers), tokenizer)
     names = listed("served_model_name", config.served_model_name)
     name = names[0] if names else model_name(path)
-    tokenizer = tokenizer_digest(path)
-    if not tokenizer and config.load_format != "dummy":
-        raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")
     memory_bytes = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
     return NodePlan(
         path=path,
+        tokenizer=folder,
         model_config=model_config,
         layout=layout,
         model=ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer),
@@ -133,6 +138,7 @@ def _layout(
     device: DeviceKind,
     pp_size: int,
     pp_layers: tuple[int, ...],
+    tokenizer: str,
 ) -> KVLayout:
     """Which rank has which layers and KV heads. Raises: ConfigError for an impossible split."""
     stages = split_layers(
@@ -150,6 +156,7 @@ def _layout(
             drawn_on,
             config.quantization,
             arithmetic() if device == "cpu" and dtype == "bfloat16" else "",
+            tokenizer,
         ),
         spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
         tp_size=config.tensor_parallel_size,

@@ -41,4 +41,5 @@ def load_options(config: ClientOptions) -> LoadOptions:
         config.tool_call_parser,
         config.reasoning_parser,
         config.fit_conversations,
+        config.tokenizer,
     )

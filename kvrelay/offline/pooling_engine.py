@@ -18,6 +18,7 @@ from common.control.pooling import PoolRequest
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
 from common.model.pooling.open import load_pooling_model, read_pooling_config
+from common.model.tokenizer_folder import tokenizer_folder
 from kvrelay.offline.engine import CLOSED
 from kvrelay.offline.prompts import Prompt, as_list, checked_text, prompt_value
 from router.http.openai.build_request import Caller
@@ -43,7 +44,7 @@ class PoolingEngine:
             str(path),
             of_model.vocab_size,
             of_model.max_model_len,
-            tokenizer_digest(path),
+            tokenizer_digest(tokenizer_folder(path, options.tokenizer)),
             of_model.task,
         )
         served = load_pooling(info, options)

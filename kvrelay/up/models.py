@@ -12,11 +12,11 @@ from common.config.fields import listed
 from common.config.service_configs import UpConfig
 from common.config.sources import Source
 from common.control.messages import Task
-from common.model.hub import model_name, resolve_model
+from common.model.hub import CONFIG_FILES, model_name, resolve_model
 from common.model.pooling.task import find_task
 
 _OF_ONE_MODEL = ("task",)
-_OF_ONE_GENERATING = ("served_model_name", "lora", "chat_template", "tool_call_parser", "reasoning_parser")
+_OF_ONE_GENERATING = ("served_model_name", "lora", "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
 _OF_GENERATING = ("decode", "decode_tp", "decode_pp", "decode_pp_layers", "lora")
 
 
@@ -42,7 +42,7 @@ def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel
     named = [config.model] if is_one else listed("model", config.model)
     if not named:
         raise ConfigError("--model names no model")
-    folders = {model: resolve_model(model, config_only=True) for model in named}
+    folders = {model: resolve_model(model, patterns=CONFIG_FILES) for model in named}
     twice = [name for name, count in Counter(map(model_name, folders.values())).items() if count > 1]
     if twice or len(folders) < len(named):
         raise ConfigError(

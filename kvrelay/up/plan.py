@@ -88,7 +88,7 @@ def plan_children(
     numbers: Counter[ServiceRole] = Counter()
     for model in models:
         given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
-        path = str(model.path) if model.generates else ""
+        path = str(model.path) if model.generates and not config.tokenizer else ""
         for role, cls, count in nodes_of(model, config):
             for _ in range(count):
                 name = f"{role}-{numbers[role]}"

@@ -44,6 +44,7 @@ class ModelCatalog:
         reasoning_parser: str | None = None,
         fit_conversations: bool = True,
         allow_mixed_weights: bool = False,
+        tokenizer: str | None = None,
         preload: str | None = None,
         remembered_s: float = REMEMBERED_S,
     ) -> None:
@@ -51,7 +52,7 @@ class ModelCatalog:
         self._served_names = listed("served_model_name", served_model_name)
         check_names(tool_call_parser, reasoning_parser)
         self._main_options = LoadOptions(
-            chat_template, generation_config, tool_call_parser, reasoning_parser, fit_conversations
+            chat_template, generation_config, tool_call_parser, reasoning_parser, fit_conversations, tokenizer
         )
         self._other_options = LoadOptions(generation_config=generation_config, fit_conversations=fit_conversations)
         self._preloads = Preloads(listed("preload", preload), self._main_options)

@@ -15,6 +15,7 @@ from common.control.messages import Adapter, ModelInfo, Task
 from common.model.facts import read_architecture, read_facts
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import is_gguf, model_folder, model_name, resolve_model
+from common.model.tokenizer_folder import tokenizer_folder
 from router.models.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.output.formats import OutputFormats, choose_formats
 from router.structured.checker import GrammarChecker
@@ -66,6 +67,8 @@ class LoadOptions(NamedTuple):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     fit_conversations: bool = True
+    tokenizer: str | None = None
+    """Folder or hub name of a tokenizer to use instead of the model's own."""
 
 
 def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedModel:
@@ -74,9 +77,11 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     Raises: ConfigError with one sentence.
     """
     path = resolve_model(name_or_path)
-    folder = model_folder(path)
+    folder, of_tokenizer = model_folder(path), tokenizer_folder(path, options.tokenizer)
     facts = read_facts(path)
-    tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
+    tokenizer = Tokenizer(
+        of_tokenizer, chat_template=options.chat_template, fits_conversations=options.fit_conversations
+    )
     tokenizer.check_template()
     formats = choose_formats(
         tokenizer.template_source,
@@ -90,7 +95,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         eos.add(tokenizer.eos_token_id)
     shown = name or model_name(path)
     defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else NEUTRAL
-    digest = tokenizer_digest(path)
+    digest = tokenizer_digest(of_tokenizer)
     eos_ids = frozenset(eos)
     return ServedModel(
         shown,
@@ -118,8 +123,10 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     Raises: ConfigError with one sentence.
     """
     path = resolve_model(info.path)
-    folder = model_folder(path)
-    tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
+    folder, of_tokenizer = model_folder(path), tokenizer_folder(path, options.tokenizer)
+    tokenizer = Tokenizer(
+        of_tokenizer, chat_template=options.chat_template, fits_conversations=options.fit_conversations
+    )
     if info.task == "score":
         tokenizer.check_pairs()
     return ServedModel(
@@ -129,7 +136,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
         info.max_model_len,
         info.vocab_size,
         frozenset(),
-        tokenizer_digest=tokenizer_digest(path),
+        tokenizer_digest=tokenizer_digest(of_tokenizer),
         path=info.path,
         changed_s=folder.stat().st_mtime,
         architecture="" if is_gguf(path) else read_architecture(folder),

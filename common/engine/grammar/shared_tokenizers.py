@@ -15,7 +15,7 @@ from common.engine.grammar.compile import load_tokenizer
 from common.model.added_tokens import FILES, read_if_there
 from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
-from common.model.hub import model_folder
+from common.model.tokenizer_folder import tokenizer_folder
 
 _Key = tuple[str, list[dict[str, Any]], int, tuple[int, ...]]
 """Digest of tokenizer.json, the contents of other files about tokens, size of the vocabulary, tokens that end an answer."""
@@ -28,7 +28,7 @@ def share_tokenizer(path: Path) -> None:
     """Load the tokenizer of the model in directory or GGUF file `path`, if that was not done or its file has changed. A model
     without a usable one is left to its nodes, which say what is wrong with it."""
     with contextlib.suppress(ConfigError):
-        facts, folder = read_facts(path), model_folder(path)
+        facts, folder = read_facts(path), tokenizer_folder(path)
         key = _key(folder, facts.vocab_size, facts.eos_token_ids)
         if folder not in _shared or _shared[folder][0] != key:
             _shared[folder] = key, load_tokenizer(folder, facts.vocab_size, facts.eos_token_ids)

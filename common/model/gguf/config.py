@@ -1,37 +1,19 @@
-"""A GGUF file's metadata as the keys of a config.json, and the names of its tensors. No torch."""
+"""A GGUF file's metadata as the keys of a config.json. No torch."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from common.base.errors import ConfigError
-from common.model.description import WeightNames
-from common.model.gguf.file import GgufFile, open_gguf
+from common.model.families.registry import FAMILIES
+from common.model.gguf.architectures import ARCHITECTURES, GgufArchitecture, Metadata
+from common.model.gguf.file import GgufFile, GgufTensor
+from common.model.gguf.tokenizer import end_tokens
 
-GGUF_NAMES = WeightNames(
-    embedding="token_embd",
-    layer="blk.{number}",
-    final_norm="output_norm",
-    lm_head="output",
-    input_norm="attn_norm",
-    attention="attn",
-    q="attn_q",
-    k="attn_k",
-    v="attn_v",
-    q_norm="attn_q_norm",
-    k_norm="attn_k_norm",
-    output="attn_output",
-    mlp_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-)
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -51,80 +33,107 @@ _SCALING_KEYS = {
     "yarn_beta_slow": "beta_slow",
 }
 """llama.cpp's names for the rope parameters of config.json."""
+_LONG_FACTORS = {"rope_factors_long": "long_factor", "rope_factors_short": "short_factor"}
+"""Tensors of longrope, and the rope parameters that they are."""
 _DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}
 
 
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The file's metadata as the content of a config.json. Raises: ConfigError for a broken file or an unsupported model."""
-    file = open_gguf(path)
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+def gguf_architecture(file: GgufFile) -> GgufArchitecture:
+    """How the file stores its model. Raises: ConfigError for an unsupported model."""
+    architecture = str(file.metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+            f"{file.path}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    own = {key: file.metadata.get(f"{architecture}.{name}") for key, name in _KEYS.items()}
+    return ARCHITECTURES[architecture]
+
+
+def read_gguf_config(file: GgufFile) -> dict[str, Any]:
+    """The file's metadata as the content of a config.json. Raises: ConfigError for an unsupported model."""
+    architecture = gguf_architecture(file)
+    prefix = f"{file.metadata['general.architecture']}."
+    metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    own = {key: metadata.get(name) for key, name in {**_KEYS, **architecture.keys}.items()}
     # A float32 is written as the shortest decimal number that config.json would have for it.
     raw = {
         key: float(f"{value:.7g}") if isinstance(value, float) else value
         for key, value in own.items()
-        if value is not None
+        if value is not None and (key, value) != ("sliding_window", 0)
     }
-    _check(file, architecture, raw)
+    raw.update(architecture.more(metadata))
+    _check(file, metadata, raw)
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
-        raise ConfigError(f"{path} holds no tensor token_embd.weight")
-    weight = file.tensors.get("blk.0.attn_q.weight", vocabulary)
-    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        raise ConfigError(f"{file.path} holds no tensor token_embd.weight")
+    weight = file.tensors.get(f"blk.0.{architecture.names.q}.weight", vocabulary)
     raw.update(
-        architectures=[_ARCHITECTURES[architecture]],
+        architectures=[architecture.transformers_class],
         vocab_size=vocabulary.shape[0],
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         dtype=_DTYPES.get(weight.kind, "bfloat16"),
-        eos_token_id=[*dict.fromkeys(end for end in ends if end is not None)] or None,
+        eos_token_id=end_tokens(file) or None,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        rope_scaling=_read_scaling(file, architecture),
+        rope_scaling=_read_scaling(file, metadata),
+        **{architecture.bias_key: f"blk.0.{architecture.names.q}.bias" in file.tensors},
     )
-    return raw
+    keys = FAMILIES[architecture.transformers_class].config_keys
+    return {keys.get(key, key): value for key, value in raw.items()}
 
 
-def _check(file: GgufFile, architecture: str, raw: dict[str, Any]) -> None:
+def _check(file: GgufFile, metadata: Metadata, raw: dict[str, Any]) -> None:
     """Refuse what native families do not have. Raises: ConfigError."""
-    if file.metadata.get(f"{architecture}.expert_count"):
+    if metadata.get("expert_count"):
         raise ConfigError(f"{file.path}: mixtures of experts are not supported")
     if file.metadata.get("split.count", 1) > 1:
         raise ConfigError(f"{file.path} is one part of a model; join them with llama-gguf-split --merge")
+    window = "attention.sliding_window"
+    if metadata.get(window) and "sliding_window" not in raw:
+        raise ConfigError(f"{file.path}: {window} is not supported in files of this architecture")
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):
         head_dim = raw.get("head_dim", hidden // max(1, heads))
-        for name in ("rope.dimension_count", "attention.value_length"):
-            own = file.metadata.get(f"{architecture}.{name}", head_dim)
+        whole = () if "partial_rotary_factor" in raw else ("rope.dimension_count",)
+        for name in (*whole, "attention.value_length"):
+            own = metadata.get(name, head_dim)
             if own != head_dim:
                 raise ConfigError(f"{file.path}: {name} {own} differs from a head's {head_dim}, which is not supported")
 
 
-def _read_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
-    prefix = f"{architecture}.rope.scaling."
-    given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+def _read_scaling(file: GgufFile, metadata: Metadata) -> dict[str, Any] | None:
+    prefix = "rope.scaling."
+    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     unknown = sorted(given.keys() - _SCALING_KEYS.keys() - {"type", "finetuned", "attn_factor"})
     if unknown:
         raise ConfigError(f"{file.path}: {prefix}{unknown[0]} is not supported")
     # As in llama.cpp; files of 2023 have the older key.
     kind = given.get("type", "linear")
-    given.setdefault("factor", file.metadata.get(f"{architecture}.rope.scale_linear", 0.0))
+    given.setdefault("factor", metadata.get("rope.scale_linear", 0.0))
     is_scaled = kind != "none" and not (kind == "linear" and given["factor"] in (0, 1))
-    factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None:
-        if is_scaled:
-            raise ConfigError(f"{file.path}: rope_freqs.weight together with rope.scaling is not supported")
-        if factors.kind != GGMLQuantizationType.F32:
-            raise ConfigError(f"{file.path}: tensor rope_freqs.weight is {factors.kind.name}, not F32")
-        numbers = np.fromfile(file.path, "<f4", (factors.hi - factors.lo) // 4, offset=factors.lo)
-        return {"rope_type": "factors", "factors": numbers.tolist()}
+    factors = {
+        name: _read_factors(file, tensor)
+        for name in ("rope_freqs", *_LONG_FACTORS)
+        if (tensor := file.tensors.get(f"{name}.weight")) is not None
+    }
+    if factors and is_scaled and kind != "longrope":
+        raise ConfigError(f"{file.path}: {next(iter(factors))}.weight together with rope.scaling is not supported")
+    if "rope_freqs" in factors:
+        return {"rope_type": "factors", "factors": factors["rope_freqs"]}
+    scaling = {_SCALING_KEYS[key]: value for key, value in given.items() if key in _SCALING_KEYS}
+    if factors:
+        del scaling["factor"]
+        scaling.update({_LONG_FACTORS[name]: numbers for name, numbers in factors.items()})
+        if "attn_factor" in given:
+            scaling["attention_factor"] = given["attn_factor"]
+        return {"rope_type": "longrope", **scaling}
     if not is_scaled:
         return None
-    scaling = {_SCALING_KEYS[key]: value for key, value in given.items() if key in _SCALING_KEYS}
     if kind == "yarn" and "attn_factor" in given:  # a factor of YaRN's own, which depends on the factor of the context
         scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given["factor"])) + 1.0)
     return {"rope_type": kind, **scaling}
+
+
+def _read_factors(file: GgufFile, tensor: GgufTensor) -> list[float]:
+    if tensor.kind != GGMLQuantizationType.F32:
+        raise ConfigError(f"{file.path}: tensor {tensor.name} is {tensor.kind.name}, not F32")
+    return np.fromfile(file.path, "<f4", (tensor.hi - tensor.lo) // 4, offset=tensor.lo).tolist()

@@ -1,7 +1,7 @@
 """The metadata of a GGUF file and where its tensors lie. No torch.
 
-`gguf.GGUFReader` makes an object of every token of the vocabulary, which takes seconds; this reader skips them. Source:
-the format's description, docs/gguf.md of ggml-org/ggml.
+`gguf.GGUFReader` makes an array of every token of the vocabulary, which takes seconds; this reader makes strings. Source: the
+format's description, docs/gguf.md of ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from common.model.files import Header
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the types of metadata values."""
+_NUMBERS = {code: struct.Struct(f"<{code}") for code in _SCALARS.values()}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
@@ -39,7 +40,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata without its arrays of strings, and its tensors by name."""
+    """A file's metadata, and its tensors by name."""
 
     path: Path
     header: Header
@@ -92,13 +93,25 @@ class _Reader:
         return GgufFile(self._path, Header(self._data[: self._at], size, spans), metadata, tensors)
 
     def _number(self, code: str) -> Any:
-        found = struct.unpack_from(f"<{code}", self._data, self._at)[0]
-        self._at += struct.calcsize(f"<{code}")
+        number = _NUMBERS[code]
+        found = number.unpack_from(self._data, self._at)[0]
+        self._at += number.size
         return found
 
     def _string(self) -> str:
         length = self._number("Q")
         return self._take(length).decode()
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, for hundreds of thousands."""
+        data, at, length_of = self._data, self._at, _NUMBERS["Q"].unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            lo = at + 8
+            at = lo + length_of(data, at)[0]
+            found.append(data[lo:at].decode())
+        self._at = at
+        return found
 
     def _take(self, length: int) -> bytes:
         if length > len(self._data) - self._at:
@@ -115,10 +128,7 @@ class _Reader:
             raise ValueError(f"a value has the unknown type {kind}")
         of, count = self._number("I"), self._number("Q")
         if of == _STRING:
-            for _ in range(count):
-                length = self._number("Q")
-                self._at += length
-            return None
+            return self._strings(count)
         code = _SCALARS.get(of)
         if code is None:
             raise ValueError(f"an array has elements of type {of}")

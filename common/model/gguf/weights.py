@@ -19,6 +19,7 @@ from common.base.errors import ConfigError
 from common.model.description import AttentionDescription, MultiHeadDescription
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.groupwise import GroupWeight, make_group_linear, stack_groups
+from common.model.gguf.config import gguf_architecture
 from common.model.gguf.file import GgufFile, GgufTensor
 from common.model.tensor_files import Part
 
@@ -91,8 +92,10 @@ class GgufWeights:
         self._file = file
         self._data = np.memmap(file.path, np.uint8, "c")
         self._device = device
+        architecture = gguf_architecture(file)
+        self._norm_offset = architecture.norm_offset
         self._heads: dict[str, int] = {}
-        if file.metadata.get("general.architecture") == "llama" and isinstance(attention, MultiHeadDescription):
+        if architecture.pairs_rows and isinstance(attention, MultiHeadDescription):
             self._heads = {"attn_q": attention.num_q_heads, "attn_k": attention.num_kv_heads}
 
     def __contains__(self, name: str) -> bool:
@@ -110,7 +113,7 @@ class GgufWeights:
                 raise ConfigError(
                     f"{self._file.path}: tensor {name} is stored as {tensor.kind.name}, which cannot be read"
                 ) from error
-            out[at : at + step] = chunk
+            out[at : at + step] = chunk - self._norm_offset if name.endswith("norm.weight") else chunk
         return self._own(tensor, out.view(shape), part).contiguous().to(self._device)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> None:
@@ -153,8 +156,8 @@ class GgufWeights:
     def _own(self, tensor: GgufTensor, whole: Tensor, part: Part | None) -> Tensor:
         """The part of a tensor whose rows are as in the file, in the order in which Hugging Face's rope wants rows.
 
-        The files of Llama models have each head's rows in pairs for the other kind of rope. Source: `LlamaModel.permute`
-        of llama.cpp's convert_hf_to_gguf.py.
+        The files of some architectures have each head's rows in pairs for the other kind of rope. Source:
+        `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py.
         """
         heads = self._heads.get(tensor.name.split(".")[-2]) if "." in tensor.name else None
         if heads is not None:

@@ -1,0 +1,132 @@
+"""The architectures of GGUF files that can be served: which class of transformers each is, and how llama.cpp stores it. No torch.
+
+Source: the classes of ggml-org/llama.cpp's convert_hf_to_gguf.py, and src/llama-model.cpp for what no key holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.model.description import WeightNames
+
+Metadata = Mapping[str, Any]
+"""The values of one architecture, without its name and the dot before their keys."""
+
+GGUF_NAMES = WeightNames(
+    embedding="token_embd",
+    positions="position_embd",
+    layer="blk.{number}",
+    final_norm="output_norm",
+    lm_head="output",
+    input_norm="attn_norm",
+    attention="attn",
+    q="attn_q",
+    k="attn_k",
+    v="attn_v",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    output="attn_output",
+    attention_output_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp_output_norm="post_ffw_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+)
+_MERGED_QKV = replace(GGUF_NAMES, q="attn_qkv", k="attn_qkv", v="attn_qkv")
+
+_HEAD = ("embedding_length", "attention.head_count")
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+"""Gemma's largest models have another scale of attention, which no key holds."""
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """One architecture."""
+
+    transformers_class: str
+    names: WeightNames = GGUF_NAMES
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Keys of config.json that only this architecture has, and what they are called in the metadata."""
+    more: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    """Values of config.json that follow from several keys."""
+    pairs_rows: bool = False
+    """Whether the rows of q and k are stored in pairs, for the other kind of rope."""
+    norm_offset: float = 0.0
+    """What was added to all RMS norms' weights."""
+    bias_key: str = "attention_bias"
+    """The key of config.json that says whether q, k and v have biases."""
+
+
+def _quotient(metadata: Metadata, total: str, parts: str) -> int | None:
+    """How many of `total` each of `parts` has; None if the file does not say it."""
+    values = metadata.get(total), metadata.get(parts)
+    return values[0] // values[1] if all(type(value) is int and value > 0 for value in values) else None
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    head_dim, rotated = _quotient(metadata, *_HEAD), metadata.get("rope.dimension_count")
+    return {"partial_rotary_factor": rotated / head_dim} if head_dim and type(rotated) is int else {}
+
+
+def _gemma_scale(metadata: Metadata, largest: int) -> dict[str, Any]:
+    """The scale is that of a head; in the largest model it is that of the mean width of a query head."""
+    is_largest = metadata.get("block_count") == largest
+    return {
+        "query_pre_attn_scalar": _quotient(metadata, *_HEAD) if is_largest else metadata.get("attention.key_length")
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    return {**_gemma_scale(metadata, _GEMMA3_27B_LAYERS), **_windows(metadata)}
+
+
+def _windows(metadata: Metadata) -> dict[str, Any]:
+    """Which layers have a window, where the file says it: every so many one has none, or a flag for each layer."""
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+    return {} if pattern is None else {"sliding_window_pattern": pattern}
+
+
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("LlamaForCausalLM", pairs_rows=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen2vl": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), _WINDOW, _phi3),
+    "granite": GgufArchitecture(
+        "GraniteForCausalLM",
+        keys={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        pairs_rows=True,
+    ),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", pairs_rows=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM"),
+    "starcoder2": GgufArchitecture(
+        "Starcoder2ForCausalLM", keys={"norm_epsilon": "attention.layer_norm_epsilon"}, bias_key="use_bias"
+    ),
+    "gpt2": GgufArchitecture("GPT2LMHeadModel", _MERGED_QKV, {"layer_norm_epsilon": "attention.layer_norm_epsilon"}),
+    "gemma2": GgufArchitecture(
+        "Gemma2ForCausalLM",
+        keys={**_WINDOW, **_CAPS},
+        more=lambda metadata: _gemma_scale(metadata, _GEMMA2_27B_LAYERS),
+        norm_offset=1.0,
+    ),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM",
+        keys={**_WINDOW, **_CAPS, "rope_local_base_freq": "rope.freq_base_swa"},
+        more=_gemma3,
+        norm_offset=1.0,
+    ),
+}
+"""By `general.architecture`. Mistral's files are `llama`, without its window, as llama.cpp computes them."""
