@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
+from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,30 +24,37 @@ from common.model.rotary import inverse_frequencies
 
 Kind = GGMLQuantizationType
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
 }
+_PAIRED = ("llama", "granite", "smollm3")
+"""Architectures whose rows of q and k llama.cpp reorders."""
+_K_QUANTS = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+"""Formats that the gguf package reads but does not write: bytes of a block."""
 
 
-def gguf_name(name: str) -> str:
-    """A tensor's name in a GGUF file."""
-    for own, theirs in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")):
-        if name.startswith(f"{own}."):
-            return name.replace(own, theirs)
-    _, _, number, part = name.split(".", 3)
-    module, last = part.rsplit(".", 1)
-    return f"blk.{number}.{_NAMES[module]}.{last}"
+def names_of(architecture: str, num_layers: int) -> TensorNameMap:
+    """llama.cpp's names of the tensors of a model."""
+    known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
+    return get_tensor_name_map(known[architecture], num_layers)
+
+
+def gguf_name(name: str, names: TensorNameMap | None = None) -> str:
+    """A tensor's name in a GGUF file, by default of a Llama."""
+    found = (names or names_of("llama", 100)).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
@@ -51,38 +62,81 @@ def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _out_of_pairs(tensor: Tensor, heads: int) -> Tensor:
+def out_of_pairs(tensor: Tensor, heads: int) -> Tensor:
+    """`_in_pairs`, undone."""
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _random_blocks(kind: Kind, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Random K-quant blocks with small factors; the gguf package reads this format but does not write it."""
+    """Random K-quant blocks with small factors."""
     rng = np.random.default_rng(seed)
-    size = {Kind.Q4_K: 144, Kind.Q6_K: 210}[kind]
-    blocks = rng.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (rows, columns // 256, _K_QUANTS[kind]), dtype=np.uint8)
     factors = (rng.random((rows, columns // 256, 2)) * 2e-4).astype("<f2").view(np.uint8)
-    if kind == Kind.Q4_K:
+    if kind == Kind.Q6_K:
+        blocks[..., -2:] = factors[..., :2]
+    else:
         blocks[..., :4] = factors
         blocks[..., 4] = 0  # the first group's scale: a group of equal weights
-    else:
-        blocks[..., -2:] = factors[..., :2]
     return blocks.reshape(rows, -1)
 
 
-def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind]) -> tuple[Path, Path]:
+def write_gguf(
+    folder: Path,
+    target: Path,
+    kind_of: Callable[[str, Tensor], Kind],
+    architecture: str | None = None,
+    add_tokenizer: Callable[[GGUFWriter], None] | None = None,
+) -> tuple[Path, Path]:
     """Write `target`/model.gguf and, in `target`/plain, the Hugging Face folder with the weights that it means.
 
-    `kind_of`: how a matrix is stored, of its Hugging Face name and weights; vectors are F32.
+    `kind_of`: how a matrix is stored, of its Hugging Face name and weights; vectors are F32. `architecture`: by default that of
+    the class. `add_tokenizer` writes one into the file; without it, the tokenizer is copied beside the file.
     """
     plain, file = target / "plain", target / "model.gguf"
     shutil.copytree(folder, plain)
-    shutil.copy(folder / "tokenizer.json", target)
-    shutil.copy(folder / "tokenizer_config.json", target)
+    config, raw = load_model_config(folder), json.loads((folder / "config.json").read_text())
+    architecture = architecture or _ARCHITECTURES[config.architecture]
+    writer = GGUFWriter(file, architecture)
+    _write_shape(writer, folder)
+    if add_tokenizer is not None:
+        add_tokenizer(writer)
+    else:
+        shutil.copy(folder / "tokenizer.json", target)
+        shutil.copy(folder / "tokenizer_config.json", target)
+        writer.add_token_list([f"w{i}" for i in range(config.vocab_size)])
+    _write_rope(writer, folder, raw)
+    _OF_FAMILY.get(architecture, lambda writer, raw: None)(writer, raw)
+    attention, names = multi_head(config.layers[0]), names_of(architecture, config.num_layers)
+    heads = {"q_proj": attention.num_q_heads, "k_proj": attention.num_kv_heads} if architecture in _PAIRED else {}
+    for shard in folder.glob("*.safetensors"):
+        means = {}
+        for number, (name, tensor) in enumerate(load_file(shard).items()):
+            paired = heads.get(name.split(".")[-2])
+            weight = tensor.float() if paired is None else _in_pairs(tensor.float(), paired)
+            is_transposed = architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            weight = weight.t().contiguous() if is_transposed else weight
+            offset = 1.0 if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
+            kind = kind_of(name, tensor) if tensor.dim() == 2 else Kind.F32
+            if kind in _K_QUANTS:
+                stored = _random_blocks(kind, weight.size(0), weight.size(1), number)
+            else:
+                stored = quantize((weight + offset).numpy(), kind)
+            writer.add_tensor(gguf_name(name, names), stored, raw_dtype=kind)
+            found = torch.from_numpy(np.array(dequantize(stored, kind))).view(weight.shape) - offset
+            found = found.t() if is_transposed else found
+            means[name] = (found if paired is None else out_of_pairs(found, paired)).contiguous()
+        save_file(means, plain / shard.name, {"format": "pt"})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, plain
+
+
+def _write_shape(writer: GGUFWriter, folder: Path) -> None:
+    """What all families have."""
     config = load_model_config(folder)
     rope, attention = config.layers[0].rope, multi_head(config.layers[0])
-    assert rope is not None
-    architecture = _ARCHITECTURES[config.architecture]
-    writer = GGUFWriter(file, architecture)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.layers[0].mlp.inner_size)
@@ -90,37 +144,61 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)
     writer.add_value_length(attention.head_dim)
-    writer.add_layer_norm_rms_eps(config.final_norm.eps)
-    writer.add_rope_freq_base(rope.theta)
-    writer.add_context_length(int(config.max_position_embeddings / (rope.factor if rope.kind == "linear" else 1)))
+    norm = config.final_norm
+    (writer.add_layer_norm_rms_eps if norm.kind == "rms" else writer.add_layer_norm_eps)(norm.eps)
+    is_linear = rope is not None and rope.kind == "linear"
+    writer.add_context_length(int(config.max_position_embeddings / (rope.factor if rope and is_linear else 1)))
     writer.add_eos_token_id(config.eos_token_ids[0])
     assert config.bos_token_id is not None
     writer.add_bos_token_id(config.bos_token_id)
-    writer.add_token_list([f"w{i}" for i in range(config.vocab_size)])
-    if rope.kind == "linear":
+
+
+def _write_rope(writer: GGUFWriter, folder: Path, raw: dict[str, Any]) -> None:
+    config = load_model_config(folder)
+    layer = config.layers[-1]
+    if layer.rope is None:
+        return
+    head_dim = multi_head(layer).head_dim
+    writer.add_rope_freq_base(layer.rope.theta)
+    writer.add_rope_dimension_count(layer.rope.rotated_dim(head_dim))
+    if layer.rope.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope.factor)
-    if rope.kind == "llama3":
-        plain_rope = inverse_frequencies(RopeConfig(rope.theta), attention.head_dim)
-        factors = plain_rope / inverse_frequencies(rope, attention.head_dim)
+        writer.add_rope_scaling_factor(layer.rope.factor)
+    if layer.rope.kind == "llama3":
+        factors = inverse_frequencies(RopeConfig(layer.rope.theta), head_dim) / inverse_frequencies(
+            layer.rope, head_dim
+        )
         writer.add_tensor("rope_freqs.weight", factors.numpy())
-    heads = {"q_proj": attention.num_q_heads, "k_proj": attention.num_kv_heads} if architecture == "llama" else {}
-    for shard in folder.glob("*.safetensors"):
-        means = {}
-        for number, (name, tensor) in enumerate(load_file(shard).items()):
-            paired = heads.get(name.split(".")[-2])
-            weight = tensor.float() if paired is None else _in_pairs(tensor.float(), paired)
-            kind = kind_of(name, tensor) if tensor.dim() == 2 else Kind.F32
-            if kind in (Kind.Q4_K, Kind.Q6_K):
-                stored = _random_blocks(kind, weight.size(0), weight.size(1), number)
-            else:
-                stored = quantize(weight.numpy(), kind)
-            writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
-            found = torch.from_numpy(np.array(dequantize(stored, kind))).view(tensor.shape)
-            means[name] = (found if paired is None else _out_of_pairs(found, paired)).contiguous()
-        save_file(means, plain / shard.name)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file, plain
+    if layer.rope.kind == "longrope":
+        given, original = raw["rope_parameters"], layer.rope.original_max_position
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        writer.add_tensor("rope_factors_long.weight", np.array(given["long_factor"], np.float32))
+        writer.add_tensor("rope_factors_short.weight", np.array(given["short_factor"], np.float32))
+
+
+def _write_granite(writer: GGUFWriter, raw: dict[str, Any]) -> None:
+    writer.add_attention_scale(raw["attention_multiplier"])
+    writer.add_embedding_scale(raw["embedding_multiplier"])
+    writer.add_residual_scale(raw["residual_multiplier"])
+    writer.add_logit_scale(raw["logits_scaling"])
+
+
+def _write_gemma2(writer: GGUFWriter, raw: dict[str, Any]) -> None:
+    writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
+    _write_gemma3(writer, raw)
+
+
+def _write_gemma3(writer: GGUFWriter, raw: dict[str, Any]) -> None:
+    if raw.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+    writer.add_sliding_window(raw["sliding_window"])
+
+
+_OF_FAMILY: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
+    "granite": _write_granite,
+    "phi3": lambda writer, raw: writer.add_sliding_window(raw["sliding_window"] or 0),
+    "gemma2": _write_gemma2,
+    "gemma3": _write_gemma3,
+}

@@ -92,6 +92,7 @@ def _windows(metadata: Metadata) -> dict[str, Any]:
 
 
 _WINDOW = {"sliding_window": "attention.sliding_window"}
+_ORIGINAL = {"original_max_position_embeddings": "rope.scaling.original_context_length"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
@@ -99,7 +100,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen2vl": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
-    "phi3": GgufArchitecture("Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), _WINDOW, _phi3),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), {**_WINDOW, **_ORIGINAL}, _phi3),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",
         keys={

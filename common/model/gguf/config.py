@@ -54,9 +54,8 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     prefix = f"{file.metadata['general.architecture']}."
     metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     own = {key: metadata.get(name) for key, name in {**_KEYS, **architecture.keys}.items()}
-    # A float32 is written as the shortest decimal number that config.json would have for it.
     raw = {
-        key: float(f"{value:.7g}") if isinstance(value, float) else value
+        key: _short(value) if isinstance(value, float) else value
         for key, value in own.items()
         if value is not None and (key, value) != ("sliding_window", 0)
     }
@@ -136,4 +135,10 @@ def _read_scaling(file: GgufFile, metadata: Metadata) -> dict[str, Any] | None:
 def _read_factors(file: GgufFile, tensor: GgufTensor) -> list[float]:
     if tensor.kind != GGMLQuantizationType.F32:
         raise ConfigError(f"{file.path}: tensor {tensor.name} is {tensor.kind.name}, not F32")
-    return np.fromfile(file.path, "<f4", (tensor.hi - tensor.lo) // 4, offset=tensor.lo).tolist()
+    factors = np.fromfile(file.path, "<f4", (tensor.hi - tensor.lo) // 4, offset=tensor.lo)
+    return [_short(factor) for factor in factors.tolist()]
+
+
+def _short(value: float) -> float:
+    """A float32 as the shortest decimal number that config.json would have for it."""
+    return float(f"{value:.7g}")

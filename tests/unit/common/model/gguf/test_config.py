@@ -9,25 +9,82 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter, RopeScalingType
+from support.gguf_families import FAMILIES, make_family
 from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
 from common.model.config import ModelConfig, load_model_config
+from common.model.description import multi_head
+from common.model.families.registry import FAMILIES as FAMILIES_BY_CLASS
 from common.model.files import weight_files
-from common.model.gguf.config import GGUF_NAMES
+from common.model.gguf.architectures import ARCHITECTURES
 from common.model.hub import resolve_model
+from common.model.rope import RopeConfig
 from common.node.plan import plan_node
 from router.models.served_model import LoadOptions, load
 from router.text.tokenizer import Tokenizer
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "llama-linear", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_config_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
-    folder = make_tiny(name, tmp_path / "original")
+    folder = make_family(name, tmp_path / "original")
     file, _ = write_gguf(folder, tmp_path, lambda name, weight: Kind.F32)
-    assert load_model_config(file) == dataclasses.replace(load_model_config(folder), weight_names=GGUF_NAMES)
+    found, expected = load_model_config(file), load_model_config(folder)
+    assert rounded(found) == rounded(dataclasses.replace(expected, weight_names=found.weight_names))
+
+
+def rounded(config: ModelConfig) -> ModelConfig:
+    """Without what float32 loses of the parameters of longrope."""
+
+    def short(rope: RopeConfig) -> RopeConfig:
+        factors, factor = tuple(round(each, 5) for each in rope.factors), round(rope.attention_factor, 6)
+        return dataclasses.replace(rope, factors=factors, attention_factor=factor)
+
+    layers = [dataclasses.replace(layer, rope=layer.rope and short(layer.rope)) for layer in config.layers]
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def test_every_native_family_that_llama_cpp_converts_can_be_read() -> None:
+    read = {each.transformers_class for each in ARCHITECTURES.values()}
+    # Mistral's files are Llama's; OPT has no architecture in llama.cpp; of models that take images the text part is a file.
+    others = {"MistralForCausalLM", "OPTForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert read | others >= FAMILIES_BY_CLASS.keys() - {"Qwen2_5_VLForConditionalGeneration"}
+
+
+def test_the_text_part_of_qwen2_vl_is_a_qwen2(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path / "original")
+    (tmp_path / "vl").mkdir()
+    config = load_model_config(write_gguf(folder, tmp_path / "vl", lambda name, weight: Kind.F32, "qwen2vl")[0])
+    assert config == dataclasses.replace(load_model_config(folder), weight_names=config.weight_names)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "scale"), [("gemma2", 46, 144.0), ("gemma3", 62, 144.0), ("gemma2", 2, 128.0)]
+)
+def test_the_largest_gemma_has_another_scale_as_in_llama_cpp(
+    tmp_path: Path, architecture: str, layers: int, scale: float
+) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", architecture)
+    for key, number in {
+        "context_length": 8192,
+        "embedding_length": 4608,
+        "block_count": layers,
+        "feed_forward_length": 64,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 16,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "attention.sliding_window": 4096,
+    }.items():
+        writer.add_uint32(f"{architecture}.{key}", number)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert multi_head(load_model_config(tmp_path / "m.gguf").layers[0]).scale == pytest.approx(scale**-0.5)
 
 
 def scaled(file: Path, **more: float) -> ModelConfig:
@@ -116,13 +173,6 @@ def test_nodes_and_routers_take_a_file_as_the_model(tmp_path: Path) -> None:
     assert served.tokenizer_digest == plan.model.tokenizer != ""
     assert served.tokenizer.encode("w5 w7") == Tokenizer(tmp_path).encode("w5 w7")
     assert plan_node(DecodeConfig(model=str(file), quantization="int8")).layout.kv_kind != plan.layout.kv_kind
-
-
-def test_a_file_without_a_tokenizer_beside_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    file, _ = write_gguf(make_tiny("llama3", tmp_path / "original"), tmp_path, lambda name, weight: Kind.Q8_0)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
-        load(str(file), None, LoadOptions())
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
