@@ -34,6 +34,7 @@ BENCHES = {
     "neighbours": "bench.neighbours:run",
     "sampling": "bench.sampling:run",
     "long_text": "bench.long_text:run",
+    "small_model": "bench.small_model:run",
     "schemas": "bench.schemas:run",
     "interference": "bench.interference:run",
     "relay": "bench.relay:run",
