@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from common.config.client_options import ClientOptions
+from common.config.service_configs import UpConfig
 from kvrelay.offline.outputs import EngineAnswer
 from kvrelay.offline.prompts import PromptJob
 from router.models.served_model import LoadOptions, ServedModel
@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
 
-def load_options(config: ClientOptions) -> LoadOptions:
+def load_options(config: UpConfig) -> LoadOptions:
     """How the model's files are used."""
     return LoadOptions(
         config.chat_template,

@@ -224,7 +224,8 @@ def _close_in(engine: Engine | PoolingEngine, pid: int) -> None:
 
 
 def _local_engine(options: dict[str, Any]) -> Engine | PoolingEngine:
-    of_files = {name: options.pop(name) for name in set(LoadOptions._fields) & options.keys()}
+    of_files = {name: options[name] for name in set(LoadOptions._fields) & options.keys()}
+    options = {name: value for name, value in options.items() if name == "tokenizer" or name not in of_files}
     files = load_options(resolve(UpConfig, flags=_texts(of_files), environ=os.environ, file=None).config)
     _check_known(options, _IN_PROCESS, "in one process")
     config = resolve(DecodeConfig, flags=_texts(options), environ=os.environ, file=None).config

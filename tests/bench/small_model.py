@@ -37,7 +37,9 @@ def run(session: Session) -> Result:
                 rates.append(decode_rate(stream))
                 firsts.append(1e3 * stream.ttft_s)
     bound = max(reads) / file.stat().st_size
-    result.add("one stream, SmolLM2-135M, Q4_1", median(rates[1:]), "tok/s", limit=bound, limit_name="read bandwidth / file")
+    result.add(
+        "one stream, SmolLM2-135M, Q4_1", median(rates[1:]), "tok/s", limit=bound, limit_name="read bandwidth / file"
+    )
     result.add("its first token, prompt of some 450 tokens", median(firsts[1:]), "ms")
     result.details = {"tokens/s": rates[1:], "ttft, ms": firsts[1:]}
     return result

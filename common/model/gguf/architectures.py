@@ -62,8 +62,8 @@ class GgufArchitecture:
 
 def _quotient(metadata: Metadata, total: str, parts: str) -> int | None:
     """How many of `total` each of `parts` has; None if the file does not say it."""
-    values = metadata.get(total), metadata.get(parts)
-    return values[0] // values[1] if all(type(value) is int and value > 0 for value in values) else None
+    whole, count = metadata.get(total), metadata.get(parts)
+    return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else None
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
