@@ -15,6 +15,8 @@ from pathlib import Path
 from common.base.cache_folder import cache_folder
 from common.base.file_lock import locked, try_lock
 
+NAME = "name"
+"""A file of each model: how its name is shown."""
 IN_USE = "in-use"
 """A file of each model; every process that maps files of the model holds a shared lock on it."""
 
@@ -32,6 +34,14 @@ class CachedModel:
     size_bytes: int
     used_at: float
     """Unix time, in seconds, at which a process last opened it."""
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API; that of the folder where it was packed without one."""
+        try:
+            return (self.folder / NAME).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return self.folder.name
 
     def remove(self) -> bool:
         """Remove it unless a process uses it. Returns whether it is gone. Raises: OSError."""

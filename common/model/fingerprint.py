@@ -19,6 +19,7 @@ from common.model.files import Header, is_torch_file, read_header, read_torch_he
 from common.model.hub import is_gguf
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.encoder_config import EncoderConfig
+from common.model.tokenizer_folder import tokenizer_folder
 
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = (
@@ -39,11 +40,11 @@ def fingerprint(
     drawn_on: str = "cpu",
     quantization: Quantization = "auto",
     arithmetic: str = "",
-    tokenizer: str = "",
+    tokenizer: str | None = None,
 ) -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
-    Covers the config, `tokenizer` (its digest, from `tokenizer_digest`), and of every weight file its header, its size and a
+    Covers the config, the tokenizer (`tokenizer_digest`; `tokenizer` is that of another one than the model's own), and of every weight file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
     What `--quantization` makes of the weights, and `arithmetic` (`common.kernels.native.find`), are appended by name, so that
@@ -56,7 +57,7 @@ def fingerprint(
         identity["drawn_on"] = drawn_on
     digest = hashlib.sha256(b"kvrelay-weights-2")
     digest.update(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokenizer.encode())
+    digest.update(_tokenizer_of(path, tokenizer).encode())
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
@@ -77,7 +78,7 @@ def pooling_fingerprint(
     dtype: str,
     seed: int,
     quantization: Quantization,
-    tokenizer: str = "",
+    tokenizer: str | None = None,
 ) -> str:
     """The same of a pooling model: vectors of nodes whose fingerprints differ must not be compared. `dtype`: of decoders;
     encoders compute in float32.
@@ -91,7 +92,7 @@ def pooling_fingerprint(
         "dtype": config.model.resolve_dtype(dtype) if is_decoder else "float32",
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokenizer.encode())
+    digest.update(_tokenizer_of(path, tokenizer).encode())
     if load_format == "dummy":
         digest.update(str(seed).encode())
     else:
@@ -108,6 +109,10 @@ def _identity(config: ModelConfig | EncoderConfig | PoolingDecoderConfig) -> dic
         if set(kinds) != {MultiHeadDescription.kind}:  # otherwise left out, as before there were other kinds
             identity["attention kinds"] = kinds
     return identity
+
+
+def _tokenizer_of(path: Path, tokenizer: str | None) -> str:
+    return tokenizer_digest(tokenizer_folder(path)) if tokenizer is None else tokenizer
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -26,7 +26,8 @@ from typing import TypeVar
 
 from common.base.errors import ConfigError
 from common.base.file_lock import locked, try_lock
-from common.model.cached_models import IN_USE, cached_models, is_still, weights_folder
+from common.base.whole_file import write_whole
+from common.model.cached_models import IN_USE, NAME, cached_models, is_still, weights_folder
 from common.model.packed_file import PackedTensors, map_packed, write_packed
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,15 @@ class PackedWeights:
     """The packed weights of one model, in use by this process until `close`."""
 
     def __init__(
-        self, folder: Path, weights: str, limit_gb: float | None, is_current: Callable[[], bool] = lambda: True
+        self,
+        folder: Path,
+        weights: str,
+        limit_gb: float | None,
+        is_current: Callable[[], bool] = lambda: True,
+        name: str = "",
     ) -> None:
         """`folder`: of all models. `weights`: a digest of the weights. `limit_gb`: of all models; None: by the free disk space.
-        `is_current`: whether the files still hold these weights.
+        `is_current`: whether the files still hold these weights. `name`: how the model is listed.
 
         Raises: OSError.
         """
@@ -63,6 +69,8 @@ class PackedWeights:
         self._folder = folder / f"{weights}-{_code_digest()}"
         self._in_use = self._open()
         self._is_stopped = False
+        if name:
+            write_whole(self._folder / NAME, name.encode())
         self._remove_parts()
         for other in cached_models(folder):  # packed by other code
             if other.folder != self._folder and other.folder.name.startswith(f"{weights}-"):
@@ -167,15 +175,15 @@ class PackedWeights:
 
 
 def open_packed_weights(
-    fingerprint: str, state: str, limit_gb: float | None, is_current: Callable[[], bool]
+    fingerprint: str, state: str, limit_gb: float | None, is_current: Callable[[], bool], name: str = ""
 ) -> PackedWeights | None:
     """The packed weights of the model with this fingerprint, whose files have this state (`files_state`) as long as
-    `is_current`; None, with a line in the log, where they cannot be kept, and if `limit_gb` is 0."""
+    `is_current`; `name`: how it is listed. None, with a line in the log, where they cannot be kept, and if `limit_gb` is 0."""
     if limit_gb == 0:
         return None
     weights = hashlib.sha256(f"{fingerprint}\0{state}".encode()).hexdigest()[:24]
     try:
-        return PackedWeights(weights_folder(), weights, limit_gb, is_current)
+        return PackedWeights(weights_folder(), weights, limit_gb, is_current, name)
     except (OSError, ConfigError) as error:
         log.warning("packed weights are not shared with other processes: %s", error)
         return None

@@ -22,10 +22,15 @@ def tokenizer_folder(path: Path, tokenizer: str | None = None) -> Path:
     `tokenizer`: the operator's choice. A GGUF file's own tokenizer is written to the cache, unless there is a tokenizer.json
     beside the file. Raises: ConfigError if a GGUF file's tokenizer cannot be read or written.
     """
-    if tokenizer is not None:
+    if tokenizer:
         return resolve_tokenizer(tokenizer)
     folder = model_folder(path)
     return folder if not is_gguf(path) or (folder / "tokenizer.json").is_file() else _written(path)
+
+
+def written_tokenizers() -> Path:
+    """The cache's folder of tokenizers. Raises: ConfigError."""
+    return cache_folder() / "tokenizers"
 
 
 def _written(path: Path) -> Path:
@@ -37,7 +42,7 @@ def _written(path: Path) -> Path:
     file = open_gguf(path)
     digest = hashlib.sha256(Path(tokenizer.__file__).read_bytes())
     digest.update(file.header.raw)
-    folder = cache_folder() / "tokenizers" / digest.hexdigest()[:24]
+    folder = written_tokenizers() / digest.hexdigest()[:24]
     last = "tokenizer.json"
     if (folder / last).is_file():
         return folder

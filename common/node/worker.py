@@ -249,7 +249,7 @@ def _packed_weights(plan: NodePlan, device: torch.device) -> PackedWeights | Non
     if device.type != "cpu" or find_native() is None:
         return None
     state, limit_gb = plan.weights.state, plan.weights.packed_cache_gb
-    return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan))
+    return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan), plan.model.name)
 
 
 def _is_current(plan: NodePlan) -> bool:

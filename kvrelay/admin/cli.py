@@ -13,7 +13,7 @@ from kvrelay.admin.bundle import support_bundle
 from kvrelay.admin.check import check
 from kvrelay.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from kvrelay.admin.lora import lora
-from kvrelay.admin.options import Json, NodeName, Url, check_text, show_answer
+from kvrelay.admin.options import Everything, Json, NodeName, Url, check_text, show_answer
 from kvrelay.admin.profile import profile
 from kvrelay.admin.roll import roll
 from kvrelay.admin.watch import watch
@@ -40,8 +40,8 @@ def nodes(url: Url = None, as_json: Json = False) -> None:
 
 
 @app.command("node")
-def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
-    """Show one node, as the router sees it and as it reports itself: ranks, memory, transports, attempts in flight."""
+def node(name: NodeName, url: Url = None, as_json: Json = False, everything: Everything = False) -> None:
+    """Show one node, as the router sees it and as it reports itself: ranks, memory, attempts in flight."""
 
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = client.node(name)
@@ -57,6 +57,8 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
             says = {"no answer": answer["complaint"]}
         else:
             known = {key: value for key, value in known.items() if key != "load"}  # the node's own report is newer
+        if not everything:
+            return show.node(known, says)
         return show.group(
             show.properties("as the router sees it", known), show.properties("as it reports itself", says)
         )

@@ -62,6 +62,7 @@ Url = Annotated[
         help="Admin address of a router, or of several, separated by commas.",
     ),
 ]
+Everything = Annotated[bool, typer.Option("--all", help="Show everything that the router and the node report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]
 

@@ -247,6 +247,39 @@ def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+_ONLY_WHOLE = {
+    *("incarnation", "fingerprint", "tokenizer", "data_addresses", "control_address", "steps_by_tokens"),
+    *("index_blocks", "routing", "breaker", "usable"),
+}
+"""What `kvrelay admin node` shows with `--all` only."""
+
+
+def node(known: Mapping[str, Any], says: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin node` on one screen: without what is zero, empty, for builders or said twice. A breaker that is not closed is
+    shown."""
+    breaker = {} if known.get("breaker", {}).get("state", "closed") == "closed" else {"breaker": known["breaker"]}
+    as_seen = {key: value for key, value in known.items() if key not in _ONLY_WHOLE} | breaker
+    twice = {"layout", *(key for key, value in says.items() if known.get(key) == value)}
+    own = {key: value for key, value in says.items() if key not in _ONLY_WHOLE | twice}
+    return Group(_brief("as the router sees it", as_seen), _brief("as it reports itself", own), cell("more: --all"))
+
+
+def _brief(title: str, about: Mapping[str, Any]) -> RenderableType:
+    """`properties` with one line for each dictionary, without zeros."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in about.items():
+        if isinstance(value, Mapping):
+            members = cast("Mapping[str, Any]", value)
+            flat = _flat({name: each for name, each in members.items() if each and name not in _ONLY_WHOLE})
+            line = ", ".join(f"{name} {cell(_one_line(shown))}" for name, shown in flat)
+            rows.append((key.replace("_", " "), line))
+        elif not _is_rows(value):
+            name, shown = _with_unit(key, value)
+            rows.append((name.replace("_", " "), _one_line(shown)))
+    tables = [records(key, value) for key, value in about.items() if _is_rows(value)]
+    return Group(table(title, ("", ""), [row for row in rows if row[1] and row[1] != "no"], numeric=False), *tables)
+
+
 _FIRST_COLUMNS = 3
 """Columns of records that are shown at any width."""
 

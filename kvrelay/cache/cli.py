@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from common.base.errors import ConfigError
 from common.config.cli import command_group, run_checked
 from common.kernels.native.build import clear_libraries, native_folder
 from common.model.cached_models import CachedModel, cached_models, weights_folder
+from common.model.tokenizer_folder import written_tokenizers
 
-_HELP = """List or remove what kvrelay keeps on this machine to start faster: compiled native kernels, and packed weights,
-which nodes on this machine share.
+_HELP = """List or remove what kvrelay keeps on this machine to start faster: compiled native kernels, packed weights, which nodes
+on this machine share, and tokenizers of GGUF files.
 
 Everything here can be made again. The folder is $KVRELAY_CACHE, by default ~/.cache/kvrelay.
 """
@@ -39,6 +41,8 @@ def _list() -> None:
     print(cache_folder())
     try:
         print(f"{_megabytes(_size_bytes(native_folder()))}  native kernels")
+        if written_tokenizers().exists():
+            print(f"{_megabytes(_size_bytes(written_tokenizers()))}  tokenizers of GGUF files")
         for model in cached_models(weights_folder()):
             print(f"{_megabytes(model.size_bytes)}  packed weights {_describe(model)}")
     except (NotADirectoryError, PermissionError) as error:
@@ -50,6 +54,9 @@ def _clear() -> None:
     try:
         for model in cached_models(weights_folder()):
             print(f"{'removed' if model.remove() else 'kept'} packed weights {_describe(model)}")
+        if written_tokenizers().exists():
+            shutil.rmtree(written_tokenizers())
+            print("removed tokenizers of GGUF files")
         removed = clear_libraries()
         if removed is None:
             print("kept native kernels (being compiled)")
@@ -61,7 +68,8 @@ def _clear() -> None:
 
 def _describe(model: CachedModel) -> str:
     state = "in use" if model.is_in_use else f"last used {(time.time() - model.used_at) / 3600:.1f} hours ago"
-    return f"{model.folder.name} ({state})"
+    name = "".join(char if char.isprintable() else "?" for char in model.name)
+    return f"of {name} ({state})"
 
 
 def _size_bytes(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,7 +150,13 @@ def sweep(
         settings = sweeping.SweepPlan(
             ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
         )
-        result = sweeping.sweep(settings, measure_one, lambda: list_models(ready.url, ready.api_key))
+        result = sweeping.sweep(
+            settings,
+            measure_one,
+            lambda: list_models(ready.url, ready.api_key),
+            on_left=lambda least, most: _say_left(least, most, duration),
+            keep=lambda so_far: _write_files(so_far, json_file, html_file),
+        )
         _finish(result, json_file, html_file)
         if result["failure"]:
             raise AdminUnreachable(result["failure"])
@@ -278,17 +285,33 @@ def _comparison(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "comparison", "began": a["began"], "method": method, "rows": told, **sides}
 
 
+def _say_left(least: int, most: int, duration_s: float) -> None:
+    """Say how long a sweep takes, on standard error."""
+    rates, minutes = (
+        f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        for low, high in ((least, most), (round(least * duration_s / 60, 1), round(most * duration_s / 60, 1)))
+    )
+    more = f"{rates} more rates of {duration_s:g} s: {minutes} min, and the time in which backlogs drain"
+    print(f"kvrelay: {more}", file=sys.stderr, flush=True)
+
+
+def _write_files(result: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    """Raises: LoadFailed."""
+    from kvrelay.load.report.page import render
+
+    if json_file is not None:
+        write_result(json_file, result)
+    if html_file is not None:
+        write_report(html_file, render(result))
+
+
 def _finish(result: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
     """Write the files and print the tables. Raises: LoadFailed."""
     from kvrelay.admin.show import console
     from kvrelay.load import show
-    from kvrelay.load.report.page import render
 
     try:
-        if json_file is not None:
-            write_result(json_file, result)
-        if html_file is not None:
-            write_report(html_file, render(result))
+        _write_files(result, json_file, html_file)
     finally:  # print even if a file failed: a run may have taken hours
         shown = {"run": show.run, "sweep": show.sweep, "comparison": show.comparison}[result["kind"]]
         console().print(shown(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import secrets
 import typing
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
@@ -24,6 +25,9 @@ def _option(kind: Any, name: str, help: str, panel: str, **more: Any) -> Any:
 
 _URL = "Server URL; by default that of this user's only `kvrelay up`, else port 8000 on this host."
 _LONGEST = "Long contexts: unique tokens vary log-uniformly from --suffix-tokens to this; 0: they do not vary."
+_SEED = (
+    "Random seed for prompts and arrivals; by default a new one, so that no prompt is in the server's cache already."
+)
 _RAMP = "Rate at the start, which grows linearly to --rate within --duration."
 
 MAX_RATE, MAX_SECONDS = 1e5, 1e8
@@ -93,7 +97,7 @@ _OPTIONS = {
         min=0,
         max=2**31,
     ),
-    "seed": _option(int, "--seed", "Random seed for prompts and arrivals.", "Prompts", min=-_MAX_SEED, max=_MAX_SEED),
+    "seed": _option(int | None, "--seed", _SEED, "Prompts", min=-_MAX_SEED, max=_MAX_SEED),
     "temperature": _option(float, "--temperature", "Sampling temperature; 0 is greedy.", "Prompts", min=0.0, max=2.0),
     "ignore_eos": _option(
         bool,
@@ -105,8 +109,8 @@ _OPTIONS = {
     "scale": _option(int, "--scale", f"Divide all lengths by this; must divide {TRACE_BLOCK}.", "Trace", min=1),
     "rate_scale": _option(float, "--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6, max=1e6),
 }
-_DEFAULTS: dict[str, Any] = {"url": None, "model": "", "vocab_size": 0}
-"""Defaults that differ from `LoadPlan`'s: the server is asked for these."""
+_DEFAULTS: dict[str, Any] = {"url": None, "model": "", "vocab_size": 0, "seed": None}
+"""Defaults that differ from `LoadPlan`'s: the server is asked for these, and the seed is drawn."""
 
 
 def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -120,6 +124,8 @@ def takes_plan(*, without: Collection[str] = ()) -> Callable[[Callable[..., None
         def command(**given: Any) -> None:
             fields: dict[str, Any] = {name: given.pop(name) for name in names}
             fields["url"] = fields["url"] or default_url()
+            if fields["seed"] is None:
+                fields["seed"] = secrets.randbelow(_MAX_SEED)
             function(LoadPlan(**fields), **given)
 
         defaults = {field.name: field.default for field in dataclasses.fields(LoadPlan)} | _DEFAULTS

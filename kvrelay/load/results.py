@@ -39,11 +39,25 @@ def run_result(
         "config": config_of(plan),
         "left_out": left_out,
         "summary": summarise(outcomes, *slo),
+        "cached_before": cached_before(plan, outcomes),
         "pair": pair,
         "rounds": [summarise(outcomes, *slo) for outcomes in rounds],
         "samples": {name: [_rounded(getattr(outcome, name)) for outcome in outcomes] for name in _COLUMNS},
         "itl_quantiles_s": [round(percentile(gaps, percent), 6) for percent in range(101)] if gaps else [],
     }
+
+
+def cached_before(plan: LoadPlan, outcomes: Sequence[RequestOutcome]) -> float:
+    """The share of the prompts' unique tokens that the server had cached, which can only be from an earlier run with this seed.
+
+    0 where it cannot be told: in sessions and traces prompts continue others.
+    """
+    good = [outcome for outcome in outcomes if not outcome.error]
+    if plan.trace or plan.turns > 1:
+        return 0.0
+    prompts, cached = (sum(getattr(each, name) for each in good) for name in ("prompt_tokens", "cached_tokens"))
+    unique = prompts - plan.prefix_tokens * len(good) if plan.longest_tokens else plan.suffix_tokens * len(good)
+    return round(min(1.0, max(0.0, (cached - (prompts - unique)) / unique)), 6) if unique > 0 else 0.0
 
 
 def config_of(plan: LoadPlan) -> dict[str, Any]:

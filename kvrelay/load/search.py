@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 
 
+def _halvings(ratio: float) -> int:
+    """How often `ratio` must be halved to be 1 at most."""
+    return max(0, math.ceil(math.log2(ratio) - 1e-9)) if ratio > 0 else 0
+
+
 class RateSearch:
     """Proposes rates; the caller reports for each whether the objectives were met.
 
@@ -25,6 +30,23 @@ class RateSearch:
     def next_rate(self) -> float | None:
         """The rate to try now; None: the search has ended."""
         return self._next
+
+    def left(self) -> tuple[int, int]:
+        """How many rates are still to be tried, at least and at most."""
+        if self._next is None:
+            return 0, 0
+        if self.best and self.worst < math.inf:
+            return (self._bisections(self.worst / self.best),) * 2
+        within = self._bisections(2.0)
+        up = 1 + _halvings(self._highest / self._next) if self.worst == math.inf else 0
+        down = 1 + _halvings(self._next / self._lowest) if not self.best else 0
+        # The first rate alone cannot have a limit on both sides; a bound may be reached before there is one.
+        least = (1 if self.best or self.worst < math.inf else 2) + within
+        return min(least, *(each for each in (up, down) if each)), max(up, down) + within
+
+    def _bisections(self, ratio: float) -> int:
+        """Until two rates of this ratio are as near as wanted."""
+        return _halvings(math.log(ratio) / math.log(1 + self._precision)) if ratio > 1 else 0
 
     def record(self, *, met: bool) -> None:
         """Take the result at `next_rate`."""

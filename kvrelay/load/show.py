@@ -14,6 +14,8 @@ from kvrelay.load.report.page import objectives
 from kvrelay.load.summary import PERCENTILES
 
 _LATE_S = 0.01
+_CACHED_BEFORE = 0.5
+"""Share of the unique tokens that were cached from which on it is reported; words of a chat may be fewer tokens than words."""
 _LATENCIES = (
     ("time to first token", "ttft_s"),
     ("between tokens (events)", "itl_s"),
@@ -31,10 +33,14 @@ def run(result: Mapping[str, Any]) -> RenderableType:
         for title, key in _LATENCIES
         if summary[key] is not None
     ]
-    parts: list[RenderableType] = [table("", ("", ""), _facts(summary, left_out), numeric=False)]
+    facts = [*_facts(summary, left_out), ["seed", f"{result['config']['seed']} (--seed repeats these prompts)"]]
+    parts: list[RenderableType] = [table("", ("", ""), facts, numeric=False)]
     if rows:
         parts.append(table("latency, ms", ("", *names), rows))
     parts += [Text(f"error: {detail}", "red") for detail in summary["first_errors"]]
+    if (cached := result.get("cached_before", 0.0)) > _CACHED_BEFORE:
+        warning = f"{100 * cached:.0f} % of what is unique in each prompt was in the server's cache before this run"
+        parts.append(Text(f"{warning}: another run had --seed {result['config']['seed']}; leave it out", "yellow"))
     late = summary["late_s"]
     if late is not None and late["p99"] > _LATE_S:
         warning = f"the load generator was late: 1 % of requests were sent {_milliseconds(late['p99'])} ms or more late"
@@ -55,7 +61,8 @@ def sweep(result: Mapping[str, Any]) -> RenderableType:
         rows.append([f"{point['rate']:.3g}", f"{point['goodput_per_s']:.2f}", inside, *times, errors])
     best = result["best_rate"]
     share = f"{100 * result['attainment']:g} % of the requests inside {objectives(result['slo'])}"
-    found = f"highest rate with {share}: {best:.3g}/s" if best else f"no rate had {share}"
+    least = "" if result.get("is_limit_found", True) else "at least "
+    found = f"highest rate with {share}: {least}{best:.3g}/s" if best else f"no rate had {share}"
     return Group(table("goodput (times in ms)", columns, rows), Text(found, "bold"))
 
 

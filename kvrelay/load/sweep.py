@@ -36,14 +36,23 @@ class SweepPlan:
     lowest: float = 0.01
 
 
-def sweep(plan: SweepPlan, measure: Measure, ask: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def sweep(
+    plan: SweepPlan,
+    measure: Measure,
+    ask: Callable[[], object] = lambda: None,
+    *,
+    on_left: Callable[[int, int], None] = lambda least, most: None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
     """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates.
 
     `ask()` is called after a rate at which connections broke. If it raises AdminUnreachable, the server is gone: the sweep
-    ends, and `failure` of the result says so.
+    ends, and `failure` of the result says so. `on_left(least, most)` is called before each rate with the number of rates left;
+    `keep(result)` after each with the result so far, whatever ends the sweep.
     """
     began, failure = time.time(), ""
     points: list[dict[str, Any]] = []
+    met = [0.0]
 
     def try_rate(rate: float) -> bool:
         # Other prompts at every rate: else a rate would find those of the last one in the prefix cache.
@@ -51,24 +60,31 @@ def sweep(plan: SweepPlan, measure: Measure, ask: Callable[[], object] = lambda:
         outcomes = measure(at_rate)
         summary = summarise(outcomes, *plan.slo)
         points.append({"rate": rate} | {key: summary[key] for key in (*_KEPT, *_LATENCIES)})
+        is_met = summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
+        if is_met:
+            met.append(rate)
+        keep(result())
         if any(outcome.error == "connection" for outcome in outcomes):
             ask()
-        return summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
+        return is_met
 
-    met = [0.0]
+    def result() -> dict[str, Any]:
+        ordered = sorted(points, key=lambda point: point["rate"])
+        slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
+        found = {"best_rate": max(met), "is_limit_found": any(point["rate"] > max(met) for point in points)}
+        told = {"attainment": plan.attainment, "slo": slo, "points": ordered, "failure": failure}
+        return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found, **told}
+
     try:
-        for rate in plan.rates:
-            if try_rate(rate):
-                met.append(rate)
+        for number, rate in enumerate(plan.rates):
+            on_left(len(plan.rates) - number, len(plan.rates) - number)
+            try_rate(rate)
         search = RateSearch(plan.first, plan.precision, lowest=plan.lowest, highest=plan.highest)
         while not plan.rates and (rate := search.next_rate) is not None:
+            on_left(*search.left())
             search.record(met=try_rate(rate))
-            met.append(search.best)
     except KeyboardInterrupt:  # ends the sweep but keeps the report
         pass
     except AdminUnreachable as error:
         failure = f"the server was lost at {points[-1]['rate']:.3g} requests/s: {error.message}"
-    points.sort(key=lambda point: point["rate"])
-    slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
-    found = {"best_rate": max(met), "attainment": plan.attainment, "slo": slo, "points": points, "failure": failure}
-    return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found}
+    return result()

@@ -35,6 +35,10 @@ _FINDINGS = {
 
 
 def _node(answer: dict[str, Any]) -> RenderableType:
+    return show.node({key: value for key, value in answer["router"].items() if key != "load"}, answer["node"])
+
+
+def _whole_node(answer: dict[str, Any]) -> RenderableType:
     known = {key: value for key, value in answer["router"].items() if key != "load"}
     return show.group(
         show.properties("as the router sees it", known), show.properties("as it reports itself", answer["node"])
@@ -49,6 +53,7 @@ def _watch(_: Any) -> RenderableType:
 COMMANDS: dict[str, Callable[[Any], RenderableType]] = {
     "nodes": show.nodes,
     "node": _node,
+    "node all": _whole_node,
     "router": lambda answer: show.properties("", answer),
     "requests": lambda answer: show.requests(answer["requests"]),
     "request": show.story,
@@ -64,7 +69,7 @@ COMMANDS: dict[str, Callable[[Any], RenderableType]] = {
 def rendered(command: str, width: int) -> str:
     """The command's table at this width. The caller must have stopped `show`'s clock with `clock`."""
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(COMMANDS[command](ANSWERS.get(command)))
+    console.print(COMMANDS[command](ANSWERS.get(command.removesuffix(" all"))))
     assert isinstance(console.file, io.StringIO)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 

@@ -133,7 +133,9 @@ def _sweep_page(result: Mapping[str, Any]) -> str:
     ]
     best = result["best_rate"]
     share = f"{100 * result['attainment']:g} % of the requests inside {objectives(slo)}"
-    found = f"{best:.3g} requests/s is the highest rate with {share}." if best else f"No rate had {share}."
+    is_found = result.get("is_limit_found", True)
+    highest = "is the highest rate" if is_found else "or more is the highest rate (none that was tried is above it)"
+    found = f"{best:.3g} requests/s {highest} with {share}." if best else f"No rate had {share}."
     body = [f"<p><strong>{escape(found)}</strong></p>", _charts(charts), "<h2>Rates (times in ms)</h2>"]
     return _page(f"Goodput of {result['config']['model']}", result, [*body, _table(columns, rows)])
 

@@ -33,7 +33,7 @@ def test_list_shows_sizes_and_what_is_in_use(cache: Path, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == str(cache)
     assert lines[1].split() == ["1.5", "MB", "native", "kernels"]
-    assert "2.0 MB  packed weights old-" in lines[2]
+    assert "2.0 MB  packed weights of old-" in lines[2]
     assert "last used 0.0 hours ago" in lines[2]
     assert "in use" in lines[3]
 
@@ -46,8 +46,8 @@ def test_clear_keeps_only_what_is_in_use(cache: Path, capsys: pytest.CaptureFixt
     clear()
     assert list((cache / "weights").iterdir()) == []
     out = capsys.readouterr().out
-    assert "kept packed weights new-" in out
-    assert "removed packed weights old-" in out
+    assert "kept packed weights of new-" in out
+    assert "removed packed weights of old-" in out
     assert out.count("removed native kernels") == 1
 
 
@@ -99,3 +99,19 @@ def test_an_empty_cache_is_listed_and_cleared(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "none"))
     list_cache()
     clear()
+
+
+def test_models_are_listed_by_their_names(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(PackedWeights(cache / "weights", "new", 1.0, name="Qwen2.5-0.5B\x1b[31m")):
+        list_cache()
+    assert "packed weights of Qwen2.5-0.5B?[31m (in use)" in capsys.readouterr().out
+
+
+def test_tokenizers_of_gguf_files_are_listed_and_cleared(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cache / "tokenizers" / "a").mkdir(parents=True)
+    (cache / "tokenizers" / "a" / "tokenizer.json").write_bytes(bytes(200_000))
+    list_cache()
+    assert "0.2 MB  tokenizers of GGUF files" in capsys.readouterr().out
+    clear()
+    assert not (cache / "tokenizers").exists()
+    assert "removed tokenizers of GGUF files" in capsys.readouterr().out

@@ -41,3 +41,15 @@ def test_a_miss_below_a_rate_that_was_met_ends_the_search() -> None:
     assert search.best == 2.0
     assert search.next_rate is not None
     assert 2.0 < search.next_rate < search.worst
+
+
+@pytest.mark.parametrize("capacity", [0.013, 0.3, 1.0, 7.3, 64.0, 999.0, 1e9])
+@pytest.mark.parametrize("first", [0.5, 3.0, 200.0])
+def test_the_rates_left_are_between_what_was_said_all_the_way(capacity: float, first: float) -> None:
+    _, tried = search_for(capacity, first)
+    search = RateSearch(first, 0.1, lowest=0.01, highest=1000.0)
+    for number, rate in enumerate(tried):
+        least, most = search.left()
+        assert least <= len(tried) - number <= most, (rate, least, most)
+        search.record(met=rate <= capacity)
+    assert search.left() == (0, 0)

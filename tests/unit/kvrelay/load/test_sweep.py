@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from kvrelay.admin.client import AdminUnreachable
+from kvrelay.load import show
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
 from kvrelay.load.sweep import SweepPlan, sweep
@@ -87,3 +91,33 @@ def test_connections_that_an_overloaded_server_breaks_are_missed_objectives() ->
     result = sweep(SweepPlan(BASE, (1.0, None), 0.9), measure)
     assert 3 / 1.1 <= result["best_rate"] <= 3
     assert result["failure"] == ""
+
+
+def test_a_limit_that_was_not_found_is_called_a_lower_bound() -> None:
+    for rates, found in (((1.0, 2.0), False), ((10.0, 40.0), True), ((40.0, 10.0), True)):
+        result = sweep(SweepPlan(BASE, (1.0, None), 0.9, rates), server)
+        assert result["is_limit_found"] is found
+        console = Console(file=io.StringIO(), width=200)
+        console.print(show.sweep(result))
+        assert isinstance(console.file, io.StringIO)
+        assert (f"at least {result['best_rate']:.3g}/s" in console.file.getvalue()) is not found
+
+
+def test_the_report_so_far_is_kept_after_each_rate_and_the_rates_left_are_told_before() -> None:
+    kept: list[int] = []
+    left: list[tuple[int, int]] = []
+
+    def measure(plan: LoadPlan) -> list[RequestOutcome]:
+        if plan.rate > 4:
+            raise RuntimeError("a bug")
+        return server(plan)
+
+    with pytest.raises(RuntimeError):
+        sweep(
+            SweepPlan(BASE, (1.0, None), 0.9),
+            measure,
+            keep=lambda result: kept.append(len(result["points"])),
+            on_left=lambda least, most: left.append((least, most)),
+        )
+    assert kept == [1, 2, 3]
+    assert len(left) == 4

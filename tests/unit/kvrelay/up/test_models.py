@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from common.base.errors import ConfigError
 from common.config.service_configs import UpConfig
 from common.config.sources import resolve
 from common.control.messages import Task
-from common.model.hub import DEMO_MODEL_PATH
+from common.model.hub import CONFIG_FILES, DEMO_MODEL_PATH
 from kvrelay.up import models
 from kvrelay.up.models import UpModel, find_models
 
@@ -81,8 +82,8 @@ def test_weights_are_downloaded_before_nodes_start_and_only_if_all_options_fit(
     at = folders(tmp_path)
     asked: list[str] = []
 
-    def resolve_model(name: str, *, config_only: bool = False) -> Path:
-        asked.append(f"{'config' if config_only else 'all'} of {name}")
+    def resolve_model(name: str, *, patterns: Sequence[str] = ()) -> Path:
+        asked.append(f"{'config' if patterns == CONFIG_FILES else 'all'} of {name}")
         return Path(at[name.rpartition("/")[2]])
 
     monkeypatch.setattr(models, "resolve_model", resolve_model)

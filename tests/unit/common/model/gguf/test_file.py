@@ -12,7 +12,7 @@ from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
-from common.model.fingerprint import fingerprint, tokenizer_digest
+from common.model.fingerprint import fingerprint
 from common.model.gguf.file import open_gguf
 
 
@@ -73,8 +73,7 @@ def test_another_architecture_or_an_empty_file_is_refused(tmp_path: Path, archit
 
 def test_the_fingerprint_sees_a_changed_weight_and_the_tokenizer(model: Path, tmp_path: Path) -> None:
     def identity(file: Path) -> str:
-        digest = tokenizer_digest(file.parent)
-        return fingerprint(file, load_model_config(file), "auto", "float32", 0, tokenizer=digest)
+        return fingerprint(file, load_model_config(file), "auto", "float32", 0)
 
     copy = tmp_path / "renamed.gguf"
     data = bytearray(model.read_bytes())

@@ -82,7 +82,8 @@ def test_a_report_is_one_page_that_fetches_and_runs_nothing(kind: str) -> None:
 def test_a_sweeps_report_names_the_highest_rate() -> None:
     result = results()["sweep"]
     assert result["best_rate"] == 2.0
-    assert "2 requests/s is the highest rate" in render(result)
+    assert "2 requests/s or more is the highest rate (none that was tried is above it)" in render(result)
+    assert "2 requests/s is the highest rate" in render({**result, "is_limit_found": True})
 
 
 def test_charts_are_about_the_requests_that_succeeded() -> None:
