@@ -9,7 +9,7 @@ from __future__ import annotations
 _LONGEST_S = 0.1
 _WEIGHT = 1
 """How much more a stream in prefill counts than a running one. The time between tokens while prompts are computed grows with
-it, and on some processors throughput (docs/trials.md)."""
+it, and on some processors throughput (docs/records/trials.md)."""
 
 
 def rest_s(step_s: float, running: int, coming: int) -> float:

@@ -150,13 +150,11 @@ def sweep(
         settings = sweeping.SweepPlan(
             ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
         )
-        result = sweeping.sweep(
-            settings,
-            measure_one,
-            lambda: list_models(ready.url, ready.api_key),
-            on_left=lambda least, most: _say_left(least, most, duration),
-            keep=lambda so_far: _write_files(so_far, json_file, html_file),
+        told = sweeping.Told(
+            lambda least, most: _say_left(least, most, duration),
+            lambda so_far: _write_files(so_far, json_file, html_file),
         )
+        result = sweeping.sweep(settings, measure_one, lambda: list_models(ready.url, ready.api_key), told)
         _finish(result, json_file, html_file)
         if result["failure"]:
             raise AdminUnreachable(result["failure"])

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrelay.admin.client import AdminUnreachable
 from kvrelay.load.outcome import RequestOutcome
@@ -36,19 +36,28 @@ class SweepPlan:
     lowest: float = 0.01
 
 
+class Told(NamedTuple):
+    """Who is told while a sweep runs."""
+
+    on_left: Callable[[int, int], None] = lambda least, most: None
+    """Before each rate: how many are left, at least and at most."""
+    keep: Callable[[dict[str, Any]], None] = lambda result: None
+    """After each rate: the result so far, so that it stays whatever ends the sweep."""
+
+
+UNTOLD = Told()
+
+
 def sweep(
     plan: SweepPlan,
     measure: Measure,
     ask: Callable[[], object] = lambda: None,
-    *,
-    on_left: Callable[[int, int], None] = lambda least, most: None,
-    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    told: Told = UNTOLD,
 ) -> dict[str, Any]:
     """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates.
 
     `ask()` is called after a rate at which connections broke. If it raises AdminUnreachable, the server is gone: the sweep
-    ends, and `failure` of the result says so. `on_left(least, most)` is called before each rate with the number of rates left;
-    `keep(result)` after each with the result so far, whatever ends the sweep.
+    ends, and `failure` of the result says so.
     """
     began, failure = time.time(), ""
     points: list[dict[str, Any]] = []
@@ -63,7 +72,7 @@ def sweep(
         is_met = summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
         if is_met:
             met.append(rate)
-        keep(result())
+        told.keep(result())
         if any(outcome.error == "connection" for outcome in outcomes):
             ask()
         return is_met
@@ -72,16 +81,16 @@ def sweep(
         ordered = sorted(points, key=lambda point: point["rate"])
         slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
         found = {"best_rate": max(met), "is_limit_found": any(point["rate"] > max(met) for point in points)}
-        told = {"attainment": plan.attainment, "slo": slo, "points": ordered, "failure": failure}
-        return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found, **told}
+        more = {"attainment": plan.attainment, "slo": slo, "points": ordered, "failure": failure}
+        return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found, **more}
 
     try:
         for number, rate in enumerate(plan.rates):
-            on_left(len(plan.rates) - number, len(plan.rates) - number)
+            told.on_left(len(plan.rates) - number, len(plan.rates) - number)
             try_rate(rate)
         search = RateSearch(plan.first, plan.precision, lowest=plan.lowest, highest=plan.highest)
         while not plan.rates and (rate := search.next_rate) is not None:
-            on_left(*search.left())
+            told.on_left(*search.left())
             search.record(met=try_rate(rate))
     except KeyboardInterrupt:  # ends the sweep but keeps the report
         pass

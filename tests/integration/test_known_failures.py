@@ -1,4 +1,4 @@
-"""Failures known from other systems (docs/known-failures.md), at the router: over HTTP and with scripted nodes."""
+"""Failures known from other systems (docs/records/known-failures.md), at the router: over HTTP and with scripted nodes."""
 
 from __future__ import annotations
 

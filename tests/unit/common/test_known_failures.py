@@ -1,4 +1,4 @@
-"""Failures known from other systems (docs/known-failures.md): what the code and processes as such show."""
+"""Failures known from other systems (docs/records/known-failures.md): what the code and processes as such show."""
 
 from __future__ import annotations
 

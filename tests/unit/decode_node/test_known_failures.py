@@ -1,4 +1,4 @@
-"""Failures known from other systems (docs/known-failures.md), inside the two nodes.
+"""Failures known from other systems (docs/records/known-failures.md), inside the two nodes.
 
 The real cores of a prefill and a decode node with a fake model and a fake wire; the test carries the messages.
 """

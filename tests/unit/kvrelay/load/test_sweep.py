@@ -11,7 +11,7 @@ from kvrelay.admin.client import AdminUnreachable
 from kvrelay.load import show
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
-from kvrelay.load.sweep import SweepPlan, sweep
+from kvrelay.load.sweep import SweepPlan, Told, sweep
 
 BASE = LoadPlan(url="http://x", model="m", rate=1.0, duration_s=10.0, api_key="secret")
 
@@ -116,8 +116,9 @@ def test_the_report_so_far_is_kept_after_each_rate_and_the_rates_left_are_told_b
         sweep(
             SweepPlan(BASE, (1.0, None), 0.9),
             measure,
-            keep=lambda result: kept.append(len(result["points"])),
-            on_left=lambda least, most: left.append((least, most)),
+            told=Told(
+                lambda least, most: left.append((least, most)), lambda result: kept.append(len(result["points"]))
+            ),
         )
     assert kept == [1, 2, 3]
     assert len(left) == 4

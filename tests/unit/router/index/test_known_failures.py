@@ -1,4 +1,4 @@
-"""Failures known from other systems (docs/known-failures.md), in the prefix index."""
+"""Failures known from other systems (docs/records/known-failures.md), in the prefix index."""
 
 from __future__ import annotations
 
