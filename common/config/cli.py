@@ -25,6 +25,7 @@ from common.base import logs
 from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.process import die_with_parent
 from common.config.fields import field_infos
+from common.config.help import HelpRow, help_text
 from common.config.service_configs import ServiceConfig
 from common.config.sources import (
     BOOLEANS,
@@ -48,6 +49,7 @@ _NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 ResultT = TypeVar("ResultT")
+_CONFIG = "--config"
 _NOTES = "kvrelay.notes"
 """Key of what `translate` tells, in the command's context."""
 
@@ -65,9 +67,9 @@ Translate = Callable[[Sequence[str], set[str], set[str]], Translated]
 
 
 def _command_class(
-    aliases: dict[str, str], switches: set[str], lists: set[str], translate: Translate | None
+    rows: Sequence[HelpRow], aliases: dict[str, str], switches: set[str], lists: set[str], translate: Translate | None
 ) -> type[typer.core.TyperCommand]:
-    """A command that also accepts the spellings of other servers, after `translate`.
+    """A command whose help has `rows`, and that also accepts the spellings of other servers, after `translate`.
 
     These are `aliases` of our flags, `_` for `-` in any flag, for `switches` (flags whose value is true, false or none)
     `--x` for `--x true` and `--no-x` for `--x false`, and for `lists` `--x a b` or `--x a --x b` for `--x a,b`.
@@ -80,6 +82,9 @@ def _command_class(
             ours = _with_lists([_our_spelling(arg, aliases) for arg in args], lists)
             after = ours[1:] + [""] * bool(ours)
             return super().parse_args(ctx, [_switched(*pair, switches) for pair in zip(ours, after, strict=True)])
+
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            formatter.write(help_text(ctx.get_usage(), self.help or "", rows, formatter.width))
 
     return Command
 
@@ -173,7 +178,7 @@ def service_app(
     aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
     switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
     lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
-    command_class = _command_class(aliases, switches, lists, translate)
+    command_class = _command_class(_help_rows(cls, argument), aliases, switches, lists, translate)
     app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=CONTEXT_SETTINGS)(command)
     return app
 
@@ -235,29 +240,29 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _config_option() -> Any:
-    return typer.Option(
-        "--config",
-        metavar="FILE",
-        envvar=CONFIG_FILE_VARIABLE,
-        help="TOML file to read options from.",
-        rich_help_panel="General",
-    )
+    return typer.Option(_CONFIG, metavar="FILE", envvar=CONFIG_FILE_VARIABLE)
 
 
 def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any:
     info = field_infos(cls)[name]
     if is_argument:
         return typer.Argument(help=info.help, metavar=name.upper(), envvar=ENV_PREFIX + name.upper())
-    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
-    also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
-    return typer.Option(
-        _flag(name),
-        help=(info.help + also).replace("[", "\\["),  # as in kvrelay[models], which rich takes for markup
-        metavar=type_label(field_type(cls, name)),
-        envvar=ENV_PREFIX + name.upper(),
-        show_default=default not in (None, ""),
-        rich_help_panel=info.group,
-    )
+    return typer.Option(_flag(name), metavar=type_label(field_type(cls, name)), envvar=ENV_PREFIX + name.upper())
+
+
+def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
+    """The help of each option. `argument`: the field that is given without a flag."""
+    rows = [
+        HelpRow("General", "-h, --help", "Show this text."),
+        HelpRow("General", f"{_CONFIG} FILE", "TOML file to read options from.", CONFIG_FILE_VARIABLE),
+    ]
+    for field in dataclasses.fields(cls):
+        info, name = field_infos(cls)[field.name], field.name
+        also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
+        shown = name.upper() if name == argument else f"{_flag(name)} {type_label(field_type(cls, name))}"
+        default = "" if field.default is None else str(field.default)
+        rows.append(HelpRow(info.group, shown, info.help + also, ENV_PREFIX + name.upper(), default))
+    return rows
 
 
 def command_group(name: str, help: str) -> typer.Typer:
