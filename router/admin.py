@@ -40,7 +40,7 @@ class RouterAdmin:
     def routes(self) -> list[AdminRoute]:
         """All routes, for the admin port."""
         return [
-            AdminRoute("GET", "/status", self._status),
+            AdminRoute("GET", "/status", lambda call: self.status()),
             AdminRoute("GET", "/nodes", self._nodes),
             AdminRoute("GET", "/requests", self._requests),
             AdminRoute("GET", "/requests/{request_id:path}", self._request),
@@ -50,7 +50,8 @@ class RouterAdmin:
             AdminRoute("POST", "/scale", self._scale),
         ]
 
-    def _status(self, call: Call) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, Any]:
+        """The answer of `kvrelay admin router`."""
         dispatcher, index = self._router.dispatcher, self._router.index
         subscriber = self._router.subscriber
         return {
@@ -88,7 +89,7 @@ class RouterAdmin:
         if self._restart is None:
             raise BadRequest("this router cannot restart")
         self._restart.begin(seconds(call, "grace_s", 0.0), seconds(call, "timeout_s", DRAIN_S))
-        return self._status(call)
+        return self.status()
 
     async def _scale(self, call: Call) -> Mapping[str, Any]:
         """Body: numbers of nodes by role, those that change. Answers with all."""

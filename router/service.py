@@ -77,7 +77,9 @@ async def serve(config: RouterConfig) -> None:
         log.info("admin at %s", admin.url)
     scheme = "https" if config.ssl_certfile else "http"
     http = asyncio.create_task(_take_requests(server, sock, scheme, router, directory))
-    background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart)]
+    background = [
+        asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart, pages)
+    ]
     if config.tls_dir is not None:
         background.append(asyncio.create_task(warn_before_end(config.tls_dir)))
     background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))

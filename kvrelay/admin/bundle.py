@@ -16,8 +16,8 @@ from common.base.whole_file import write_whole
 from common.config.cli import run_checked
 from kvrelay.admin.check import examine, own_version
 from kvrelay.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
-from kvrelay.admin.findings import find
 from kvrelay.admin.options import Url, check_output, file_name
+from router.findings import find
 
 _REQUESTS = 200
 

@@ -13,8 +13,8 @@ import typer
 
 from common.config.cli import run_checked
 from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect, router_urls
-from kvrelay.admin.findings import ServiceReport, find
 from kvrelay.admin.options import Json, Url, print_answer
+from router.findings import ServiceReport, find
 
 _FOUND = 1
 """Exit code where something was found."""

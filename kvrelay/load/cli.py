@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -150,10 +151,7 @@ def sweep(
         settings = sweeping.SweepPlan(
             ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
         )
-        told = sweeping.Told(
-            lambda least, most: _say_left(least, most, duration),
-            lambda so_far: _write_files(so_far, json_file, html_file),
-        )
+        told = sweeping.Told(partial(_say_left, duration), partial(_write_files, json_file, html_file))
         result = sweeping.sweep(settings, measure_one, lambda: list_models(ready.url, ready.api_key), told)
         _finish(result, json_file, html_file)
         if result["failure"]:
@@ -283,7 +281,7 @@ def _comparison(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "comparison", "began": a["began"], "method": method, "rows": told, **sides}
 
 
-def _say_left(least: int, most: int, duration_s: float) -> None:
+def _say_left(duration_s: float, least: int, most: int) -> None:
     """Say how long a sweep takes, on standard error."""
     rates, minutes = (
         f"{low:g}" if low == high else f"{low:g} to {high:g}"
@@ -293,7 +291,7 @@ def _say_left(least: int, most: int, duration_s: float) -> None:
     print(f"kvrelay: {more}", file=sys.stderr, flush=True)
 
 
-def _write_files(result: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+def _write_files(json_file: Path | None, html_file: Path | None, result: dict[str, Any]) -> None:
     """Raises: LoadFailed."""
     from kvrelay.load.report.page import render
 
@@ -309,7 +307,7 @@ def _finish(result: dict[str, Any], json_file: Path | None, html_file: Path | No
     from kvrelay.load import show
 
     try:
-        _write_files(result, json_file, html_file)
+        _write_files(json_file, html_file, result)
     finally:  # print even if a file failed: a run may have taken hours
         shown = {"run": show.run, "sweep": show.sweep, "comparison": show.comparison}[result["kind"]]
         console().print(shown(result))

@@ -36,7 +36,8 @@ class RateSearch:
         if self._next is None:
             return 0, 0
         if self.best and self.worst < math.inf:
-            return (self._bisections(self.worst / self.best),) * 2
+            left = self._bisections(self.worst / self.best)
+            return left, left
         within = self._bisections(2.0)
         up = 1 + _halvings(self._highest / self._next) if self.worst == math.inf else 0
         down = 1 + _halvings(self._next / self._lowest) if not self.best else 0

@@ -38,14 +38,16 @@ _HEADERS = (
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def dashboard(access: Access, routes: Sequence[BaseRoute], chat: ASGIApp) -> Starlette:
+def dashboard(
+    access: Access, routes: Sequence[BaseRoute], chat: ASGIApp, on_call: Callable[[], None] = lambda: None
+) -> Starlette:
     """The application. `routes` answer below `/ui/api`, to callers that `access` admits; `chat`, which checks its callers
-    itself, at `/ui/api/chat`.
+    itself, at `/ui/api/chat`. `on_call()` is called for each admitted call: a page is open.
     """
     return Starlette(
         routes=[
             Route("/api/chat", chat, methods=["POST"]),
-            Mount("/api", routes=list(routes), middleware=[Middleware(_ApiGuard, access=access)]),
+            Mount("/api", routes=list(routes), middleware=[Middleware(_ApiGuard, access=access, on_call=on_call)]),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],
         middleware=[Middleware(_SecurityHeaders)],
@@ -78,14 +80,16 @@ class _SecurityHeaders:
 
 
 class _ApiGuard:
-    """ASGI middleware: asks `access` about each call."""
+    """ASGI middleware: asks `access` about each call, and tells `on_call`."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, on_call: Callable[[], None]) -> None:
         self._app = app
         self._access = access
+        self._on_call = on_call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._access.check(scope)
+        self._on_call()
         await self._app(scope, receive, send)
 
 

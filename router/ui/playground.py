@@ -21,13 +21,17 @@ CHAT_PATH = "/v1/chat/completions"
 class Chat:
     """ASGI application: the router's own chat endpoint for callers whom `access` admits. They need no API key and are distinguished by their address, like the API's clients without keys."""
 
-    def __init__(self, access: Access, endpoint: Callable[[], ASGIApp]) -> None:
-        """`endpoint`: the application that answers `CHAT_PATH`, once it exists."""
+    def __init__(
+        self, access: Access, endpoint: Callable[[], ASGIApp], on_call: Callable[[], None] = lambda: None
+    ) -> None:
+        """`endpoint`: the application that answers `CHAT_PATH`, once it exists. `on_call()` is called before each chat."""
         self._access = access
         self._endpoint = endpoint
+        self._on_call = on_call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._access.check_chat(scope)
+        self._on_call()
         asked = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode(), "root_path": "", "query_string": b""}
         note_client(asked, client_of(scope))
         await self._endpoint()(asked, receive, send)

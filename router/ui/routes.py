@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -15,13 +17,16 @@ from common.base.clock import monotonic
 from common.base.errors import Forbidden, NotFound, Unavailable
 from common.cluster.membership import Directory
 from common.control.admin_server import Call, read_object
-from router.admin import RouterAdmin, checked_limit, describe_node
+from router.admin import RouterAdmin, checked_limit, describe_node, node_state
+from router.findings import ServiceReport, find
+from router.nodes.node import Node
 from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
+from router.ui.history import TICK_S, History, NodeView
 from router.ui.nodes import NodeControl
 from router.ui.playground import Chat, kill
-from router.ui.snapshot import Snapshots
+from router.ui.snapshot import Snapshots, totals
 
 _MAX_LISTED = 200
 _MAX_GROUPS, _MAX_COLUMNS = 40, 40
@@ -32,7 +37,9 @@ class DashboardRoutes:
 
     def __init__(self, router: Router, admin_token: str, directory: Directory | None) -> None:
         self._router = router
+        self._directory = directory
         self._snapshots = Snapshots(router, directory)
+        self._history = History()
         self._admin = RouterAdmin(router, directory)
         self._nodes = NodeControl(router.dispatcher.nodes, admin_token, router.dispatcher.options.tls_dir)
         self.chat_endpoint: ASGIApp = _no_chat
@@ -40,12 +47,32 @@ class DashboardRoutes:
 
     def application(self, access: Access) -> Starlette:
         """The dashboard for callers whom `access` admits."""
-        return dashboard(access, self._routes(access), Chat(access, lambda: self.chat_endpoint))
+        watch = self._router.dispatcher.stories.watch
+        return dashboard(access, self._routes(access), Chat(access, lambda: self.chat_endpoint, watch), watch)
+
+    async def run(self) -> None:
+        """Keep the history, until it is cancelled."""
+        while True:
+            now_s, nodes = time.time(), self._router.dispatcher.nodes.known()
+            facts = {
+                "models": ", ".join(sorted(model.name for model in self._router.catalog.models)),
+                "Redis": self._router.degraded(self._directory) or "ok",
+            }
+            views = {node.incarnation: NodeView(node.node_id, node_state(node)) for node in nodes}
+            self._history.compare(now_s, views, facts)
+            if now_s >= self._history.due_s:
+                self._history.add(now_s, totals(self._router, nodes))
+            await asyncio.sleep(TICK_S)
 
     def _routes(self, access: Access) -> Sequence[BaseRoute]:
 
         async def node(request: Request) -> Response:
             return await self._node(request, access)
+
+        async def findings(request: Request) -> Response:
+            if not access.may_operate(request.scope):
+                return json_response({"findings": None, "missing": "they are shown to operators: give the admin token"})
+            return json_response({"findings": await self._findings(), "missing": ""})
 
         async def playground(request: Request) -> Response:
             models = [model.name for model in self._router.catalog.models if model.task == "generate"]
@@ -59,6 +86,8 @@ class DashboardRoutes:
 
         return [
             Route("/snapshot", self._snapshot),
+            Route("/history", self._shown_history),
+            Route("/findings", findings),
             Route("/requests", self._requests),
             Route("/requests/{request_id:path}", self._request),
             Route("/prefixes", self._prefixes),
@@ -70,12 +99,32 @@ class DashboardRoutes:
         ]
 
     async def _snapshot(self, request: Request) -> Response:
-        self._router.dispatcher.stories.watch()
         found = self._snapshots.latest()
         headers = {"etag": found.etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)
         return Response(found.body, headers=headers, media_type="application/json")
+
+    async def _shown_history(self, request: Request) -> Response:
+        return json_response(self._history.shown())
+
+    async def _findings(self) -> list[dict[str, str]]:
+        """Those of `kvrelay admin check` that this router and its nodes can tell, without connections between nodes."""
+        status = self._admin.status()
+        router = ServiceReport(str(status["router_id"]), "router", status=status)
+        nodes = await asyncio.gather(*(self._report(node) for node in self._router.dispatcher.nodes.known()))
+        return [finding._asdict() for finding in find([router], nodes, "")]
+
+    async def _report(self, node: Node) -> ServiceReport:
+        known = describe_node(node, monotonic())
+        known["breaker"] = dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation))
+        report = ServiceReport(node.node_id, node.record.role, known=known)
+        try:
+            report.status = await self._nodes.ask(node, "GET", "/status")
+            report.facts = await self._nodes.ask(node, "POST", "/facts")
+        except Unavailable as error:
+            report.silent = error.message
+        return report
 
     async def _requests(self, request: Request) -> Response:
         limit = checked_limit(request.query_params.get("limit", "50"), _MAX_LISTED)

@@ -77,7 +77,7 @@ class Snapshots:
             "held": dispatcher.queued,
             "nodes": [self._node(node, now_s) for node in nodes],
             "relays": self._relays(nodes, now_s),
-            "totals": self._totals(nodes),
+            "totals": totals(self._router, nodes),
         }
 
     def _node(self, node: Node, now_s: float) -> dict[str, Any]:
@@ -134,23 +134,24 @@ class Snapshots:
             for (source, target), size_bytes in found.items()
         ]
 
-    def _totals(self, nodes: Iterable[Node]) -> dict[str, Any]:
-        """Counters and histograms since the router began, over all models: pages draw their differences."""
-        metrics = self._router.metrics
-        loads = [node.load for node in nodes]
-        return {
-            "ttft": _histogram(metrics.ttft),
-            "itl": _histogram(metrics.itl),
-            "answered": _counter(metrics.success),
-            "failed": _counter(metrics.failed),
-            "prompt_tokens": _counter(metrics.prompt_tokens),
-            "generated_tokens": _counter(metrics.generated),
-            "attempts": {mode: series.value for mode, series in metrics.attempts_by_mode.items()},
-            "retries": metrics.retries.value,
-            "relayed_bytes": metrics.relayed.value,
-            "prefix_queries": sum(load.prefix_queries for load in loads),
-            "prefix_hits": sum(load.prefix_hits for load in loads),
-        }
+
+def totals(router: Router, nodes: Iterable[Node]) -> dict[str, Any]:
+    """Counters and histograms since the router began, over all models: pages draw their differences."""
+    metrics = router.metrics
+    loads = [node.load for node in nodes]
+    return {
+        "ttft": _histogram(metrics.ttft),
+        "itl": _histogram(metrics.itl),
+        "answered": _counter(metrics.success),
+        "failed": _counter(metrics.failed),
+        "prompt_tokens": _counter(metrics.prompt_tokens),
+        "generated_tokens": _counter(metrics.generated),
+        "attempts": {mode: series.value for mode, series in metrics.attempts_by_mode.items()},
+        "retries": metrics.retries.value,
+        "relayed_bytes": metrics.relayed.value,
+        "prefix_queries": sum(load.prefix_queries for load in loads),
+        "prefix_hits": sum(load.prefix_hits for load in loads),
+    }
 
 
 def _rate(now: int, before: int, seconds: float) -> int:

@@ -104,3 +104,60 @@ def _complete(system: System, count: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_the_front_page_tells_an_operator_what_happened_and_what_is_wrong(
+    system: System, open_page: OpenPage, screenshots: Path | None
+) -> None:
+    system.wait_usable(2, 2)
+    page = open_page(f"{system.url}/")
+    _complete(system, 8)
+    figures = page.get_by_label("The last minute")
+    page.wait_for_function("() => /[1-9]/.test(document.querySelector('.overview dd').textContent)")
+    names = figures.locator("dt").all_text_contents()
+    assert names == ["Requests", "Tokens", "First token", "Prefix hits", "Errors"]
+    findings = page.get_by_label("Findings").locator("li")
+    findings.first.wait_for()
+    httpx.post(f"{system.url}/ui/api/nodes/decode-0/drain", headers={"x-kvrelay-ui": "1"}, json={}).raise_for_status()
+    page.get_by_label("Changes").get_by_text("decode-0 is draining, was usable").wait_for()
+    page.get_by_label("Findings").get_by_text("drains: it gets no new requests").wait_for()
+    httpx.post(f"{system.url}/ui/api/nodes/decode-0/undrain", headers={"x-kvrelay-ui": "1"}, json={}).raise_for_status()
+    if screenshots is not None:
+        page.screenshot(path=screenshots / "overview.png", full_page=True)
+        narrow = open_page(f"{system.url}/ui/", NARROW, dark=True)
+        narrow.wait_for_selector(".overview .changes li")
+        narrow.screenshot(path=screenshots / "overview-dark-narrow.png", full_page=True)
+
+
+def test_requests_are_searched_and_say_why_their_nodes_were_chosen(
+    system: System, open_page: OpenPage, screenshots: Path | None
+) -> None:
+    system.wait_usable(2, 2)
+    answers = [httpx.post(f"{system.url}/v1/completions", json=_body(4), timeout=120) for _ in range(2)]
+    ids = [answer.headers["x-kvrelay-request-id"] for answer in answers]
+    page = open_page(f"{system.url}/ui/requests.html", NARROW)
+    page.get_by_role("link", name=ids[1]).wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it fits the window"
+    box = page.get_by_role("link", name=ids[1]).bounding_box()
+    assert box is not None
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= NARROW[0], "the whole id is seen"
+    page.get_by_label("Search").fill(ids[0])
+    assert page.locator("tbody tr").count() == 1
+    page.get_by_label("Outcome").select_option("failed")
+    page.get_by_text("No request matches.").wait_for()
+    page.goto(f"{system.url}/ui/requests.html?id={ids[0]}")
+    why = page.get_by_label("Why these nodes")
+    why.get_by_text("by kv_aware").wait_for()
+    assert "decode-" in (why.text_content() or "")
+    if screenshots is not None:
+        page.screenshot(path=screenshots / "why-narrow.png", full_page=True)
+
+
+def test_charts_begin_with_what_the_router_kept(system: System, open_page: OpenPage, screenshots: Path | None) -> None:
+    _complete(system, 4)
+    wait_until(lambda: len(httpx.get(f"{system.url}/ui/api/history").json()["points"]) > 2, 60, "three points are kept")
+    page = open_page(f"{system.url}/ui/charts.html")
+    page.wait_for_function("() => document.querySelectorAll('.panel .num').length > 0")
+    page.get_by_label("Tokens", exact=True).get_by_text("generated").wait_for()
+    if screenshots is not None:
+        page.screenshot(path=screenshots / "charts.png", full_page=True)

@@ -113,3 +113,29 @@ window.fetch = (...all) => (String(all[0]).endsWith("/playground") && !asked++ ?
     page = open_page(f"{system.url}/ui/playground.html", script=script)
     page.wait_for_selector("select option", state="attached")
     assert page.get_by_role("status").first.text_content() == "live"
+
+
+def test_a_page_notices_that_the_cluster_is_gone(system: System, open_page: OpenPage) -> None:
+    page = open_page(f"{system.url}/ui/playground.html")
+    page.wait_for_selector("select option", state="attached")
+    page.wait_for_function("() => document.querySelector('.status').textContent === 'live'")
+    page.route("**/ui/api/**", lambda route: route.abort())
+    page.get_by_text("the router does not answer").wait_for()
+    page.unroute("**/ui/api/**")
+    page.wait_for_function("() => document.querySelector('.status').textContent === 'live'")
+
+
+def test_the_waterfall_of_a_killed_stream_has_its_timeline_without_other_pages(
+    system: System, open_page: OpenPage
+) -> None:
+    """Nodes reported their times only while Cluster or Charts was open."""
+    system.wait_usable(1, 2)
+    page = open_page(f"{system.url}/ui/playground.html")
+    ask(page)
+    page.get_by_role("button", name="Kill decode-").click()
+    wait_ended(page)
+    page.get_by_role("link", name="waterfall").click()
+    page.wait_for_selector("svg.waterfall .fault")
+    names = page.locator("svg.waterfall .name").all_text_contents()
+    assert any(name.startswith("1: prefill chunk") for name in names), names
+    system.wait_usable(1, 2)

@@ -1,23 +1,22 @@
-// Charts of the last ten minutes, from the differences of the router's counters. What came before the page was opened is not shown.
+// Charts of the last hour, from the differences of the router's counters, which the router keeps every ten seconds.
 
+import { get } from "./api.js";
 import { h } from "./dom.js";
+import { fell, ms, part, quantile, rate, share, within } from "./figures.js";
 import { frame, poll } from "./frame.js";
 import { bytes } from "./units.js";
 
-const KEPT = 600;
+const KEPT = 960;
 const WINDOW = 10;
+const SHORTEST_S = 60;
 const HEIGHT = 180;
 
 frame("charts");
 const main = document.getElementById("main");
 const grid = h("div", { class: "charts" });
-main.append(h("p", { class: "dim" }, "Each point is the mean or percentile of the 10 s before it, since this page was opened."), grid);
+main.append(h("p", { class: "dim" }, "Each point is the mean or percentile of the 10 s before it."), grid);
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const ms = (v) => (v === null ? "–" : v >= 1000 ? `${(v / 1000).toFixed(1)} s` : `${v >= 10 ? Math.round(v) : v.toFixed(1)} ms`);
-const share = (v) => (v === null ? "–" : `${Math.round(v)} %`);
-const rate = (v) => (v === null ? "–" : `${v >= 10 ? Math.round(v) : v.toFixed(1)}/s`);
-
 /** title, series as [label, colour], format, (later, earlier, seconds, state) -> values */
 const CHARTS = [
   ["Time to first token", [["median", "--prefill"], ["95 %", "--decode"]], ms, (b, a) => [quantile(b.ttft, a.ttft, 0.5), quantile(b.ttft, a.ttft, 0.95)]],
@@ -34,47 +33,9 @@ const CHARTS = [
   ["KV relayed", [["bytes", "--prefill"]], (v) => (v === null ? "–" : `${bytes(v)}/s`), (b, a, seconds) => [(b.relayed_bytes - a.relayed_bytes) / seconds]],
 ];
 
-const part = (some, all) => (all > 0 ? (100 * some) / all : null);
-
-function differences(later, earlier) {
-  return later.counts.map((count, at) => count - (earlier.counts[at] ?? 0));
-}
-
-/** A quantile in milliseconds, linear inside its bucket; null without values. */
-function quantile(later, earlier, q) {
-  const counts = differences(later, earlier);
-  const total = counts.reduce((sum, count) => sum + count, 0);
-  if (total <= 0) return null;
-  let before = 0;
-  for (const [at, count] of counts.entries()) {
-    if (count && before + count >= q * total) {
-      const [lo, hi] = [at ? later.bounds[at - 1] : 0, later.bounds[at] ?? later.bounds.at(-1)];
-      return 1000 * (lo + ((hi - lo) * (q * total - before)) / count);
-    }
-    before += count;
-  }
-  return null;
-}
-
-/** Percent of the values up to `bound` seconds; null without a bound or values. */
-function within(later, earlier, bound) {
-  const counts = differences(later, earlier);
-  const total = counts.reduce((sum, count) => sum + count, 0);
-  if (!bound || total <= 0) return null;
-  let inside = 0;
-  for (const [at, count] of counts.entries()) {
-    const [lo, hi] = [at ? later.bounds[at - 1] : 0, later.bounds[at] ?? Infinity];
-    inside += count * Math.max(0, Math.min(1, hi === Infinity ? 0 : (bound - lo) / (hi - lo)));
-  }
-  return (100 * inside) / total;
-}
-
-/** Whether any number in `later` is less than in `earlier`: the router, or a node, began anew. */
-function fell(later, earlier) {
-  if (typeof later === "number") return later < earlier;
-  return Object.keys(later).some((key) => fell(later[key], earlier?.[key]));
-}
-
+const now_s = () => Date.now() / 1000;
+const clock = (time) => new Date(1000 * time).toLocaleTimeString(undefined, { timeStyle: "short" });
+const count = (column) => column.reduce((sum, value) => sum + (value !== null), 0);
 const samples = [];
 const shown = CHARTS.map(([title, series, format]) => {
   const place = h("div", { class: "plot" });
@@ -84,9 +45,13 @@ const shown = CHARTS.map(([title, series, format]) => {
   const axis = () => ({ stroke: colour("--dim"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" });
   const options = () => ({
     width: Math.max(200, place.clientWidth), height: HEIGHT, legend: { show: false }, cursor: { y: false },
-    scales: { y: { range: (_, __, max) => [0, max > 0 ? 1.1 * max : 1] } },
-    axes: [axis(), { ...axis(), size: 62, values: (_, ticks) => ticks.map(format) }],
-    series: [{}, ...series.map(([label, name], at) => ({ label, stroke: colour(name), width: 1.5, dash: at ? [5, 3] : undefined, points: { show: false } }))],
+    scales: {
+      // One point, or a few, do not fill the width: the axis covers a minute at least.
+      x: { range: (_, min, max) => [Math.min(min ?? now_s(), (max ?? now_s()) - SHORTEST_S), max ?? now_s()] },
+      y: { range: (_, __, max) => [0, max > 0 ? 1.1 * max : 1] },
+    },
+    axes: [{ ...axis(), values: (_, ticks) => ticks.map(clock) }, { ...axis(), size: 62, values: (_, ticks) => ticks.map(format) }],
+    series: [{}, ...series.map(([label, name], at) => ({ label, stroke: colour(name), width: 1.5, dash: at ? [5, 3] : undefined, points: { show: (plot, line) => count(plot.data[line]) < 3, size: 5 } }))],
   });
   const data = [[], ...series.map(() => [])];
   let plot = new uPlot(options(), data, place);
@@ -100,7 +65,12 @@ const shown = CHARTS.map(([title, series, format]) => {
 });
 
 function show(state) {
-  const time = Date.now() / 1000;
+  add(Date.now() / 1000, state);
+  for (const chart of shown) chart.update();
+}
+
+/** One more point of every chart. */
+function add(time, state) {
   if (samples.length && fell(state.totals, samples.at(-1).totals)) samples.length = 0;
   samples.push({ time, totals: state.totals });
   while (samples.length > 1 && samples[1].time <= time - WINDOW) samples.shift();
@@ -113,13 +83,20 @@ function show(state) {
     chart.data[0].push(time);
     found.forEach((value, line) => chart.data[line + 1].push(value));
     if (chart.data[0].length > KEPT) chart.data.forEach((column) => column.shift());
-    chart.update();
     const missing = series[0][0] === "first token" && !state.objectives.ttft_s && !state.objectives.tpot_s;
     chart.now.replaceChildren(...(missing ? ["No objectives are set: --slo-ttft, --slo-tpot."] : series.flatMap(([label, name], line) =>
       [h("i", { class: `key ${name.slice(2)}` }), `${label} ${format(found[line])}  `])));
   });
 }
 
+/** What the router kept before this page was opened. */
+async function before() {
+  const { points } = await get("history").catch(() => ({ points: [] }));
+  const { objectives } = await get("snapshot").catch(() => ({ objectives: {} }));
+  for (const { time, totals } of points) add(time, { totals, objectives });
+}
+
 let last = null;
+await before();
 poll(() => "snapshot", (state) => (last = state), 1000, () => (last = null));
 setInterval(() => last && !document.hidden && show(last), 1000);

@@ -3,6 +3,7 @@
 import { h, keyed, s, text } from "./dom.js";
 import { frame, poll } from "./frame.js";
 import { openNode, showNodes } from "./node.js";
+import { overview } from "./overview.js";
 import { count, counted, percent, perSecond } from "./units.js";
 
 const MOST_ARROWS = 64;
@@ -17,8 +18,9 @@ const decode = h("ul", { class: "nodes", "aria-label": "Decode nodes" });
 const arrows = s("svg", { class: "arrows", "aria-hidden": "true" });
 const relays = h("tbody");
 const none = h("p", { class: "dim", hidden: true }, "No node is listed yet. Nodes appear here as soon as they register in Redis.");
+const operator = overview();
 main.append(
-  notice, figures, none,
+  notice, operator.element, h("h2", {}, "Now"), figures, none,
   h("div", { class: "topology" },
     h("section", {}, h("h2", { class: "prefill" }, "Prefill"), prefill),
     arrows,
@@ -134,6 +136,7 @@ function show(state) {
   notice.hidden = state.redis === "ok";
   text(notice, state.redis === "ok" ? "" : `Redis: ${state.redis}`);
   none.hidden = state.nodes.length > 0;
+  operator.show(state);
   showFigures(state);
   document.body.classList.toggle("dense", state.nodes.length > MANY_NODES);
   for (const [list, role] of [[prefill, "prefill"], [decode, "decode"]]) {

@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { get, post, postStream } from "./api.js";
 import { h, text } from "./dom.js";
-import { frame, setStatus } from "./frame.js";
+import { frame, poll, setStatus } from "./frame.js";
 import { segmentsOf } from "./segments.js";
 import { counted, duration } from "./units.js";
 
@@ -29,7 +29,8 @@ const log = h("section", { class: "chat", "aria-label": "Conversation" });
 const form = h("form", { class: "ask chat-input", onsubmit: ask }, detail, input,
   h("p", { class: "buttons" }, send, halt, clear, h("label", {}, "Model", model), h("label", {}, "Most tokens", most), h("label", {}, "Temperature", temperature),
     h("label", {}, endless, "Ignore the end token")));
-document.getElementById("main").append(log, problem, form);
+const notice = h("p", { class: "notice", role: "alert", hidden: true });
+document.getElementById("main").append(notice, log, problem, form);
 start();
 
 async function start() {
@@ -42,12 +43,19 @@ async function start() {
       setTimeout(start, 2000);
       return;
     }
-    setStatus("live", "good");
+    poll(() => "snapshot", watch);
     input.focus();
   } catch (error) {
     setStatus(error.message, "bad");
     setTimeout(start, 2000);
   }
+}
+
+/** Say when no node can answer; `poll` says when the router is gone. */
+function watch(state) {
+  const usable = state.nodes.filter((node) => node.state === "usable" && node.role === "decode");
+  notice.hidden = usable.length > 0;
+  text(notice, usable.length ? "" : "No decode node is usable: messages wait, and fail after a while.");
 }
 
 function sendOnEnter(event) {

@@ -33,6 +33,13 @@ export function duration(seconds) {
 
 export const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
 
+/** A Unix time in the user's form: the time of day, and the date if it is not today's. */
+export function moment(time) {
+  const at = new Date(1000 * time);
+  const today = at.toDateString() === new Date().toDateString();
+  return at.toLocaleString(undefined, { dateStyle: today ? undefined : "short", timeStyle: "medium" });
+}
+
 /** How long ago a Unix time in seconds was. */
 export function ago(time) {
   const seconds = Math.max(0, Date.now() / 1000 - time);

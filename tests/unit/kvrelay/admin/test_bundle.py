@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.admin import bundle
-from kvrelay.admin.findings import ServiceReport
+from router.findings import ServiceReport
 
 
 @pytest.mark.parametrize("node_id", ["../../../../tmp/evil", "/tmp/evil", "..", "a/../../b"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.admin.findings import ServiceReport, find
+from router.findings import ServiceReport, find
 
 FACTS: dict[str, Any] = {
     "time": 1e9,

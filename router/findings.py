@@ -45,7 +45,7 @@ class ServiceReport:
 
 
 def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_version: str) -> list[Finding]:
-    """All findings, grouped by kind."""
+    """All findings, grouped by kind. `own_version`: of the command that asks; "" outside one."""
     services = [*routers, *nodes]
     answering = [service for service in services if not service.silent]
     found = list(_unanswered(services))
@@ -171,7 +171,7 @@ def _strangers(routers: Sequence[ServiceReport], nodes: Iterable[ServiceReport])
 
 
 def _versions(services: Iterable[ServiceReport], own: str) -> Iterator[Finding]:
-    found: dict[str, dict[str, list[str]]] = {"kvrelay": {own: ["this command"]}, "torch": {}}
+    found: dict[str, dict[str, list[str]]] = {"kvrelay": {own: ["this command"]} if own else {}, "torch": {}}
     for service in services:
         for package, versions in found.items():
             version = service.facts.get("versions", {}).get(package)
