@@ -24,6 +24,29 @@ struct kv_linear {
     const float* bias;  // [out] or null
 };
 
+// What the outputs of a paired layer become: silu(first half) * second half; or, with a = min(first half, limit) and
+// b = the second half, clamped to [-limit, limit]: a / (1 + e^(-alpha * a)) * (b + 1).
+enum kv_gate_kind : int32_t { KV_NO_GATE = 0, KV_SILU_GATE = 1, KV_CLAMPED_GATE = 2 };
+struct kv_gate {
+    int32_t kind;
+    float alpha, limit;
+};
+
+// Experts [first, first + num_experts) of a mixture.
+struct kv_experts {
+    const kv_linear* gate_up;  // of each expert, paired
+    const kv_linear* down;
+    int32_t first, num_experts, hidden, inner;
+    kv_gate gate;
+};
+
+// The experts of each row and their weights, [rows][top_k].
+struct kv_choice {
+    const int64_t* experts;
+    const float* weights;
+    int32_t rows, top_k;
+};
+
 // K and V of one layer of a rank's cache, each [num_blocks][kv_heads][block_size][head_dim].
 struct kv_cache {
     void* k;
@@ -120,6 +143,10 @@ void kv_team_free(kv_team*);
 // weights, y is [rows][out / 2]: silu(first half) * second half.
 void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                        int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation);
+
+// out = the weighted sum of the outputs of each row's experts, those on other ranks left out. x: [rows][hidden] of dtype, out:
+// the same of float32.
+void kv_experts_forward(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);
 
 // cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
 void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
