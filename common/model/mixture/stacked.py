@@ -11,6 +11,7 @@ from torch import Tensor
 from common.model.build import Build
 from common.model.description import MixtureDescription
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
+from common.model.formats.mxfp4 import BLOCKS
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
 
@@ -88,6 +89,9 @@ class _StackedExperts:
 def unstacked(build: Build, prefix: str, mixture: MixtureDescription) -> Build:
     """`build`, whose weights have modules for each expert, however the checkpoint stores them. `prefix`: the layer's name
     and a dot."""
-    if prefix + mixture.expert_names.stacked_down not in build.weights:
+    stacked = prefix + mixture.expert_names.stacked_down
+    if stacked + BLOCKS in build.weights:  # in which inputs are the last dimension
+        mixture = replace(mixture, expert_names=replace(mixture.expert_names, is_transposed=False))
+    elif stacked not in build.weights:
         return build
     return replace(build, weights=_StackedExperts(build.weights, prefix, mixture, build.config.hidden_size))
