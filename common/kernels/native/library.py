@@ -18,7 +18,7 @@ ABI_VERSION = 14
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+FLOAT32, BFLOAT16, INT8, INT4, FP4 = range(5)
 """enum kv_format."""
 SILU_GATE, CLAMPED_GATE = 1, 2
 """enum kv_gate_kind."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from common.base.errors import ConfigError
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear, pack_fp4
 from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.formats.quantization import Mxfp4Quantization
 from common.model.tensor_files import Part, TensorFiles
@@ -58,9 +60,21 @@ class Mxfp4Format:
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-3)
         return codes, torch.ldexp(torch.ones(exponents.shape, device=self._device), exponents.int() - _EXPONENT_BIAS)
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> None:
-        """None: a layer is one expert, and asks by its own name."""
-        return
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> NativeLinear | None:
+        """The layer of one expert, on 4 bits for each weight; None without the native kernels."""
+        if not isinstance(target.kernels, NativeKernels):
+            return None
+        codes: list[Tensor] = []
+        scales: list[Tensor] = []
+        for stored in stacked:
+            place = stored.place
+            assert place is not None
+            whole = StoredTensor(stored.name, (place.experts, place.outputs, stored.shape[1]), place.part)
+            rows = slice(place.rows.start, place.rows.stop, place.rows.step)
+            for found, all_rows in zip((codes, scales), self.codes(whole), strict=True):
+                found.append(all_rows[0, rows])
+        packed = pack_fp4(torch.cat(codes), torch.cat(scales), is_paired=target.is_paired)
+        return NativeLinear(target.kernels.native, packed, bias)
 
     def _bytes(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
         found = self._tensors.read(name, shape, part)

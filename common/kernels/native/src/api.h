@@ -7,7 +7,7 @@
 extern "C" {
 
 enum kv_dtype : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_FP8 = 2 };  // KV_FP8: e4m3
-enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8 = 2, KV_LINEAR_INT4 = 3 };
+enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8 = 2, KV_LINEAR_INT4 = 3, KV_LINEAR_FP4 = 4 };
 
 // y = x W^T + bias. W is packed in panels of 32 outputs, outputs padded with zeros; inputs padded to whole units:
 //   F32   [panels][in][32] float
@@ -15,6 +15,7 @@ enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8
 //   INT8  [panels][in/4][32][4] int8; scale [panels * 32], one for each output
 //   INT4  [panels][in/8][32] uint32 of 8 codes: code of input 2j in bits 4j, of input 2j+1 in bits 16+4j;
 //         scale, zero [panels][in/group][32]: weight = scale * (code - zero); group is a multiple of 8
+//   FP4   the same without zero: weight = scale * number, of a code in e2m1
 // With is_paired, a panel holds 16 outputs of the first half and the same 16 of the second half of `out`.
 struct kv_linear {
     int32_t format, out, in, group, is_paired;

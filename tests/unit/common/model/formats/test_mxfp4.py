@@ -16,6 +16,15 @@ from support.tiny_models import TINY
 from torch import Tensor
 
 from common.base.errors import ConfigError
+from common.kernels.native.find import find_native
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear
+from common.model.build import Build
+from common.model.config import load_model_config
+from common.model.description import MixtureDescription
+from common.model.mixture.experts import ExpertLoop
+from common.model.precision import FLOAT32
+from common.model.weights import CheckpointWeights
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -56,6 +65,20 @@ def test_tokens_are_those_of_the_same_weights_in_float32(checkpoints: tuple[Path
     packed, plain = checkpoints
     prompts = [prompt(n, TINY["gpt-oss"].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(packed), prompts, 16, 12), 12)
+
+
+@pytest.mark.skipif(find_native() is None, reason="no native kernels")
+def test_the_native_kernels_hold_each_weight_in_4_bits(checkpoints: tuple[Path, Path]) -> None:
+    config = load_model_config(checkpoints[0])
+    (mixture,) = {layer.mlp for layer in config.layers}
+    native = find_native()
+    assert native is not None
+    assert isinstance(mixture, MixtureDescription)
+    weights = CheckpointWeights(checkpoints[0], config.quantization)
+    loop = ExpertLoop(Build(config, weights, FLOAT32, kernels=NativeKernels(native)), "model.layers.0.", mixture)
+    for linear, count in [(loop.gate_ups[5], 2 * 64 * 64), (loop.downs[5], 64 * 64)]:
+        assert isinstance(linear, NativeLinear)
+        assert linear.packed.weight.nbytes == count / 2
 
 
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
