@@ -15,7 +15,9 @@ from common.model.description import (
     USUAL_ENDS,
     USUAL_NAMES,
     EndsDescription,
+    ExpertNames,
     LayerDescription,
+    MixtureDescription,
     NormDescription,
     WeightNames,
 )
@@ -111,11 +113,18 @@ def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
     """
     if is_gguf(path):
         # Imported here because it costs a fifth of a second, which other models need not pay.
-        from common.model.gguf.config import GGUF_NAMES, read_gguf_config
+        from common.model.gguf.config import GGUF_EXPERT_NAMES, GGUF_NAMES, read_gguf_config
 
-        return _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
+        config = _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
+        layers = tuple(_with_expert_names(layer, GGUF_EXPERT_NAMES) for layer in config.layers)
+        return replace(config, layers=layers)
     file = path / "config.json"
     return _describe(ConfigFile(file, _with_head(read_json_object(file)) if headless else None), path, None)
+
+
+def _with_expert_names(layer: LayerDescription, names: ExpertNames) -> LayerDescription:
+    is_mixture = isinstance(layer.mlp, MixtureDescription)
+    return replace(layer, mlp=replace(layer.mlp, expert_names=names)) if is_mixture else layer
 
 
 def _with_head(raw: dict[str, Any]) -> dict[str, Any]:

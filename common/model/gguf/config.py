@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from common.base.errors import ConfigError
-from common.model.description import WeightNames
+from common.model.description import ExpertNames, WeightNames
 from common.model.gguf.file import GgufFile, open_gguf
 
 GGUF_NAMES = WeightNames(
@@ -31,7 +31,23 @@ GGUF_NAMES = WeightNames(
     up="ffn_up",
     down="ffn_down",
 )
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GGUF_EXPERT_NAMES = ExpertNames(
+    router="ffn_gate_inp",
+    gate="ffn_gate.{expert}",
+    up="ffn_up.{expert}",
+    down="ffn_down.{expert}",
+    stacked_gate="ffn_gate_exps.weight",
+    stacked_up="ffn_up_exps.weight",
+    stacked_down="ffn_down_exps.weight",
+)
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+"""The same of files that have experts."""
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -42,6 +58,9 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 """Keys of config.json, and what they are called in the metadata, after the architecture."""
 _SCALING_KEYS = {
@@ -70,13 +89,17 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if value is not None
     }
     _check(file, architecture, raw)
+    if raw.get("num_experts"):
+        numbers = range(int(raw.get("num_hidden_layers", 0)))
+        raw["mlp_only_layers"] = [i for i in numbers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise ConfigError(f"{path} holds no tensor token_embd.weight")
     weight = file.tensors.get("blk.0.attn_q.weight", vocabulary)
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     raw.update(
-        architectures=[_ARCHITECTURES[architecture]],
+        architectures=[(_WITH_EXPERTS if raw.get("num_experts") else _ARCHITECTURES)[architecture]],
+        norm_topk_prob=True,  # as llama.cpp computes the architectures that have experts
         vocab_size=vocabulary.shape[0],
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
@@ -91,8 +114,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 def _check(file: GgufFile, architecture: str, raw: dict[str, Any]) -> None:
     """Refuse what native families do not have. Raises: ConfigError."""
-    if file.metadata.get(f"{architecture}.expert_count"):
-        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
+    if file.metadata.get(f"{architecture}.expert_count") and architecture not in _WITH_EXPERTS:
+        raise ConfigError(f"{file.path}: mixtures of experts of architecture {architecture!r} are not supported")
     if file.metadata.get("split.count", 1) > 1:
         raise ConfigError(f"{file.path} is one part of a model; join them with llama-gguf-split --merge")
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")

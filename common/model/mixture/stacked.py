@@ -19,12 +19,8 @@ from common.model.weights import WeightSource
 class _StackedExperts:
     """`WeightSource` that has modules for each expert, of one that has tensors of all experts."""
 
-    def __init__(
-        self, weights: WeightSource, prefix: str, mixture: MixtureDescription, hidden: int, multiplies: bool
-    ) -> None:
-        """`multiplies`: the format of `weights` knows stacked tensors."""
+    def __init__(self, weights: WeightSource, prefix: str, mixture: MixtureDescription, hidden: int) -> None:
         self._weights = weights
-        self._multiplies = multiplies
         self._is_transposed = mixture.expert_names.is_transposed
         self._places: dict[str, tuple[str, ExpertPlace]] = {}
         names, inner, experts = mixture.expert_names, mixture.inner_size, mixture.router.num_experts
@@ -64,8 +60,6 @@ class _StackedExperts:
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """A layer of one expert, which lies whole on this rank, if the tensors' own format can multiply."""
-        if not self._multiplies:
-            return None
         found = [self._places[stored.name.removesuffix(".weight")] for stored in stacked]
         own = [
             replace(stored, name=tensor, place=place) for stored, (tensor, place) in zip(stacked, found, strict=True)
@@ -91,5 +85,5 @@ def unstacked(build: Build, prefix: str, mixture: MixtureDescription) -> Build:
         return build
     if is_packed:  # inputs are the last dimension
         mixture = replace(mixture, expert_names=replace(names, is_transposed=False))
-    source = _StackedExperts(build.weights, prefix, mixture, build.config.hidden_size, is_packed)
+    source = _StackedExperts(build.weights, prefix, mixture, build.config.hidden_size)
     return replace(build, weights=source)

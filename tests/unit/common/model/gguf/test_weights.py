@@ -65,6 +65,17 @@ def test_tokens_are_those_of_the_same_weights_in_float32(tmp_path: Path, name: s
     check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
 
 
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("name", "kind"), [("qwen3-moe", Kind.Q8_0), ("mixtral", Kind.Q4_0)])
+def test_experts_are_read_from_tensors_of_all_experts(tmp_path: Path, name: str, kind: Kind) -> None:
+    """Files say nothing of Mixtral's sliding window of 40 tokens, nor which layers are dense."""
+    folder = make_tiny(name, tmp_path / "original")
+    file, plain = write_gguf(folder, tmp_path, lambda name, weight: Kind.F16 if weight.size(1) % 32 else kind)
+    assert [layer.mlp.kind for layer in load_model_config(file).layers].count("gated") == (name == "qwen3-moe")
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17)]
+    check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
+
+
 def mixed(name: str, weight: Tensor) -> Kind:
     """Roughly Q4_K_M: some matrices in Q6_K; rows that 256 does not divide in another format."""
     if weight.size(1) % 256:
