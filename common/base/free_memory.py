@@ -16,10 +16,19 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 def free_memory_bytes() -> float:
     """Free bytes of this machine, at most the memory limit of this container; infinite if both are unknown."""
+    return _bytes_of("MemAvailable:")
+
+
+def memory_bytes() -> float:
+    """The same of all memory, free or not."""
+    return _bytes_of("MemTotal:")
+
+
+def _bytes_of(entry: str) -> float:
     left = math.inf
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMINFO.read_text().splitlines()
-        left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        left = 1024 * int(next(line for line in lines if line.startswith(entry)).split()[1])
     for limit in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             left = min(left, int(limit.read_text()))

@@ -15,7 +15,9 @@ from common.model.description import (
     USUAL_ENDS,
     USUAL_NAMES,
     EndsDescription,
+    ExpertNames,
     LayerDescription,
+    MixtureDescription,
     NormDescription,
     WeightNames,
 )
@@ -111,14 +113,22 @@ def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
     """
     if is_gguf(path):
         # Imported here because it costs a fifth of a second, which other models need not pay.
+        from common.model.gguf.architectures import GGUF_EXPERT_NAMES
         from common.model.gguf.config import gguf_architecture, read_gguf_config
         from common.model.gguf.file import open_gguf
 
         gguf = open_gguf(path)
-        config = ConfigFile(path, read_gguf_config(gguf))
-        return _describe(config, model_folder(path), gguf_architecture(gguf).names)
+        raw = ConfigFile(path, read_gguf_config(gguf))
+        config = _describe(raw, model_folder(path), gguf_architecture(gguf).names)
+        layers = tuple(_with_expert_names(layer, GGUF_EXPERT_NAMES) for layer in config.layers)
+        return replace(config, layers=layers)
     file = path / "config.json"
     return _describe(ConfigFile(file, _with_head(read_json_object(file)) if headless else None), path, None)
+
+
+def _with_expert_names(layer: LayerDescription, names: ExpertNames) -> LayerDescription:
+    is_mixture = isinstance(layer.mlp, MixtureDescription)
+    return replace(layer, mlp=replace(layer.mlp, expert_names=names)) if is_mixture else layer
 
 
 def _with_head(raw: dict[str, Any]) -> dict[str, Any]:

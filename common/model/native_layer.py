@@ -15,21 +15,24 @@ from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotation
-from common.kernels.native.library import DTYPES, LayerStruct, NativeLibrary
+from common.kernels.native.library import DTYPES, LayerStruct, LinearStruct, NativeLibrary
 from common.kernels.native.linear import NativeLinear
 from common.model.attention import MultiHeadAttention
 from common.model.decoder_layer import DecoderLayer
 from common.model.description import LayerDescription, MultiHeadDescription
 from common.model.formats.base import Linear, WrappedLinear
-from common.model.mlp import GatedMlp
+from common.model.mlp import GatedMlp, MixtureMlp
 from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
+_NUM_LINEARS = 4
+"""Of the struct kv_layer."""
+
 
 class NativeLayer:
-    """A `DecoderLayer` that runs in the native kernels, which have all its parts."""
+    """A `DecoderLayer` that runs in the native kernels, which have all its parts; a mixture is a part of its own."""
 
     def __init__(self, layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> None:
         """dtype: of hidden states."""
@@ -40,14 +43,18 @@ class NativeLayer:
         self.kv_scales = layer.kv_scales
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(attention, MultiHeadAttention)
-        assert isinstance(mlp, GatedMlp)
+        assert isinstance(mlp, GatedMlp | MixtureMlp)
         input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
         assert isinstance(input_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
-        self.linears = attention.qkv, attention.out, mlp.gate_up, mlp.down
+        self.mixture = mlp if isinstance(mlp, MixtureMlp) else None
+        self._mlp_norm = mlp_norm
+        self.linears = _linears(attention, mlp)
+        structs = [_struct_of(linear) for linear in self.linears]
         self._struct = LayerStruct(
-            *(_struct_of(linear) for linear in self.linears),
+            *structs,
+            *[LinearStruct() for _ in range(_NUM_LINEARS - len(structs))],
             input_norm.weight.data_ptr(),
             mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
@@ -83,6 +90,8 @@ class NativeLayer:
         delta = torch.empty_like(x) if delta is None else delta
         native.layer_project(native.team, self.address, rows, lora, delta.data_ptr())
         self._mesh.all_reduce(delta)
+        if self.mixture is not None:
+            return self.mixture.forward(self._mlp_norm.forward(x, delta))
         native.layer_mlp(native.team, self.address, rows, lora, residual, delta.data_ptr())
         return self._mesh.all_reduce(delta)
 
@@ -95,9 +104,8 @@ def as_native(layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: tor
         return layer
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, MultiHeadAttention)
-    assert isinstance(mlp, GatedMlp)
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    if not all(isinstance(_base(linear), NativeLinear) for linear in linears):
+    assert isinstance(mlp, GatedMlp | MixtureMlp)
+    if not all(isinstance(_base(linear), NativeLinear) for linear in _linears(attention, mlp)):
         return layer
     return NativeLayer(layer, native, mesh, dtype)
 
@@ -114,8 +122,8 @@ def _unsupported(layer: LayerDescription) -> str | None:
         "no rotary embedding": layer.rope is None,
         "a rotary embedding of parts of heads": layer.rope is not None and layer.rope.rotated_part != 1.0,
         "a norm over all heads": attention.joint_norm is not None,
-        f"{layer.mlp.kind} MLP": layer.mlp.kind != "gated",
-        f"activation {layer.mlp.activation!r}": layer.mlp.activation != "silu",
+        f"{layer.mlp.kind} MLP": layer.mlp.kind not in ("gated", "mixture"),
+        f"activation {layer.mlp.activation!r}": layer.mlp.kind == "gated" and layer.mlp.activation != "silu",
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies) or None
 
@@ -123,6 +131,12 @@ def _unsupported(layer: LayerDescription) -> str | None:
 @functools.cache
 def _log_once(reason: str) -> None:
     log.info("layers with %s run part by part on native linear layers, not as whole native layers", reason)
+
+
+def _linears(attention: MultiHeadAttention, mlp: GatedMlp | MixtureMlp) -> tuple[Linear, ...]:
+    """Those of the struct kv_layer, in its order; without the last two where the MLP is a mixture."""
+    of_mlp = (mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else ()
+    return (attention.qkv, attention.out, *of_mlp)
 
 
 def _base(linear: Linear) -> Linear:

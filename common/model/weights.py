@@ -14,6 +14,7 @@ from common.base.device import CPU
 from common.base.errors import ConfigError
 from common.model.formats.base import Linear, LinearFormat, LinearTarget, StoredTensor
 from common.model.formats.floating import FloatFormat
+from common.model.formats.mxfp4 import Mxfp4Format
 from common.model.formats.quantization import Quantization
 from common.model.formats.registry import open_format
 from common.model.tensor_files import Beginnings, Part, TensorFiles
@@ -84,8 +85,10 @@ class CheckpointWeights:
         return stored if stored.dtype == dtype and stored.is_contiguous() else None
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
-        """None also if the tensors are of several formats."""
+        """None also if the tensors are of several formats, or experts in a format that does not know stacked tensors."""
         formats = [self._format_of(stored.name) for stored in stacked]
+        if stacked[0].place is not None and not isinstance(formats[0], Mxfp4Format):
+            return None
         return formats[0].linear(stacked, bias, target) if all(each is formats[0] for each in formats) else None
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:

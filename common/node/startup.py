@@ -19,6 +19,7 @@ from common.config.service_configs import NodeConfig
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
+from common.node.holdings import report_holdings
 from common.node.options import ServerOptions
 from common.node.parts import make_grammars, make_record, make_scheduler
 from common.node.plan import NodePlan, fit_memory
@@ -45,6 +46,7 @@ def run_node(role: NodeRole[ConfigT], config: ConfigT) -> None:
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     plan = role.plan(config)
+    report_holdings(plan)
     # Fork before there is a second thread or an event loop, because neither survives a fork.
     forked = fork_ranks(plan, partial(run_rank, lambda: role))
     if 0 in plan.hosts.ranks_here:

@@ -110,7 +110,6 @@ _REFUSED: Mapping[str, str] = {
     "weights and KV stay on the node's device": "cpu-offload-gb(0) offload-backend kv-offloading-size kv-offloading-backend",
     "set the variable HF_HUB_CACHE": "download-dir",
     "set the variable HF_TOKEN": "hf-token",
-    "put tokenizer.json and its files into the model's folder": "tokenizer",
     "change the files in a copy of the model's folder": "hf-overrides hf-config-path rope-scaling rope-theta config-format(auto) "
     "pooler-config override-pooler-config disable-sliding-window?",
     "put them into generation_config.json of the model's folder, or into requests": "override-generation-config",

@@ -13,6 +13,7 @@ from support.oracle import OF_ANY_LENGTH, TINY, agreed, greedy, make_tiny, oracl
 from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
 
+from common.model.config import load_model_config
 from common.model.hub import DEMO_MODEL_PATH
 from scripts.demo_model.samples import SAMPLES, prompt_text
 
@@ -21,6 +22,8 @@ BF16_TOLERANCE = 0.25
 FAMILY_TOLERANCE = {"mean": 0.12, "largest": 0.7}
 """Of every family's tiny model, whose random weights magnify: transformers' own bfloat16 differs from its float32 by 0.03
 to 0.05 on average and by 0.32 at most, on a processor."""
+MIXTURE_TOLERANCE = {"mean": 0.2, "largest": 2.0}
+"""The same of mixtures, where bfloat16 may choose another expert: on a processor 0.09 on average and 0.94 at most."""
 FP8_TOLERANCE = 1.0
 """As that, with e4m3 activations, weights or KV, which keep 3 bits of mantissa."""
 PROMISED = 0.8
@@ -73,8 +76,10 @@ def test_bfloat16_log_probabilities_are_near_those_of_float32(name: str, tmp_pat
             for at, logprob in zip(drawn, sequence.logprobs, strict=True)
         ]
     print(f"{name}: mean {sum(errors) / len(errors):.3f}, largest {max(errors):.3f}")
-    assert sum(errors) / len(errors) < FAMILY_TOLERANCE["mean"]
-    assert max(errors) < FAMILY_TOLERANCE["largest"]
+    is_mixture = any(layer.mlp.kind == "mixture" for layer in load_model_config(model).layers)
+    tolerance = MIXTURE_TOLERANCE if is_mixture else FAMILY_TOLERANCE
+    assert sum(errors) / len(errors) < tolerance["mean"]
+    assert max(errors) < tolerance["largest"]
 
 
 def demo_prompts() -> list[list[int]]:

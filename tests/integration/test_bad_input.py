@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support import warm_start
 from support.generic_models import config_of
 from support.lora_files import write_adapter
@@ -60,6 +61,20 @@ def config(**values: Any) -> Callable[[Path], list[str]]:
     return spoil
 
 
+def mixture(name: str = "qwen3-moe", without: str = "", **values: Any) -> Callable[[Path], list[str]]:
+    """A mixture of experts with `values` in its config, and without the tensor whose name ends so."""
+
+    def spoil(model: Path) -> list[str]:
+        folder = make_tiny(name, model.parent / name)
+        change(folder / "config.json", **values)
+        tensors = load_file(folder / "model.safetensors")
+        kept = {key: tensor for key, tensor in tensors.items() if not without or not key.endswith(without)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        return ["--model", str(folder)]
+
+    return spoil
+
+
 def no_file(name: str) -> Callable[[Path], list[str]]:
     def spoil(model: Path) -> list[str]:
         (model / name).unlink()
@@ -89,6 +104,16 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "config with more layers": (config(num_hidden_layers=9), "no weight file holds the tensor"),
     "config with other heads": (config(num_attention_heads=5), "config.json"),
     "config with a wrong type": (config(vocab_size="many"), "vocab_size must be a positive integer"),
+    "mixture without one of its experts": (
+        mixture(without="layers.2.mlp.experts.5.up_proj.weight"),
+        "experts.5.up_proj",
+    ),
+    "mixture of more experts than there are": (mixture(num_local_experts=9), "config.json implies [9, 64]"),
+    "mixture with more experts of a token than there are": (mixture(num_experts_per_tok=9), "more than the 8 experts"),
+    "mixture whose groups do not divide": (
+        mixture("glm4-moe", n_group=3),
+        "n_group 3 does not divide the 8 experts",
+    ),
     "config of an unknown class": (
         config(architectures=["NobodyForCausalLM"], model_type="nobody"),
         "NobodyForCausalLM",

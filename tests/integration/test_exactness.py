@@ -62,6 +62,11 @@ LATER = [
     Case("gemma3-vision", chunk=2048, kv_blocks=800),
     Case("qwen2-window", chunk=64, kv_blocks=600, ahead=True),
     Case("qwen2.5-vl", chunk=16, kv_blocks=400),
+    Case("qwen3-moe", chunk=64, kv_blocks=80, ahead=True),
+    Case("mixtral", chunk=16, kv_blocks=400),
+    Case("gpt-oss", chunk=64, kv_blocks=600, ahead=True),
+    Case("glm4-moe", chunk=2048, kv_blocks=400),
+    Case("granite-moe", chunk=1, kv_blocks=400),
 ]
 """Families that the tests of the runner cover by default."""
 PARAMS = [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in LATER)]

@@ -57,6 +57,7 @@ FAMILIES: list[Layout] = [
         (
             *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3"),
             *("gemma2", "gemma3-vision", "qwen2-window", "qwen2.5-vl", "mistral"),
+            *("qwen3-moe", "mixtral", "gpt-oss", "glm4-moe", "granite-moe"),
         ),
         itertools.cycle(TRANSPORTS),
         strict=False,

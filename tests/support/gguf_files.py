@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,8 @@ from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.model.config import load_model_config
-from common.model.description import multi_head
+from common.model.config import ModelConfig, load_model_config
+from common.model.description import MixtureDescription, MlpDescription, multi_head
 from common.model.rope import RopeConfig
 from common.model.rotary import inverse_frequencies
 
@@ -37,11 +38,24 @@ _ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "MixtralForCausalLM": "llama",
 }
 _PAIRED = ("llama", "granite", "smollm3")
 """Architectures whose rows of q and k llama.cpp reorders."""
 _K_QUANTS = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 """Formats that the gguf package reads but does not write: bytes of a block."""
+
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
 
 
 def names_of(architecture: str, num_layers: int) -> TensorNameMap:
@@ -52,7 +66,9 @@ def names_of(architecture: str, num_layers: int) -> TensorNameMap:
 
 def gguf_name(name: str, names: TensorNameMap | None = None) -> str:
     """A tensor's name in a GGUF file, by default of a Llama."""
-    found = (names or names_of("llama", 100)).get_name(name, try_suffixes=(".weight", ".bias"))
+    suffixes = (".weight", ".bias")
+    # Maps of mixtures leave out dense layers.
+    found = (names and names.get_name(name, suffixes)) or names_of("llama", 100).get_name(name, suffixes)
     assert found is not None, name
     return found
 
@@ -78,6 +94,18 @@ def _random_blocks(kind: Kind, rows: int, columns: int, seed: int) -> np.ndarray
         blocks[..., :4] = factors
         blocks[..., 4] = 0  # the first group's scale: a group of equal weights
     return blocks.reshape(rows, -1)
+
+
+def _add_mlps(writer: GGUFWriter, config: ModelConfig) -> None:
+    mlps = [layer.mlp for layer in config.layers]
+    mixture = next((each for each in mlps if isinstance(each, MixtureDescription)), None)
+    dense = next((each for each in mlps if isinstance(each, MlpDescription)), mixture)
+    assert dense is not None
+    writer.add_feed_forward_length(dense.inner_size)
+    if mixture is not None:
+        writer.add_expert_count(mixture.router.num_experts)
+        writer.add_expert_used_count(mixture.router.top_k)
+        writer.add_expert_feed_forward_length(mixture.inner_size)
 
 
 def write_gguf(
@@ -108,6 +136,8 @@ def write_gguf(
     _OF_FAMILY.get(architecture, lambda writer, raw: None)(writer, raw)
     attention, names = multi_head(config.layers[0]), names_of(architecture, config.num_layers)
     heads = {"q_proj": attention.num_q_heads, "k_proj": attention.num_kv_heads} if architecture in _PAIRED else {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    kinds: dict[str, Kind] = {}
     for shard in folder.glob("*.safetensors"):
         means = {}
         for number, (name, tensor) in enumerate(load_file(shard).items()):
@@ -121,11 +151,18 @@ def write_gguf(
                 stored = _random_blocks(kind, weight.size(0), weight.size(1), number)
             else:
                 stored = quantize((weight + offset).numpy(), kind)
-            writer.add_tensor(gguf_name(name, names), stored, raw_dtype=kind)
+            if match := _EXPERT.fullmatch(name):
+                stacked = f"blk.{match[1]}.{_EXPERTS[match[3]]}.weight"
+                experts.setdefault(stacked, {})[int(match[2])] = stored
+                kinds[stacked] = kind
+            else:
+                writer.add_tensor(gguf_name(name, names), stored, raw_dtype=kind)
             found = torch.from_numpy(np.array(dequantize(stored, kind))).view(weight.shape) - offset
             found = found.t() if is_transposed else found
             means[name] = (found if paired is None else out_of_pairs(found, paired)).contiguous()
         save_file(means, plain / shard.name, {"format": "pt"})
+    for name, each in experts.items():
+        writer.add_tensor(name, np.stack([each[i] for i in range(len(each))]), raw_dtype=kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,7 +176,7 @@ def _write_shape(writer: GGUFWriter, folder: Path) -> None:
     rope, attention = config.layers[0].rope, multi_head(config.layers[0])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.layers[0].mlp.inner_size)
+    _add_mlps(writer, config)
     writer.add_head_count(attention.num_q_heads)
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)

@@ -14,12 +14,14 @@ import torch
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+FLOAT32, BFLOAT16, INT8, INT4, FP4 = range(5)
 """enum kv_format."""
+SILU_GATE, CLAMPED_GATE = 1, 2
+"""enum kv_gate_kind."""
 MAXIMA_OF = 128
 """KV_MAXIMA_OF."""
 
@@ -31,6 +33,28 @@ class LinearStruct(Structure):
         *((name, c_int32) for name in ("format", "out", "inputs", "group", "is_paired")),
         *((name, c_void_p) for name in ("weight", "scale", "zero", "bias")),
     ]
+
+
+class GateStruct(Structure):
+    """struct kv_gate."""
+
+    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float)]
+
+
+class ExpertsStruct(Structure):
+    """struct kv_experts."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("gate_up", "down")),
+        *((name, c_int32) for name in ("first", "num_experts", "hidden", "inner")),
+        ("gate", GateStruct),
+    ]
+
+
+class ChoiceStruct(Structure):
+    """struct kv_choice."""
+
+    _fields_ = [("experts", c_void_p), ("weights", c_void_p), ("rows", c_int32), ("top_k", c_int32)]
 
 
 class CacheStruct(Structure):
@@ -115,6 +139,7 @@ _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES = {
     "kv_scatter_rows": [_P, _L, _I, _P, _I, _L, _P, _L],
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
+    "kv_experts_forward": [_P, _P, _P, _P, _I, _P],
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
     "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
@@ -158,6 +183,7 @@ class NativeLibrary:
         self.check_batch = library.kv_check_batch
         self.scatter_rows = library.kv_scatter_rows
         self.linear_forward = library.kv_linear_forward
+        self.experts_forward = library.kv_experts_forward
         self.rotation_angles = library.kv_rotation_angles
         self.attention_forward = library.kv_attention_forward
         self.layer_attend = library.kv_layer_attend

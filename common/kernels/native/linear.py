@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.kernels.native.library import BFLOAT16, DTYPES, FLOAT32, INT4, INT8, LinearStruct, NativeLibrary
+from common.kernels.native.library import BFLOAT16, DTYPES, FLOAT32, FP4, INT4, INT8, LinearStruct, NativeLibrary
 
 _PANEL = 32
 """Outputs of a panel; of a paired one, 16 of each half."""
@@ -48,14 +48,25 @@ def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool) -> PackedWeight:
 def pack_int4(codes: Tensor, scale: Tensor, zero: Tensor, *, is_paired: bool = False) -> PackedWeight:
     """weight = scale * (code - zero). codes: [out, in] uint8, 0 to 15; scale, zero: [out, in / group] float32, group a
     multiple of 8."""
+    return _pack_groups(INT4, codes, scale, zero, is_paired)
+
+
+def pack_fp4(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> PackedWeight:
+    """weight = scale * number of the code in e2m1. codes: [out, in] uint8, 0 to 15; scale: [out, in / group] float32, group a
+    multiple of 8."""
+    return _pack_groups(FP4, codes, scale, None, is_paired)
+
+
+def _pack_groups(form: int, codes: Tensor, scale: Tensor, zero: Tensor | None, is_paired: bool) -> PackedWeight:
     panels = _panels(codes, is_paired)
     eights = panels.view(panels.size(0), _PANEL, -1, 8).int()
     shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
-    words = (eights << shifts).sum(3, dtype=torch.int32)
-    scales, zeros = (_panels(each, is_paired).transpose(1, 2).contiguous() for each in (scale, zero))
-    packed = words.transpose(1, 2).contiguous()
+    packed = (eights << shifts).sum(3, dtype=torch.int32).transpose(1, 2).contiguous()
+    scales, zeros = (
+        None if each is None else _panels(each, is_paired).transpose(1, 2).contiguous() for each in (scale, zero)
+    )
     group = codes.size(1) // scale.size(1)
-    return PackedWeight(INT4, (codes.size(0), codes.size(1)), packed, is_paired, scales, zeros, group)
+    return PackedWeight(form, (codes.size(0), codes.size(1)), packed, is_paired, scales, zeros, group)
 
 
 def _panels(rows: Tensor, is_paired: bool) -> Tensor:

@@ -18,6 +18,22 @@ from common.model.tensor_files import Part
 
 
 @dataclass(frozen=True)
+class ExpertPlace:
+    """Where one expert's gate, up or down layer lies in a stacked tensor, [experts, outputs, inputs]."""
+
+    experts: int
+    expert: int
+    outputs: int
+    rows: range
+    """Its outputs among those of the tensor."""
+
+    @property
+    def part(self) -> Part:
+        """The expert's part of the tensor."""
+        return Part(0, self.expert, self.expert + 1)
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of the checkpoint, or this rank's part of it."""
 
@@ -25,6 +41,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape of the whole tensor; a linear layer's weight is [out, in]."""
     part: Part | None = None
+    place: ExpertPlace | None = None
+    """Where the matrix lies if `name` is that of a stacked tensor."""
 
     @property
     def splits_inputs(self) -> bool:

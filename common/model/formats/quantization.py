@@ -69,6 +69,11 @@ class PackedQuantization(GroupQuantization):
     is_symmetric: bool
 
 
+@dataclass(frozen=True)
+class Mxfp4Quantization(Quantization):
+    """Stacked experts in e2m1, 4 bits, with a power of two for each 32 inputs; everything else is not quantized."""
+
+
 def parse_quantization(raw: Any) -> Quantization | None:
     """The settings in `quantization_config` of a config.json; None if there is none.
 
@@ -177,5 +182,6 @@ METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "awq": _parse_awq,
     "gptq": _parse_gptq,
     "compressed-tensors": _parse_compressed,
+    "mxfp4": lambda config: Mxfp4Quantization(),
 }
 """Supported values of `quant_method`, each with what reads the rest of `quantization_config`. Raises: ValueError."""

@@ -11,11 +11,13 @@ from common.model.formats.base import LinearFormat
 from common.model.formats.float8 import Fp8Format
 from common.model.formats.group_format import GroupFormat
 from common.model.formats.int8_format import Int8Format
+from common.model.formats.mxfp4 import Mxfp4Format
 from common.model.formats.quantization import (
     AwqQuantization,
     Fp8Quantization,
     GptqQuantization,
     Int8Quantization,
+    Mxfp4Quantization,
     PackedQuantization,
     Quantization,
 )
@@ -27,6 +29,7 @@ FORMATS: dict[type, Callable[[TensorFiles, torch.device, Any], LinearFormat]] = 
     AwqQuantization: GroupFormat,
     GptqQuantization: GroupFormat,
     PackedQuantization: GroupFormat,
+    Mxfp4Quantization: Mxfp4Format,
 }
 """By the type of a checkpoint's `Quantization`, which is the last argument."""
 

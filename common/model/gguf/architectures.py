@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.model.description import WeightNames
+from common.model.description import ExpertNames, WeightNames
 
 Metadata = Mapping[str, Any]
 """The values of one architecture, without its name and the dot before their keys."""
@@ -35,6 +35,15 @@ GGUF_NAMES = WeightNames(
     up="ffn_up",
     down="ffn_down",
 )
+GGUF_EXPERT_NAMES = ExpertNames(
+    router="ffn_gate_inp",
+    gate="ffn_gate.{expert}",
+    up="ffn_up.{expert}",
+    down="ffn_down.{expert}",
+    stacked_gate="ffn_gate_exps.weight",
+    stacked_up="ffn_up_exps.weight",
+    stacked_down="ffn_down_exps.weight",
+)
 _MERGED_QKV = replace(GGUF_NAMES, q="attn_qkv", k="attn_qkv", v="attn_qkv")
 
 _HEAD = ("embedding_length", "attention.head_count")
@@ -56,6 +65,8 @@ class GgufArchitecture:
     """Whether the rows of q and k are stored in pairs, for the other kind of rope."""
     norm_offset: float = 0.0
     """What was added to all RMS norms' weights."""
+    class_with_experts: str = ""
+    """The class of its files that have experts; empty: those are refused."""
     bias_key: str = "attention_bias"
     """The key of config.json that says whether q, k and v have biases."""
 
@@ -96,10 +107,11 @@ _ORIGINAL = {"original_max_position_embeddings": "rope.scaling.original_context_
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", pairs_rows=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", pairs_rows=True, class_with_experts="MixtralForCausalLM"),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen2vl": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", class_with_experts="Qwen3MoeForCausalLM"),
     "phi3": GgufArchitecture("Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), {**_WINDOW, **_ORIGINAL}, _phi3),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",

@@ -24,6 +24,9 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 """Keys of config.json, and what they are called in the metadata, after the architecture."""
 _SCALING_KEYS = {
@@ -61,12 +64,20 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     }
     raw.update(architecture.more(metadata))
     _check(file, metadata, raw)
+    name = architecture.transformers_class
+    if raw.get("num_experts"):
+        name = architecture.class_with_experts
+        if not name:
+            raise ConfigError(f"{file.path}: mixtures of experts of architecture {prefix[:-1]!r} are not supported")
+        numbers = range(int(raw.get("num_hidden_layers", 0)))
+        raw["mlp_only_layers"] = [i for i in numbers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise ConfigError(f"{file.path} holds no tensor token_embd.weight")
     weight = file.tensors.get(f"blk.0.{architecture.names.q}.weight", vocabulary)
     raw.update(
-        architectures=[architecture.transformers_class],
+        architectures=[name],
+        norm_topk_prob=True,  # as llama.cpp computes the architectures that have experts
         vocab_size=vocabulary.shape[0],
         tie_word_embeddings="output.weight" not in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
@@ -76,14 +87,12 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         rope_scaling=_read_scaling(file, metadata),
         **{architecture.bias_key: f"blk.0.{architecture.names.q}.bias" in file.tensors},
     )
-    keys = FAMILIES[architecture.transformers_class].config_keys
+    keys = FAMILIES[name].config_keys
     return {keys.get(key, key): value for key, value in raw.items()}
 
 
 def _check(file: GgufFile, metadata: Metadata, raw: dict[str, Any]) -> None:
     """Refuse what native families do not have. Raises: ConfigError."""
-    if metadata.get("expert_count"):
-        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
     if file.metadata.get("split.count", 1) > 1:
         raise ConfigError(f"{file.path} is one part of a model; join them with llama-gguf-split --merge")
     window = "attention.sliding_window"

@@ -5,6 +5,7 @@ Q8_0, Q4_0, Q4_1 and Q4_K matrices stay in groups of 32 inputs; others are dequa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -85,6 +86,11 @@ _GROUPS: dict[GGMLQuantizationType, tuple[int, int, int, Callable[[_Blocks], tup
 zero [...]."""
 
 
+def _whole_shape(stored: StoredTensor) -> tuple[int, ...]:
+    """The shape of the tensor that holds the matrix. Gate and up of experts are never in one tensor."""
+    return stored.shape if stored.place is None else (stored.place.experts, *stored.shape)
+
+
 class GgufWeights:
     """`WeightSource` of one file."""
 
@@ -104,6 +110,9 @@ class GgufWeights:
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         tensor = self._find(name, shape)
         rows = self._bytes(tensor)
+        if len(shape) == 3 and part is not None:  # stacked experts
+            rows = rows[part.lo * shape[1] : part.hi * shape[1]]
+            shape, part = (part.hi - part.lo, *shape[1:]), None
         out = torch.empty(len(rows), shape[-1], dtype=dtype)
         step = max(1, _CHUNK_WEIGHTS // shape[-1])
         for at in range(0, len(rows), step):
@@ -122,11 +131,11 @@ class GgufWeights:
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """None also if the matrices are stored in different ways."""
-        tensors = [self._find(stored.name, stored.shape) for stored in stacked]
+        tensors = [self._find(stored.name, _whole_shape(stored)) for stored in stacked]
         kind = tensors[0].kind
         if kind not in _GROUPS or any(tensor.kind != kind for tensor in tensors):
             return None
-        parts = [self._groups(tensor).cut(stored) for tensor, stored in zip(tensors, stacked, strict=True)]
+        parts = [self._groups(tensor, stored).cut(stored) for tensor, stored in zip(tensors, stacked, strict=True)]
         weight = stack_groups(parts)
         return None if weight is None else make_group_linear(weight, bias, target)
 
@@ -138,10 +147,11 @@ class GgufWeights:
         """The embedding: a file with an LM head does not say that they are tied."""
         return embedding
 
-    def _groups(self, tensor: GgufTensor) -> GroupWeight:
+    def _groups(self, tensor: GgufTensor, stored: StoredTensor) -> GroupWeight:
         bits, group, block_bytes, read = _GROUPS[tensor.kind]
-        out, columns = tensor.shape
-        codes, scale, zero = read(self._bytes(tensor).reshape(out, -1, block_bytes))
+        out, columns = stored.shape
+        first = 0 if stored.place is None else stored.place.expert * out
+        codes, scale, zero = read(self._bytes(tensor)[first : first + out].reshape(out, -1, block_bytes))
         own = (
             self._own(tensor, each.view(out, width), None).to(self._device)
             for each, width in ((codes, columns), (scale, columns // group), (zero, columns // group))
@@ -150,7 +160,7 @@ class GgufWeights:
 
     def _bytes(self, tensor: GgufTensor) -> _Blocks:
         """[rows, bytes of a row]; a vector is one row."""
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = math.prod(tensor.shape[:-1])
         return self._data[tensor.lo : tensor.hi].reshape(rows, -1)
 
     def _own(self, tensor: GgufTensor, whole: Tensor, part: Part | None) -> Tensor:

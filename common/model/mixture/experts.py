@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.library import (
+    CLAMPED_GATE,
+    DTYPES,
+    SILU_GATE,
+    ChoiceStruct,
+    ExpertsStruct,
+    GateStruct,
+    LinearStruct,
+    NativeLibrary,
+)
+from common.kernels.native.linear import NativeLinear
 from common.model.activations import activate_and_mul, clamped_gate
 from common.model.build import Build
 from common.model.description import MixtureDescription
+from common.model.formats.base import Linear
 from common.model.mixture.routing import Routing
 from common.model.mixture.stacked import unstacked
 from common.model.sharding import even_range
@@ -30,13 +45,13 @@ class ExpertLoop:
     def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
         """`prefix`: the layer's name and a dot."""
         place, router = build.mesh.place, mixture.router
-        self._first, end = even_range(router.num_experts, place.tp_size, place.tp_rank)
+        self.first, end = even_range(router.num_experts, place.tp_size, place.tp_rank)
         self._num_experts, self._top_k = router.num_experts, router.top_k
         build = unstacked(build, prefix, mixture)
         names, inner, hidden, bias = mixture.expert_names, mixture.inner_size, build.config.hidden_size, mixture.bias
-        self.gate_ups = []
-        self.downs = []
-        for expert in range(self._first, end):
+        self.gate_ups: list[Linear] = []
+        self.downs: list[Linear] = []
+        for expert in range(self.first, end):
             merged = [prefix + name.format(expert=expert) for name in (names.gate, names.up)]
             down = prefix + names.down.format(expert=expert)
             self.gate_ups.append(build.own_linear(merged, inner, hidden, bias=bias, is_paired=True))
@@ -50,10 +65,10 @@ class ExpertLoop:
         chosen = routing.experts.flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self._num_experts).tolist()
-        at = sum(counts[: self._first])
+        at = sum(counts[: self.first])
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         weights = routing.weights.flatten()
-        for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True), self._first):
+        for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True), self.first):
             count = counts[expert]
             if not count:
                 continue
@@ -66,6 +81,39 @@ class ExpertLoop:
         return out
 
 
+class NativeExperts:
+    """The same in one call of the native kernels, which read the weights of chosen experts only."""
+
+    def __init__(self, loop: ExpertLoop, mixture: MixtureDescription, hidden: int, native: NativeLibrary) -> None:
+        """loop: on layers of the native kernels."""
+        self._loop = loop  # keeps the memory that the structs point to
+        self._native = native
+        self._structs = [_structs(linears) for linears in (loop.gate_ups, loop.downs)]
+        clamp = mixture.clamp
+        gate = GateStruct(SILU_GATE) if clamp is None else GateStruct(CLAMPED_GATE, clamp.alpha, clamp.limit)
+        gate_up, down = (ctypes.addressof(each) for each in self._structs)
+        self._struct = ExpertsStruct(gate_up, down, loop.first, len(loop.downs), hidden, mixture.inner_size, gate)
+        self._top_k = mixture.router.top_k
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of this rank's experts: `Experts.forward`."""
+        x, experts, weights = x.contiguous(), routing.experts.contiguous(), routing.weights.contiguous()
+        out = torch.empty(x.shape, dtype=torch.float32)
+        choice = ChoiceStruct(experts.data_ptr(), weights.data_ptr(), x.size(0), self._top_k)
+        native, own, chosen = self._native, ctypes.addressof(self._struct), ctypes.addressof(choice)
+        native.experts_forward(native.team, own, chosen, x.data_ptr(), DTYPES[x.dtype], out.data_ptr())
+        return out
+
+
+def _structs(linears: Sequence[Linear]) -> ctypes.Array[LinearStruct]:
+    return (LinearStruct * len(linears))(*(linear.struct for linear in linears if isinstance(linear, NativeLinear)))
+
+
 def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Experts:
     """This rank's experts of the layer whose name and a dot are `prefix`."""
-    return ExpertLoop(build, prefix, mixture)
+    loop, kernels = ExpertLoop(build, prefix, mixture), build.kernels
+    is_gate_known = mixture.clamp is not None or mixture.activation == "silu"
+    are_native = all(isinstance(linear, NativeLinear) for linear in (*loop.gate_ups, *loop.downs))
+    if isinstance(kernels, NativeKernels) and is_gate_known and are_native:
+        return NativeExperts(loop, mixture, build.config.hidden_size, kernels.native)
+    return loop

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from common.model.build import Build
 from common.model.description import MixtureDescription
-from common.model.formats.base import Linear, LinearTarget, StoredTensor
+from common.model.formats.base import ExpertPlace, Linear, LinearTarget, StoredTensor
+from common.model.formats.mxfp4 import BLOCKS
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where one expert's gate, up or down layer lies."""
-
-    tensor: str
-    experts: int
-    expert: int
-    rows: slice
-    """Its outputs among those of the tensor."""
-    outputs: int
-    """Of the tensor."""
 
 
 class _StackedExperts:
@@ -34,37 +22,36 @@ class _StackedExperts:
     def __init__(self, weights: WeightSource, prefix: str, mixture: MixtureDescription, hidden: int) -> None:
         self._weights = weights
         self._is_transposed = mixture.expert_names.is_transposed
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[str, ExpertPlace]] = {}
         names, inner, experts = mixture.expert_names, mixture.inner_size, mixture.router.num_experts
-        gate = up = slice(0, inner)
+        gate = up = range(inner)
         merged = inner
         if names.stacked_gate == names.stacked_up:
             merged = 2 * inner
-            gate, up = slice(0, inner), slice(inner, None)
+            gate, up = range(inner), range(inner, merged)
             if names.is_interleaved:
-                gate, up = slice(0, None, 2), slice(1, None, 2)
+                gate, up = range(0, merged, 2), range(1, merged, 2)
         for expert in range(experts):
             for module, tensor, rows, outputs in (
                 (names.gate, names.stacked_gate, gate, merged),
                 (names.up, names.stacked_up, up, merged),
-                (names.down, names.stacked_down, slice(0, hidden), hidden),
+                (names.down, names.stacked_down, range(hidden), hidden),
             ):
-                place = _Place(prefix + tensor, experts, expert, rows, outputs)
-                self._places[prefix + module.format(expert=expert)] = place
+                place = ExpertPlace(experts, expert, outputs, rows)
+                self._places[prefix + module.format(expert=expert)] = prefix + tensor, place
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         module, _, kind = name.rpartition(".")
-        place = self._places.get(module)
-        if place is None:
+        if module not in self._places:
             return self._weights.read(name, shape, dtype, part)
-        own = Part(0, place.expert, place.expert + 1)
+        tensor, place = self._places[module]
         if kind == "bias":
-            whole = self._weights.read(f"{place.tensor}_bias", (place.experts, place.outputs), dtype, own)[0]
+            whole = self._weights.read(f"{tensor}_bias", (place.experts, place.outputs), dtype, place.part)[0]
         else:
             sides = (shape[1], place.outputs) if self._is_transposed else (place.outputs, shape[1])
-            whole = self._weights.read(place.tensor, (place.experts, *sides), dtype, own)[0]
+            whole = self._weights.read(tensor, (place.experts, *sides), dtype, place.part)[0]
             whole = whole.t() if self._is_transposed else whole
-        rows = whole[place.rows]
+        rows = whole[place.rows.start : place.rows.stop : place.rows.step]
         return (rows if part is None else rows.narrow(part.dim, part.lo, part.hi - part.lo)).contiguous()
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
@@ -72,8 +59,12 @@ class _StackedExperts:
         return None if name.rpartition(".")[0] in self._places else self._weights.view(name, shape, dtype, part)
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
-        """None: experts are read, and multiplied as floating-point numbers."""
-        return None
+        """A layer of one expert, which lies whole on this rank, if the tensors' own format can multiply."""
+        found = [self._places[stored.name.removesuffix(".weight")] for stored in stacked]
+        own = [
+            replace(stored, name=tensor, place=place) for stored, (tensor, place) in zip(stacked, found, strict=True)
+        ]
+        return self._weights.linear(own, bias, target)
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
         return self._weights.read_scalar(names, default)
@@ -88,6 +79,11 @@ class _StackedExperts:
 def unstacked(build: Build, prefix: str, mixture: MixtureDescription) -> Build:
     """`build`, whose weights have modules for each expert, however the checkpoint stores them. `prefix`: the layer's name
     and a dot."""
-    if prefix + mixture.expert_names.stacked_down not in build.weights:
+    names = mixture.expert_names
+    is_packed = prefix + names.stacked_down + BLOCKS in build.weights
+    if not is_packed and prefix + names.stacked_down not in build.weights:
         return build
-    return replace(build, weights=_StackedExperts(build.weights, prefix, mixture, build.config.hidden_size))
+    if is_packed:  # inputs are the last dimension
+        mixture = replace(mixture, expert_names=replace(names, is_transposed=False))
+    source = _StackedExperts(build.weights, prefix, mixture, build.config.hidden_size)
+    return replace(build, weights=source)

@@ -67,7 +67,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 13; }
+int32_t kv_abi_version(void) { return 14; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -114,6 +114,11 @@ void kv_team_free(kv_team* team) { delete team; }
 void kv_linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                        int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
     chosen->linear_forward(team, l, x, x_dtype, x_stride, y, y_dtype, y_stride, rows, activation);
+}
+
+void kv_experts_forward(kv_team* team, const kv_experts* experts, const kv_choice* choice, const void* x, int32_t dtype,
+                        float* out) {
+    chosen->experts_forward(team, experts, choice, x, dtype, out);
 }
 
 void kv_rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,

@@ -7,7 +7,7 @@
 extern "C" {
 
 enum kv_dtype : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_FP8 = 2 };  // KV_FP8: e4m3
-enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8 = 2, KV_LINEAR_INT4 = 3 };
+enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8 = 2, KV_LINEAR_INT4 = 3, KV_LINEAR_FP4 = 4 };
 
 // y = x W^T + bias. W is packed in panels of 32 outputs, outputs padded with zeros; inputs padded to whole units:
 //   F32   [panels][in][32] float
@@ -15,6 +15,7 @@ enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8
 //   INT8  [panels][in/4][32][4] int8; scale [panels * 32], one for each output
 //   INT4  [panels][in/8][32] uint32 of 8 codes: code of input 2j in bits 4j, of input 2j+1 in bits 16+4j;
 //         scale, zero [panels][in/group][32]: weight = scale * (code - zero); group is a multiple of 8
+//   FP4   the same without zero: weight = scale * number, of a code in e2m1
 // With is_paired, a panel holds 16 outputs of the first half and the same 16 of the second half of `out`.
 struct kv_linear {
     int32_t format, out, in, group, is_paired;
@@ -22,6 +23,29 @@ struct kv_linear {
     const float* scale;
     const float* zero;
     const float* bias;  // [out] or null
+};
+
+// What the outputs of a paired layer become: silu(first half) * second half; or, with a = min(first half, limit) and
+// b = the second half, clamped to [-limit, limit]: a / (1 + e^(-alpha * a)) * (b + 1).
+enum kv_gate_kind : int32_t { KV_NO_GATE = 0, KV_SILU_GATE = 1, KV_CLAMPED_GATE = 2 };
+struct kv_gate {
+    int32_t kind;
+    float alpha, limit;
+};
+
+// Experts [first, first + num_experts) of a mixture.
+struct kv_experts {
+    const kv_linear* gate_up;  // of each expert, paired
+    const kv_linear* down;
+    int32_t first, num_experts, hidden, inner;
+    kv_gate gate;
+};
+
+// The experts of each row and their weights, [rows][top_k].
+struct kv_choice {
+    const int64_t* experts;
+    const float* weights;
+    int32_t rows, top_k;
 };
 
 // K and V of one layer of a rank's cache, each [num_blocks][kv_heads][block_size][head_dim].
@@ -120,6 +144,10 @@ void kv_team_free(kv_team*);
 // weights, y is [rows][out / 2]: silu(first half) * second half.
 void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                        int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation);
+
+// out = the weighted sum of the outputs of each row's experts, those on other ranks left out. x: [rows][hidden] of dtype, out:
+// the same of float32.
+void kv_experts_forward(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);
 
 // cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
 void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,

@@ -3,8 +3,8 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "experts.h"
 #include "lora.h"
-#include "quantized.h"
 #include "rows.h"
 #include "variant.h"
 
@@ -56,7 +56,7 @@ LoraTerms lora_terms(kv_team& team, const kv_lora* lora, LayerLinear linear) {
 
 void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                     int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
-    const Output output{y, y_dtype, y_stride, activation != 0};
+    const Output output{y, y_dtype, y_stride, {activation, 0, 0}};
     reserve_linear(*team, *l, rows);
     // float32 weights take float32 rows, whatever the model's dtype.
     const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
@@ -71,6 +71,31 @@ void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_
             convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
             linear<Model>(w, *l, converted, stride, output, rows);
         });
+    });
+}
+
+template <class Model, class Act>
+void experts_forward(kv_team* team, const kv_experts* e, const kv_choice& choice, const Model* x, float* out) {
+    const Picks picks = sort_by_expert(*team, *e, choice);
+    const int64_t hidden_stride = padded(e->hidden), inner_stride = padded(e->inner);
+    reserve_experts(*team, *e, picks);
+    const PickRows<Act> rows{scratch<Act>(*team, kv_team::NORMED, picks.count * hidden_stride),
+                             scratch<Act>(*team, kv_team::INNER, picks.count * inner_stride),
+                             scratch<float>(*team, kv_team::QKV, picks.count * hidden_stride), hidden_stride, inner_stride};
+    team->run([&](Worker& w) { multiply_experts(w, *e, choice, picks, x, rows, out); });
+}
+
+void experts_forward(kv_team* team, const kv_experts* e, const kv_choice* choice, const void* x, int32_t dtype, float* out) {
+    const int most = std::max(MOST_PICKS / choice->top_k, 1);
+    with_act(dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        for (int row = 0; row < choice->rows; row += most) {
+            const int64_t first = int64_t(row) * choice->top_k;
+            const kv_choice own{choice->experts + first, choice->weights + first, std::min(most, choice->rows - row), choice->top_k};
+            const int64_t at = int64_t(row) * e->hidden;
+            experts_forward<Model, Act>(team, e, own, static_cast<const Model*>(x) + at, out + at);
+        }
     });
 }
 
@@ -134,7 +159,7 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
-            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
+            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride}, rows);
             if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
             attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
@@ -152,7 +177,7 @@ void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora
         using Act = decltype(act);
         const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
         team->run([&](Worker& w) {
-            linear<Model>(w, l->output, attended, stride, {delta, l->dtype, l->hidden, false}, rows);
+            linear<Model>(w, l->output, attended, stride, {delta, l->dtype, l->hidden}, rows);
             if (added.count) add_lora<Model>(w, added, attended, stride, static_cast<Model*>(delta), l->hidden);
         });
     });
@@ -175,13 +200,13 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lo
             add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
             if (first.count) {
-                linear<Model>(w, l->gate_up, normed, hidden_stride, {wide, KV_F32, wide_stride, false}, rows);
+                linear<Model>(w, l->gate_up, normed, hidden_stride, {wide, KV_F32, wide_stride}, rows);
                 add_lora<Model>(w, first, normed, hidden_stride, wide, wide_stride);
                 silu_and_mul_rows(w, rows, half, wide, wide_stride, inner, inner_stride);
             } else {
-                linear<Model>(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+                linear<Model>(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, {KV_SILU_GATE, 0, 0}}, rows);
             }
-            linear<Model>(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
+            linear<Model>(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden}, rows);
             if (last.count) add_lora<Model>(w, last, inner, inner_stride, static_cast<Model*>(delta), l->hidden);
         });
     });
@@ -246,7 +271,7 @@ void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t siz
 }  // namespace KV_VARIANT
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
-    KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
+    KV_VARIANT::linear_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
     KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
 };

@@ -196,7 +196,7 @@ struct Output {
     void* y;
     int32_t dtype;
     int64_t stride;
-    bool activates;  // silu(first half) * second half, of paired weights
+    kv_gate gate = {};  // of paired weights
 
     KV_INLINE void put(int row, int column, Lanes a, int count) const {
         if (count <= 0) return;
@@ -209,6 +209,14 @@ struct Output {
         }
     }
 };
+
+KV_INLINE Lanes gated(const kv_gate& gate, Lanes a, Lanes b) {
+    if (gate.kind == KV_SILU_GATE) return silu(a) * b;
+    const Lanes limit = splat(gate.limit);
+    a = min(a, limit);
+    b = max(min(b, limit), zeros() - limit);
+    return a / (splat(1.0f) + exp(splat(-gate.alpha) * a)) * (b + splat(1.0f));
+}
 
 inline int num_panels(const kv_linear& l) { return l.is_paired ? (l.out / 2 + LANES - 1) / LANES : (l.out + PANEL - 1) / PANEL; }
 
@@ -225,8 +233,8 @@ inline void put(const kv_linear& l, const Output& output, int panel, int row, in
     }
     for (int m = 0; m < num_rows; ++m, sums += PANEL) {
         const Lanes a = load(sums) + bias0, b = load(sums + LANES) + bias1;
-        if (output.activates) {
-            output.put(row + m, first, silu(a) * b, count0);
+        if (output.gate.kind != KV_NO_GATE) {
+            output.put(row + m, first, gated(output.gate, a, b), count0);
         } else {
             output.put(row + m, first, a, count0);
             output.put(row + m, second, b, count1);

@@ -80,6 +80,10 @@ KV_INLINE Lanes max(Lanes a, Lanes b) {
     KV_PARTS a.v[p] = a.v[p] > b.v[p] ? a.v[p] : b.v[p];
     return a;
 }
+KV_INLINE Lanes min(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] = a.v[p] < b.v[p] ? a.v[p] : b.v[p];
+    return a;
+}
 // a * b + c, in one rounding where the processor can. The compiler must not fuse others (-ffp-contract=off): whether it
 // does may differ between two copies of the same code, and with it the last bit of a row's result.
 KV_INLINE FloatPart fused(FloatPart a, FloatPart b, FloatPart c) {

@@ -39,7 +39,7 @@ struct kv_team {
 
     int size() const { return size_; }
 
-    enum Use { NORMED, QKV, QUERIES, ATTENDED, INNER, CODES, SUMS, PARTIAL, ATTENTION_PLAN, ATTENTION_PANELS, ATTENTION_PARTIALS, RESIDUAL, DELTA, FINAL, NUM_USES };
+    enum Use { NORMED, QKV, QUERIES, ATTENDED, INNER, CODES, SUMS, PARTIAL, ATTENTION_PLAN, ATTENTION_PANELS, ATTENTION_PARTIALS, RESIDUAL, DELTA, FINAL, EXPERT_PLAN, NUM_USES };
     Buffer buffers[NUM_USES];  // reserved by the caller's thread, outside of run()
 
   private:

@@ -27,8 +27,11 @@ from common.control.messages import PromptLogprobs
 from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
+from common.model.description import MixtureDescription, MlpDescription
 from common.model.loader import load_model
+from common.model.mixture.experts import ExpertLoop
 from common.model.precision import Precision
+from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights, DummyWeights, WeightSource
 from common.parallel.mesh import RankPlace, SoloMesh
 
@@ -102,13 +105,18 @@ LAYOUTS: dict[str, list[tuple[int, list[int]]]] = {
     "gpt2": [(4, [3]), (2, [1, 2])],
     "opt": [(2, [3]), (2, [2, 1])],
     "gemma3": [(4, [3]), (2, [1, 1, 1])],
+    "qwen3-moe": [(2, [2, 1]), (4, [3])],
+    "gpt-oss": [(4, [1, 2]), (2, [3])],
+    "glm4-moe": [(4, [3]), (2, [1, 2])],
+    "mixtral": [(4, [3]), (1, [2, 1])],
+    "granite-moe": [(4, [3]), (2, [2, 1])],
 }
-"""Per model, ranks of a stage and layers of each stage. KV heads: 4, 2, 2, 2, 1; 2 and 4."""
+"""Per model, ranks of a stage and layers of each stage. KV heads: 4, 2, 2, 2, 1; 2 and 4. Experts: 8, 6, 8, 4, 5."""
 CASES = [
     pytest.param(name, same_host, marks=[] if is_default else [pytest.mark.thorough])
     for number, name in enumerate(LAYOUTS)
     for same_host in (True, False)
-    for is_default in [number < 5 or (name == "olmo2" and same_host)]
+    for is_default in [number < 5 or (name in ("olmo2", "gpt-oss") and same_host)]
 ]
 
 
@@ -173,6 +181,7 @@ def test_shares_put_together_are_the_whole(recorded: dict[str, Recorded], source
     assert torch.equal(rows[: config.vocab_size], whole)
     assert torch.equal(rows[config.vocab_size :], torch.zeros(1, config.hidden_size))
     mlp = config.layers[4].mlp
+    assert isinstance(mlp, MlpDescription)
     x = torch.randn(3, mlp.inner_size, generator=torch.Generator().manual_seed(0))
     prefix = "model.layers.4.mlp.down_proj"
     with torch.inference_mode():
@@ -189,15 +198,40 @@ def test_shares_put_together_are_the_whole(recorded: dict[str, Recorded], source
     torch.testing.assert_close(summed, x @ full.T + bias, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe"])
+def test_a_rank_holds_its_share_of_the_experts_and_reads_no_others(recorded: dict[str, Recorded], name: str) -> None:
+    """Five experts on four ranks; of eight, each of three ranks has two or three."""
+    known, ranks = recorded[name], 4 if name == "granite-moe" else 3
+    mixture = load_model_config(known.model).layers[2].mlp
+    assert isinstance(mixture, MixtureDescription)
+    experts: list[int] = []
+    for rank in range(ranks):
+        source = _Counting(CheckpointWeights(known.model))
+        place = RankPlace(tp_rank=rank, tp_size=ranks)
+        loop = ExpertLoop(build(known, place, source), "model.layers.2.", mixture)
+        own = range(loop.first, loop.first + len(loop.downs))
+        experts += own
+        if name == "qwen3-moe":
+            assert {int(each.split(".")[5]) for each in source.names} == set(own)
+        else:
+            assert {part.lo for part in source.parts} == set(own)
+    assert experts == list(range(mixture.router.num_experts))
+
+
 class _Counting:
-    """A source that remembers which tensors were asked for."""
+    """A source that remembers which tensors, and which parts of them, were asked for."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self.names: list[str] = []
+        self.parts: list[Part] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
 
     def read(self, name: str, *rest: Any, **options: Any) -> torch.Tensor:
         self.names.append(name)
+        self.parts += [each for each in rest if isinstance(each, Part)]
         return self._source.read(name, *rest, **options)
 
     def view(self, *_: Any) -> None:

@@ -80,7 +80,7 @@ def test_words_become_ours(theirs: str, ours: str) -> None:
     [
         ("m --no-enable-prefix-caching", "--no-enable-prefix-caching: prefix caching cannot be switched off"),
         ("m --block-size 32", "1 option of vLLM is not taken: --block-size: blocks have 16 tokens"),
-        ("m --hf-overrides {} --tokenizer t", "2 options of vLLM are not taken: --hf-overrides: change the files"),
+        ("m --hf-overrides {} --download-dir d", "2 options of vLLM are not taken: --hf-overrides: change the files"),
         ("m --kv-transfer-config {}", "on other hosts start kvrelay prefill and kvrelay decode"),
         ("m --download-dir /x", "--download-dir: set the variable HF_HUB_CACHE"),
         ("m --lora-modules {", "--lora-modules: '{' is not valid JSON"),

@@ -11,7 +11,8 @@ import torch
 from support.native_variants import DISTINCT, EMULATED, VARIANTS, native
 from torch import Tensor
 
-from common.kernels.native.linear import NativeLinear, PackedWeight, pack_float, pack_int4, pack_int8
+from common.kernels.native.linear import NativeLinear, PackedWeight, pack_float, pack_fp4, pack_int4, pack_int8
+from common.model.formats.mxfp4 import E2M1
 
 SHAPES = [(2, 16), (40, 40), (64, 32), (96, 8), (160, 200), (1152, 896), (1640, 24)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 11, 12, 13, 25, 48, 70, 97]
@@ -53,7 +54,15 @@ def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
     )
 
 
-MAKERS = {"float": make_float, "int8": make_int8, "int4": make_int4}
+def make_fp4(out: int, inputs: int, dtype: torch.dtype) -> Made:
+    codes = torch.randint(0, 16, (out, inputs), dtype=torch.uint8)
+    groups = inputs // math.gcd(inputs, 32)
+    scale = torch.ldexp(torch.ones(out, groups), torch.randint(-3, 3, (out, groups)))
+    wide = E2M1[codes.int()].view(out, groups, -1).double() * scale[..., None].double()
+    return Made(lambda is_paired: pack_fp4(codes, scale, is_paired=is_paired), wide.view(out, inputs))
+
+
+MAKERS = {"float": make_float, "int8": make_int8, "int4": make_int4, "fp4": make_fp4}
 
 
 def rounded_rows(x: Tensor, top: int = 127) -> Tensor:

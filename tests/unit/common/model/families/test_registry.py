@@ -164,7 +164,9 @@ def test_rounded_kv_and_weights_change_later_families_as_little_as_llama(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("style", ["fp8 tensor", "fp8 blocks", "awq", "gptq desc_act", "packed asymmetric"])
-@pytest.mark.parametrize("name", ["phi3", "granite", "smollm3", "olmo2", "starcoder2", "opt", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["phi3", "granite", "smollm3", "olmo2", "starcoder2", "opt", "gemma3", "qwen3-moe", "mixtral", "glm4-moe"]
+)
 def test_tokens_of_quantized_checkpoints_are_those_of_the_same_weights_in_float32(
     tmp_path: Path, name: str, style: str
 ) -> None:

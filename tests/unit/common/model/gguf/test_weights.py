@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.gguf_families import FAMILIES, make_family, vocab_size
 from support.gguf_files import Kind, gguf_name, write_gguf
-from support.oracle import LONGROPE
+from support.oracle import LONGROPE, TINY, make_tiny
 from support.perplexity import perplexity
 from support.runner_cases import check, drive, make_runner, prompt
 from torch import Tensor
@@ -61,6 +61,17 @@ def test_tokens_are_those_of_the_same_weights_in_float32(tmp_path: Path, name: s
     # One set of factors serves all contexts of a node; transformers chooses by the length of each.
     lengths = (33, 60) if name == LONGROPE else (1, 17, 60)
     prompts = [prompt(n, vocab_size(name)) for n in lengths]
+    check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("name", "kind"), [("qwen3-moe", Kind.Q8_0), ("mixtral", Kind.Q4_0)])
+def test_experts_are_read_from_tensors_of_all_experts(tmp_path: Path, name: str, kind: Kind) -> None:
+    """Files say nothing of Mixtral's sliding window of 40 tokens, nor which layers are dense."""
+    folder = make_tiny(name, tmp_path / "original")
+    file, plain = write_gguf(folder, tmp_path, lambda name, weight: Kind.F16 if weight.size(1) % 32 else kind)
+    assert [layer.mlp.kind for layer in load_model_config(file).layers].count("gated") == (name == "qwen3-moe")
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17)]
     check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
 
 

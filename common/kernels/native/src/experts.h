@@ -1,0 +1,96 @@
+// The experts of a mixture: rows sorted by expert, then one expert after the other, each shared out among the team. Only weights of
+// chosen experts are read.
+#pragma once
+#include "quantized.h"
+#include "rows.h"
+
+namespace KV_VARIANT {
+
+// Which experts compute which rows. A pick is a row and one of its experts on this rank; picks are sorted by expert.
+struct Picks {
+    int count;
+    const int32_t* starts;  // [num_experts + 1]: the first pick of each expert
+    const int32_t* rows;    // [count]
+    const int32_t* places;  // [rows][top_k]: the pick, -1 where the expert is on another rank
+};
+
+// Scratch memory is for so many picks; a step of more is cut.
+constexpr int MOST_PICKS = 4096;
+
+// Called outside of run(). The plan lies in a buffer of the team.
+inline Picks sort_by_expert(kv_team& team, const kv_experts& e, const kv_choice& choice) {
+    const int all = choice.rows * choice.top_k;
+    team.buffers[kv_team::EXPERT_PLAN].reserve(sizeof(int32_t) * (e.num_experts + 1 + 2 * size_t(all)));
+    int32_t* starts = team.buffers[kv_team::EXPERT_PLAN].as<int32_t>();
+    int32_t* rows = starts + e.num_experts + 1;
+    int32_t* places = rows + all;
+    const auto own = [&](int i) {
+        const int64_t expert = choice.experts[i] - e.first;
+        return expert >= 0 && expert < e.num_experts ? int(expert) : -1;
+    };
+    std::fill_n(starts, e.num_experts + 1, 0);
+    for (int i = 0; i < all; ++i)
+        if (own(i) >= 0) ++starts[own(i) + 1];
+    for (int i = 0; i < e.num_experts; ++i) starts[i + 1] += starts[i];
+    // Each start runs to the end of its expert, which is the next one's start, and is moved back afterwards.
+    for (int i = 0; i < all; ++i) {
+        places[i] = own(i) < 0 ? -1 : starts[own(i)]++;
+        if (places[i] >= 0) rows[places[i]] = i / choice.top_k;
+    }
+    for (int i = e.num_experts; i > 0; --i) starts[i] = starts[i - 1];
+    starts[0] = 0;
+    return {starts[e.num_experts], starts, rows, places};
+}
+
+// Called outside of run(), before `multiply_experts`.
+inline void reserve_experts(kv_team& team, const kv_experts& e, const Picks& picks) {
+    for (int i = 0; i < e.num_experts; ++i) {
+        const int count = picks.starts[i + 1] - picks.starts[i];
+        if (!count) continue;
+        reserve_linear(team, e.gate_up[i], count);
+        reserve_linear(team, e.down[i], count);
+    }
+}
+
+// Scratch rows of each pick, at distances of `hidden_stride` and `inner_stride` numbers.
+template <class Act>
+struct PickRows {
+    Act* x;
+    Act* inner;
+    float* y;
+    int64_t hidden_stride, inner_stride;
+};
+
+// out: [rows][hidden] = the weighted sum of the outputs of each row's experts, in the order of its choice.
+template <class Model, class Act>
+void multiply_experts(Worker& w, const kv_experts& e, const kv_choice& choice, const Picks& picks, const Model* x,
+                      const PickRows<Act>& scratch, float* out) {
+    const int hidden = e.hidden;
+    const int64_t stride = scratch.hidden_stride;
+    w.for_each(picks.count, [&](int i) {
+        const Model* from = x + int64_t(picks.rows[i]) * hidden;
+        for_lanes(hidden, [&](int k, int count) { write(scratch.x + i * stride + k, read(from + k, count), count); });
+    });
+    for (int i = 0; i < e.num_experts; ++i) {
+        const int first = picks.starts[i], count = picks.starts[i + 1] - first;
+        if (!count) continue;
+        Act* inner = scratch.inner + first * scratch.inner_stride;
+        const Output gated{inner, sizeof(Act) == 4 ? KV_F32 : KV_BF16, scratch.inner_stride, e.gate};
+        linear<Model>(w, e.gate_up[i], scratch.x + first * stride, stride, gated, count);
+        linear<Model>(w, e.down[i], inner, scratch.inner_stride, {scratch.y + first * stride, KV_F32, stride}, count);
+    }
+    constexpr int PART = 512;
+    const int parts = ceil_div(hidden, PART);
+    w.for_each(choice.rows * parts, [&](int task) {
+        const int row = task / parts, from = task % parts * PART;
+        for_lanes(std::min(hidden - from, PART), [&](int k, int count) {
+            Lanes sum = zeros();
+            for (int j = row * choice.top_k; j < (row + 1) * choice.top_k; ++j)
+                if (picks.places[j] >= 0)
+                    sum = multiply_add(choice.weights[j], read(scratch.y + picks.places[j] * stride + from + k, count), sum);
+            write(out + int64_t(row) * hidden + from + k, sum, count);
+        });
+    });
+}
+
+}  // namespace KV_VARIANT

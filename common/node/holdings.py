@@ -1,0 +1,106 @@
+"""What each rank of a node holds, by arithmetic: layers, experts, bytes of weights, KV of a token. No torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from common.base.errors import ConfigError
+from common.base.free_memory import memory_bytes
+from common.kv.rank_layout import KVLayout, RankShard
+from common.kv.spec import DTYPE_BYTES
+from common.model.config import ModelConfig
+from common.model.description import MixtureDescription
+from common.model.generic.config import GenericConfig
+from common.model.hub import is_gguf
+from common.model.sharding import even_range, vocab_rows
+from common.node.plan import NodePlan
+
+log = logging.getLogger(__name__)
+
+_FEWEST_BITS = 4
+"""Bits of a weight in the narrowest format that is not a floating-point one."""
+
+
+@dataclass(frozen=True)
+class RankHoldings:
+    """One rank's part of a model."""
+
+    shard: RankShard
+    num_weights: int
+    """Of linear layers, experts, embedding and LM head."""
+    experts: tuple[int, int, int] | None
+    """First, end and number of the experts of a mixture; None: no layer of the rank is one."""
+    num_mixtures: int
+    """Layers that are mixtures."""
+    kv_bytes: int
+    """Of a token whose KV is kept in all layers."""
+
+    def describe(self, layout: KVLayout, weight_bits: int) -> str:
+        """One line for operators. `weight_bits`: of the model's dtype."""
+        shard = self.shard
+        place = (
+            f"rank {shard.pp_rank * layout.tp_size + shard.tp_rank} holds layers {shard.layer_lo}-{shard.layer_hi - 1}"
+        )
+        experts = ""
+        if self.experts is not None:
+            first, end, count = self.experts
+            experts = f", experts {first}-{end - 1} of {count} in {self.num_mixtures} of them"
+        size_gb = self.num_weights * weight_bits / 8 / 1e9
+        weights = f"{self.num_weights:,} weights ({size_gb:.3g} GB in {weight_bits} bits)"
+        return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for a token"
+
+
+def node_holdings(config: ModelConfig, layout: KVLayout) -> list[RankHoldings]:
+    """What the ranks of a node hold, in rank order."""
+    return [_rank_holdings(config, layout, shard) for shard in layout.shards()]
+
+
+def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard) -> RankHoldings:
+    tp_size, tp_rank, hidden, names = layout.tp_size, shard.tp_rank, config.hidden_size, config.weight_names
+    total = 0
+    experts: tuple[int, int, int] | None = None
+    num_mixtures = 0
+    for layer in config.layers[shard.layer_lo : shard.layer_hi]:
+        linears = [*layer.attention.linears(names, hidden), *layer.mlp.linears(names, hidden)]
+        total += sum(each.outputs * each.inputs for each in linears) // tp_size
+        if isinstance(layer.mlp, MixtureDescription):
+            count = layer.mlp.router.num_experts
+            experts = (*even_range(count, tp_size, tp_rank), count)
+            num_mixtures += 1
+            total += hidden * count + (experts[1] - experts[0]) * 3 * hidden * layer.mlp.inner_size
+    is_first, is_last = shard.pp_rank == 0, shard.pp_rank == layout.pp_size - 1
+    matrices = is_first + (is_last and not (is_first and config.tie_word_embeddings))
+    total += matrices * vocab_rows(config.vocab_size, tp_size) * hidden
+    groups = zip(layout.spec.groups, shard.parts, strict=True)
+    kv_bytes = sum(group.token_bytes * part.num_layers * part.num_heads for group, part in groups)
+    return RankHoldings(shard, total, experts, num_mixtures, kv_bytes)
+
+
+def report_holdings(plan: NodePlan) -> None:
+    """Say in the log what the ranks of this host hold. Models that classes of transformers compute are left out.
+
+    Raises: ConfigError with the figures if their weights need more than all memory of this machine, even in the narrowest format
+    that they may be in.
+    """
+    config, weights = plan.model_config, plan.weights
+    if isinstance(config, GenericConfig):
+        return
+    own = [node_holdings(config, plan.layout)[rank] for rank in plan.hosts.ranks_here]
+    bits = 8 * DTYPE_BYTES[weights.dtype]
+    for each in own:
+        log.info("%s", each.describe(plan.layout, bits))
+    is_narrowed = is_gguf(plan.path) or weights.quantization != "auto" or config.quantization is not None
+    fewest = min(bits, _FEWEST_BITS) if is_narrowed else bits
+    if plan.device == "cpu":
+        check_fits(sum(each.num_weights for each in own), fewest, memory_bytes())
+
+
+def check_fits(num_weights: int, bits: int, memory: float) -> None:
+    """Refuse weights that `memory` bytes could not hold. Raises: ConfigError."""
+    needed = num_weights * bits / 8
+    if needed > memory:
+        raise ConfigError(
+            f"the model's {num_weights:,} weights take at least {needed / 2**30:.1f} GB in {bits} bits, and this machine has "
+            f"{memory / 2**30:.1f} GB of memory: spread the node's ranks over more hosts, or try --quantization int4"
+        )
