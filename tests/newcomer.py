@@ -130,6 +130,9 @@ def _use(clone: Path, environ: dict[str, str], blocks: list[str]) -> None:
             assert b"<script" in answer.read()
     with step("a chat in the terminal"):
         assert "Paris" in run(kvrelay, "chat", said="What is the capital of France?\n")
+    with step("kvrelay as the README writes it"):
+        [use] = [block for block in blocks if block.startswith("export PATH=")]
+        assert "decode-0" in run("sh", "-c", f"{use.splitlines()[0]}\nkvrelay admin nodes")
     with step("the admin commands"):
         assert "decode-0" in run(kvrelay, "admin", "nodes")
         run(kvrelay, "admin", "watch", "--count", "2")

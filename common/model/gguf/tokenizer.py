@@ -25,6 +25,8 @@ _ENDS = (
     *("<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 )
 """Tokens that end an answer in llama.cpp, whatever the file says."""
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""The control tokens of Phi-3's sentencepiece that do not take the spaces behind them."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,10 +71,10 @@ _PRE: dict[str, _Pre] = {
 def end_tokens(file: GgufFile) -> list[int]:
     """The ids of the tokens that end an answer, as in llama.cpp: those that the metadata names, and those of usual texts."""
     named = [file.metadata.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens = file.metadata.get(f"{_PREFIX}tokens") or []
-    kinds = file.metadata.get(f"{_PREFIX}token_type") or []
-    special = [(tokens[i], i) for i, kind in enumerate(kinds[: len(tokens)]) if kind in (_CONTROL, _USER_DEFINED)]
-    found = [token_id for token, token_id in special if token in _ENDS]
+    tokens, kinds = (file.metadata.get(_PREFIX + name) for name in ("tokens", "token_type"))
+    pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, list) else ()
+    special = (_CONTROL, _USER_DEFINED)
+    found = [number for number, (token, kind) in enumerate(pairs) if kind in special and token in _ENDS]
     return [*dict.fromkeys(end for end in (*named, *found) if end is not None)]
 
 
@@ -149,10 +151,8 @@ class _Vocabulary:
 
     def added(self) -> list[dict[str, Any]]:
         """Entries of `added_tokens` for what is a token wherever a text holds it."""
-        is_phi3 = (self.file.metadata.get("general.architecture"), self.file.metadata.get(f"{_PREFIX}model")) == (
-            "phi3",
-            "llama",
-        )
+        kept = [self.file.metadata.get(key) for key in ("general.architecture", f"{_PREFIX}model")]
+        is_phi3 = kept == ["phi3", "llama"]
         return [
             {
                 "id": token_id,
@@ -187,9 +187,6 @@ class _Vocabulary:
             "pair": [*text("A", 0), *text("B", 1)],
             "special_tokens": {token: {"id": token, "ids": [self.ids[token]], "tokens": [token]} for token in ends},
         }
-
-
-_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _cut(merge: str) -> list[str]:

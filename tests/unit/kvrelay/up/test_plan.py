@@ -238,6 +238,12 @@ def test_each_model_gets_nodes_of_its_own_and_a_pooling_model_no_decode_node() -
     assert [spec.model_path for spec in specs] == ["/a", "/a", "/a", "", "/b", "/b", "/b"]
 
 
+def test_a_given_tokenizer_reaches_routers_and_nodes_and_that_of_the_model_is_not_shared() -> None:
+    specs = [spec for spec in plan(resolved(model="/a.gguf", tokenizer="/t")) if spec.role != "redis"]
+    assert {as_the_child_sees_it(spec).tokenizer for spec in specs} == {"/t"}
+    assert {spec.model_path for spec in specs} == {""}
+
+
 def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> None:
     given = {"kv_blocks": "100", "max_model_len": "64", "log_level": "debug", "prefill_tp": "2"}
     embed, demo = UpModel("/e", "embed", Path("/e")), UpModel("demo", "generate", DEMO_MODEL_PATH)

@@ -21,8 +21,9 @@ from common.base.variables import CACHE
 from common.config.service_configs import DecodeConfig
 from common.engine.grammar.shared_tokenizers import get_tokenizer
 from common.model.config import load_model_config
-from common.model.gguf.file import open_gguf
-from common.model.gguf.tokenizer import tokenizer_files
+from common.model.files import Header
+from common.model.gguf.file import GgufFile, open_gguf
+from common.model.gguf.tokenizer import end_tokens, tokenizer_files
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.parts import make_grammars
@@ -261,3 +262,13 @@ def test_what_cannot_be_read_is_refused_by_a_sentence_that_names_the_option(
 def test_templates_are_read_by_name(tmp_path: Path) -> None:
     config = tokenizer_files(open_gguf(served(tmp_path)))["tokenizer_config.json"]
     assert [entry["name"] for entry in config["chat_template"]] == ["default", "tool_use"]
+
+
+@pytest.mark.parametrize("tokens", [3, "abc", [1, 2, 3], None])
+@pytest.mark.parametrize("kinds", [3, "abc", ["a"], [3, 3, 3], None])
+def test_lists_of_other_types_are_refused_and_name_no_ends(tmp_path: Path, tokens: Any, kinds: Any) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    file = GgufFile(tmp_path / "m.gguf", Header(b"", 0, {}), metadata, {})
+    assert end_tokens(file) == []
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        tokenizer_files(file)
