@@ -147,7 +147,7 @@ def test_requests_are_searched_and_say_why_their_nodes_were_chosen(
     page.get_by_text("No request matches.").wait_for()
     page.goto(f"{system.url}/ui/requests.html?id={ids[0]}")
     why = page.get_by_label("Why these nodes")
-    why.get_by_text("by kv_aware").wait_for()
+    why.get_by_text("by kv_aware, relayed: ").wait_for()
     assert "decode-" in (why.text_content() or "")
     if screenshots is not None:
         page.screenshot(path=screenshots / "why-narrow.png", full_page=True)

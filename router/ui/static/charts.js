@@ -34,7 +34,7 @@ const CHARTS = [
 ];
 
 const now_s = () => Date.now() / 1000;
-const clock = (time) => new Date(1000 * time).toLocaleTimeString(undefined, { timeStyle: "short" });
+const clock = (time, seconds) => new Date(1000 * time).toLocaleTimeString(undefined, { timeStyle: seconds ? "medium" : "short" });
 const count = (column) => column.reduce((sum, value) => sum + (value !== null), 0);
 const samples = [];
 const shown = CHARTS.map(([title, series, format]) => {
@@ -50,7 +50,7 @@ const shown = CHARTS.map(([title, series, format]) => {
       x: { range: (_, min, max) => [Math.min(min ?? now_s(), (max ?? now_s()) - SHORTEST_S), max ?? now_s()] },
       y: { range: (_, __, max) => [0, max > 0 ? 1.1 * max : 1] },
     },
-    axes: [{ ...axis(), values: (_, ticks) => ticks.map(clock) }, { ...axis(), size: 62, values: (_, ticks) => ticks.map(format) }],
+    axes: [{ ...axis(), values: (_, ticks) => ticks.map((tick) => clock(tick, ticks[1] - ticks[0] < 60)) }, { ...axis(), size: 62, values: (_, ticks) => ticks.map(format) }],
     series: [{}, ...series.map(([label, name], at) => ({ label, stroke: colour(name), width: 1.5, dash: at ? [5, 3] : undefined, points: { show: (plot, line) => count(plot.data[line]) < 3, size: 5 } }))],
   });
   const data = [[], ...series.map(() => [])];
@@ -94,6 +94,7 @@ async function before() {
   const { points } = await get("history").catch(() => ({ points: [] }));
   const { objectives } = await get("snapshot").catch(() => ({ objectives: {} }));
   for (const { time, totals } of points) add(time, { totals, objectives });
+  for (const chart of shown) chart.update();
 }
 
 let last = null;

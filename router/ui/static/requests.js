@@ -73,7 +73,7 @@ function showOne(id) {
     const stories = story.choices ?? [story];
     if (charts.length !== stories.length) {
       charts = stories.map(() => new Waterfall());
-      choices = stories.map(() => h("section", { class: "panel", "aria-label": "Why these nodes" }));
+      choices = stories.map(() => h("section", { class: "panel why", "aria-label": "Why these nodes" }));
       place.replaceChildren(...charts.flatMap((chart, at) => [chart.element, choices[at]]));
     }
     stories.forEach((each, at) => {
@@ -87,13 +87,13 @@ function showOne(id) {
 function showChoice(parent, story) {
   const decisions = story.events.filter((event) => event.event === "decision");
   const made = [h("h2", {}, "Why these nodes"), h("p", { class: "dim" }, `Arrived ${moment(story.arrived_at)}.`)];
-  decisions.forEach(({ reason, data }, at) => {
-    made.push(h("p", {}, decisions.length > 1 ? `Attempt ${at + 1}: ` : "", `${nodesOf(data)}${data.policy ? ` by ${data.policy}` : ""}. ${reason}`));
+  decisions.forEach(({ data }, at) => {
+    made.push(h("p", {}, decisions.length > 1 ? `Attempt ${at + 1}: ` : "", `${nodesOf(data)} by ${data.policy}, ${data.mode}: ${data.reason}.`));
     for (const role of ["prefill", "decode"]) {
       const scores = Object.entries(data[role]?.scores ?? {}).sort(([, a], [, b]) => a - b);
       if (scores.length < 2) continue;
       made.push(h("table", { "aria-label": `Scores, ${role}` }, h("tbody", {}, scores.map(([node, score]) =>
-        h("tr", {}, h("td", { class: node === (data[role].node ?? "") ? role : null }, node), h("td", { class: "num" }, Number(score).toPrecision(4)))))));
+        h("tr", {}, h("td", {}, node === data[role].node ? h("strong", {}, `${node}, chosen`) : node), h("td", { class: "num" }, Number(score).toPrecision(4)))))));
     }
   });
   const drawn = JSON.stringify(decisions);
