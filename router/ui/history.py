@@ -46,9 +46,9 @@ class History:
                 self._changes.append({"time": time_s, "what": what})
         self._nodes, self._facts = dict(nodes), dict(facts)
 
-    def shown(self) -> dict[str, Sequence[Any]]:
-        """Points, the oldest first, and changes, the latest first."""
-        return {"points": list(self._points), "changes": list(reversed(self._changes))}
+    def shown(self, last: int = POINTS) -> dict[str, Sequence[Any]]:
+        """The `last` points, the oldest first, and the changes, the latest first."""
+        return {"points": list(self._points)[-last:], "changes": list(reversed(self._changes))}
 
 
 def _node_changes(before: Mapping[str, NodeView], now: Mapping[str, NodeView]) -> list[str]:

@@ -23,7 +23,7 @@ from router.nodes.node import Node
 from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
-from router.ui.history import TICK_S, History, NodeView
+from router.ui.history import POINTS, TICK_S, History, NodeView
 from router.ui.nodes import NodeControl
 from router.ui.playground import Chat, kill
 from router.ui.snapshot import Snapshots, totals
@@ -106,7 +106,7 @@ class DashboardRoutes:
         return Response(found.body, headers=headers, media_type="application/json")
 
     async def _shown_history(self, request: Request) -> Response:
-        return json_response(self._history.shown())
+        return json_response(self._history.shown(checked_limit(request.query_params.get("limit", str(POINTS)), POINTS)))
 
     async def _findings(self) -> list[dict[str, str]]:
         """Those of `kvrelay admin check` that this router and its nodes can tell, without connections between nodes."""

@@ -6,6 +6,7 @@ import { fell, ms, part, quantile, rate, share } from "./figures.js";
 import { moment } from "./units.js";
 
 const WINDOW_S = 60;
+const LAST = 8; // points of ten seconds
 const HISTORY_MS = 5_000;
 const FINDINGS_MS = 15_000;
 const MOST = 12;
@@ -30,7 +31,7 @@ export function overview() {
     setTimeout(every, intervalMs, intervalMs, ask);
   }
   every(HISTORY_MS, async () => {
-    const found = await get("history");
+    const found = await get(`history?limit=${LAST}`);
     points = found.points;
     list(changes, found.changes.slice(0, MOST), "Nothing has changed since the router's start, within the last hour.",
       ({ time, what }) => [h("time", { class: "dim num", datetime: new Date(1000 * time).toISOString() }, moment(time)), " ", what]);

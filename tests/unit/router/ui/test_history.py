@@ -13,6 +13,7 @@ def test_an_hour_of_points_is_kept_and_no_more() -> None:
     points = history.shown()["points"]
     assert len(points) == POINTS == 3600 / EVERY_S
     assert (points[0]["totals"]["answered"], points[-1]["totals"]["answered"]) == (50, POINTS + 49)
+    assert [point["totals"]["answered"] for point in history.shown(2)["points"]] == [POINTS + 48, POINTS + 49]
     assert history.due_s == EVERY_S * (POINTS + 50)
 
 
