@@ -48,6 +48,13 @@ class ClientOptions:
     request_timeout_s: float = option(
         600.0, "Seconds after which an unfinished request is aborted.", "Clients", low=0.001
     )
+    stream_ping_s: float = option(
+        15.0,
+        "A stream that has nothing to send for this many seconds sends its headers and a comment, so that proxies keep it; "
+        "later errors come in the stream. 0: never.",
+        "Clients",
+        low=0,
+    )
     max_waiting: int = option(
         256, "Maximum number of a model's requests without a first token; further ones get 429.", "Clients", low=1
     )

@@ -39,6 +39,14 @@ class HttpOptions(ListenOptions):
     """Port and certificate of the HTTP API."""
 
     port: int = port_option(8000, "Port of the HTTP API.", "Network")
+    idle_connection_timeout_s: float = option(
+        65.0,
+        "Seconds after which a client's idle connection is closed: longer than proxies and clients keep theirs, because a request "
+        "that is sent at that moment is lost.",
+        "Network",
+        low=0.1,
+        high=86_400,
+    )
     ssl_certfile: str | None = option(
         None, "File with the certificate that clients see, in PEM: the HTTP API is then HTTPS.", "Network"
     )

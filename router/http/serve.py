@@ -178,8 +178,9 @@ async def serve(
     stream: bool,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
-    HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
+    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token, or before a stream's
+    first ping, keep their HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is
+    sent.
     """
     for each in wanted:
         grammar = each.engine.sampling.grammar
@@ -193,7 +194,7 @@ async def serve(
         ranked = options.returned < options.samples
         wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
     await yield_turn()
-    answer = Answer()
+    answer = Answer(services.stream_ping_s)
     ids: RequestIds = request.scope[_IDS]
     warnings = warnings_of(request)
     handed_over = False

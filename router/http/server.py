@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -46,10 +47,6 @@ _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0
 """Time without reading after which a client's connection is closed."""
-_IDLE_S = 65
-"""Keep-alive timeout: longer than the minute that is usual for load balancers and clients. A request sent on a connection
-that the router closes at that moment is lost, and the user gets a 502.
-"""
 _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
@@ -149,6 +146,7 @@ def http_server(
         ),
         responses=responses,
         strict_parameters=config.strict_parameters,
+        stream_ping_s=config.stream_ping_s,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)
@@ -168,7 +166,7 @@ def http_server(
         server_header=False,
         backlog=1024,
         ssl_context_factory=None if certificate is None else certificate.make_context,
-        timeout_keep_alive=_IDLE_S,
+        timeout_keep_alive=cast("int", config.idle_connection_timeout_s),  # passed to `call_later`
         timeout_graceful_shutdown=int(_GRACE_S),
     )
     server = HttpServer(settings)

@@ -34,5 +34,7 @@ class Services:
     """Where responses of `/v1/responses` are stored; None: nowhere."""
     strict_parameters: bool = False
     """Refuse fields that no known API has."""
+    stream_ping_s: float = 0.0
+    """Pause after which a stream sends a ping; 0: never."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The options that `/server_info` shows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
-from router.http.format import EVENT_STREAM, FormatOptions
+from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
 from router.http.json_body import DONE, Json, error_body, sse, to_json
 from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
 from router.http.response_headers import serving_details
@@ -104,11 +104,14 @@ class BaseFormat:
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {**error_body(error), "kvrelay": serving_details(generation)}
 
+    def ping(self) -> bytes:
+        return COMMENT
+
     def frame(self, chunk: Json) -> bytes:
         return sse(chunk)
 
     def closing_chunk(self, choice: Json, generation: Generation) -> Json:
-        """The chunk with the reason. The headers were sent with the first token; only now are the details complete."""
+        """The chunk with the reason. The headers were sent with the first token or ping; only now are the details complete."""
         return {**self.chunk({**choice, **reasons(generation.outcome)}), "kvrelay": serving_details(generation)}
 
 
