@@ -143,7 +143,6 @@ class Answer:
         """The parts of the stream's body, each with whether more follows. Text that arrived together is one write, even if
         it has many events.
         """
-        loop = asyncio.get_running_loop()
         opened: set[int] = set()
         open_choices = dict(enumerate(self.generations))
         sent = 0
@@ -196,12 +195,17 @@ class Answer:
             if not open_choices:
                 parts += [form.frame(chunk) for chunk in form.ending(self.generations)]
                 parts.append(form.done)
-            if parts:
-                self._sent_s = loop.time()
+            if parts := self._or_ping(parts, form):
                 yield b"".join(parts), bool(open_choices)
-            elif self._ping_due:
-                yield form.ping(), True
-            self._ping_due = False
+
+    def _or_ping(self, parts: list[bytes], form: Format) -> list[bytes]:
+        """What is sent now: `parts`, or a ping if there are none and one is due."""
+        if parts:
+            self._sent_s = asyncio.get_running_loop().time()
+        elif self._ping_due:
+            parts = [form.ping()]
+        self._ping_due = False
+        return parts
 
 
 def _logprobs(form: Format, generation: Generation, deltas: list[Delta], index: int) -> Iterator[Json]:

@@ -178,9 +178,8 @@ async def serve(
     stream: bool,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token, or before a stream's
-    first ping, keep their HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is
-    sent.
+    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping keep their
+    HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
     """
     for each in wanted:
         grammar = each.engine.sampling.grammar

@@ -169,6 +169,23 @@ class Tokenizer:
                 reason = error.message.partition(": ")[2]
                 raise ConfigError(f"the chat template refuses a single message of a user ({reason})") from error
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises: ConfigError if the chat template writes a token that the model, which has ids below `vocab_size`, does not have."""
+        if self._template is None:
+            return
+        sources = {template.source for template in (self._template, self._tool_template) if template is not None}
+        added = self._raw.get_added_tokens_decoder()
+        beyond = {id_: token.content for id_, token in added.items() if id_ >= vocab_size}
+        written = [id_ for id_, text in beyond.items() if any(text in source for source in sources)]
+        if beyond and not written:  # by a variable, such as bos_token
+            ids = self.encode_chat(self._template.render([{"role": "user", "content": "Hello"}]))
+            written = [id_ for id_ in ids if id_ in beyond]
+        if written:
+            raise ConfigError(
+                f"the chat template writes {beyond[written[0]]!r}, which is token {written[0]}, and the model has only {vocab_size}: "
+                "its tokenizer or its template is of another model; --chat-template can name another template"
+            )
+
     @property
     def template_source(self) -> str:
         """The source of the chat template for requests with tools; empty if there is none."""
