@@ -116,14 +116,14 @@ def test_an_error_before_the_first_ping_has_its_status_and_a_later_one_is_in_the
         call = CALLS["chat"]
         bench.stack.list_nodes(bench.decode)
         await bench.stack.usable(0, 1)
-        bench.decode.fail_with = ("bad_request", "no")
+        bench.decode.fail_with = ("invalid_request", "no")
         async with streamed(bench, call) as (response, _):
             assert response.status_code == 400
         bench.decode.fail_with = None
         bench.decode.automatic = False
         async with streamed(bench, call) as (response, parts):
             assert await anext(parts) == COMMENT
-            bench.decode.fail(next(iter(bench.decode.running)), "bad_request", "no")
+            bench.decode.fail(next(iter(bench.decode.running)), "invalid_request", "no")
             rest = b"".join([part async for part in parts])
             assert response.status_code == 200
         *_, failure, done, _end = rest.removeprefix(COMMENT).split(b"\n\n")
