@@ -244,7 +244,14 @@ SHORT: Mapping[str, str] = {
 """Short names of vLLM's options."""
 
 SAME = (
-    *("served-model-name", "kv-cache-dtype", "enforce-eager", "async-scheduling", "gpu-memory-utilization"),
+    *(
+        "served-model-name",
+        "tokenizer",
+        "kv-cache-dtype",
+        "enforce-eager",
+        "async-scheduling",
+        "gpu-memory-utilization",
+    ),
     *("max-loras", "max-lora-rank", "chat-template", "tool-call-parser", "reasoning-parser", "host", "port"),
     *(
         "allow-credentials",
