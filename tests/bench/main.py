@@ -36,6 +36,7 @@ BENCHES = {
     "long_text": "bench.long_text:run",
     "small_model": "bench.small_model:run",
     "schemas": "bench.schemas:run",
+    "speculation": "bench.speculation:run",
     "interference": "bench.interference:run",
     "relay": "bench.relay:run",
     "router": "bench.router_cost:run",

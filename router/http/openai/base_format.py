@@ -23,7 +23,8 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
     `completion`: number of tokens sent so far; None: all.
     """
     prompt = cached = drafted = accepted = 0
-    for generation in generations:
+    predicting = [generation for generation in generations if generation.request.engine.prediction]
+    for generation in predicting:
         drafted += generation.drafted
         accepted += generation.accepted
     for generation in generations[::samples]:
@@ -37,7 +38,7 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if drafted:
+    if predicting:  # only then, because the numbers depend on measured times, and usage otherwise does not
         rejected = drafted - accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         counts["completion_tokens_details"] = details
