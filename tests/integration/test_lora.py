@@ -22,7 +22,10 @@ pytestmark = pytest.mark.thorough
 
 NUM_ADAPTERS = 8
 NEW_TOKENS = 24
-OPTIONS = ("--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0", "--allow-runtime-lora", "true")
+OPTIONS = (
+    *("--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0", "--allow-runtime-lora", "true"),
+    *("--speculate", "suffix"),
+)
 
 
 @dataclass
