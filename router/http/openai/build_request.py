@@ -270,6 +270,7 @@ def _generation_request(
             caller.priority,
             model.adapter,
             prediction=_prediction(body, model),
+            tenant=caller.tenant.digest,
         ),
         stop=tuple(given["stop"]),
         client_stop_ids=frozenset(given["stop_token_ids"] or ()),
