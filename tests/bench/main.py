@@ -35,6 +35,7 @@ BENCHES = {
     "sampling": "bench.sampling:run",
     "long_text": "bench.long_text:run",
     "small_model": "bench.small_model:run",
+    "fair_shares": "bench.fair_shares:run",
     "schemas": "bench.schemas:run",
     "speculation": "bench.speculation:run",
     "interference": "bench.interference:run",
