@@ -105,7 +105,11 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
             raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
         services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
         generations = await generation_of(
-            body, size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
+            request,
+            services,
+            body,
+            size,
+            lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt],
         )
         form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
         return await serve(request, services, model, generations, form, stream=bool(body.stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +27,7 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
-from router.http.turns import maybe_on_thread, yield_turn
+from router.http.turns import yield_turn
 from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
@@ -110,15 +109,17 @@ async def parse_by(
 
 async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
     """`work` on the body, and the body's size in bytes."""
-    data = await read_body(request, services.max_body_bytes, services.body_deadlines)
-    body = await maybe_on_thread(len(data), lambda: work(data))
+    data = await read_body(request, services.max_body_bytes, services.body_deadlines, services.body_work)
+    body = await services.body_work.run(request, len(data), lambda: work(data))
     await yield_turn()
     return body, len(data)
 
 
-async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:
+async def generation_of(
+    request: Request, services: Services, body: CompletionRequestBase, size: int, work: Callable[[], _T]
+) -> _T:
     """`work()`, which makes the generations of a body of `size` bytes; on a thread if it may take long."""
-    return await (asyncio.to_thread(work) if body.has_grammar_text else maybe_on_thread(size, work))
+    return await services.body_work.run(request, size, work, on_thread=body.has_grammar_text)
 
 
 class PreparedChat(NamedTuple):
@@ -141,7 +142,9 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     model = services.catalog.model_for(body.model, "generate")
     caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
-    chat = PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
+    chat = PreparedChat(
+        model, await generation_of(request, services, body, size, lambda: chat_generation(body, model, caller))
+    )
     if chat.generation.changes:
         _warn(request, b"x-kvrelay-fitted", printable("; ".join(chat.generation.changes)))
     return chat

@@ -26,6 +26,7 @@ from common.control.http_server import HttpServer, listen
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.body_work import BodyWork
 from router.http.direct_endpoints import DirectEndpoints
 from router.http.https import https_certificate
 from router.http.key_limits import LIMIT_HEADERS, ApiKeys
@@ -140,6 +141,7 @@ def http_server(
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
+        body_work=BodyWork(int(config.max_body_mb * 1e6)),
         api_keys=ApiKeys(
             api_keys(config.api_key),
             Path(config.api_key_file) if config.api_key_file else None,

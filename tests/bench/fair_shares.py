@@ -45,10 +45,12 @@ def run(session: Session) -> Result:
     args = ("--model", "demo", "--log-level", "warning", "--api-key", "greedy,modest")
     quiet_s = 0.0
     for attack in ATTACKS:
-        with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as temporary:
-            with running_system(Path(temporary), *args) as up:
-                up.wait_usable()
-                waits_s, refused = asyncio.run(_measure(up, attack, session.repeats(20, 3)))
+        with (
+            tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as temporary,
+            running_system(Path(temporary), *args) as up,
+        ):
+            up.wait_usable()
+            waits_s, refused = asyncio.run(_measure(up, attack, session.repeats(20, 3)))
         quiet_s = quiet_s or median(waits_s)
         result.add(
             f"5 tokens of a key {attack.name}",

@@ -36,6 +36,7 @@ BENCHES = {
     "long_text": "bench.long_text:run",
     "small_model": "bench.small_model:run",
     "fair_shares": "bench.fair_shares:run",
+    "hostile_bodies": "bench.hostile_bodies:run",
     "schemas": "bench.schemas:run",
     "speculation": "bench.speculation:run",
     "interference": "bench.interference:run",

@@ -23,7 +23,6 @@ from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 
 _LINES = "application/x-ndjson"
 
@@ -55,7 +54,9 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         model = services.catalog.model_for(raw.model, "generate")
         caller = caller_of(request.scope, raw.user, raw.priority)
         services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
-        wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
+        wanted = await services.body_work.run(
+            request, size, lambda: completion_generation(raw, model, raw.prompt[0], caller)
+        )
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
         return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))
 
@@ -81,7 +82,7 @@ def _loaded(services: Services, body: OllamaChatRequest | GenerateRequest, shown
 async def _serve_chat(
     request: Request, services: Services, body: OllamaChatRequest | GenerateRequest, size: int, *, chat: bool
 ) -> Response:
-    wanted = await maybe_on_thread(size, lambda: completion_request(body.chat_request(), ChatRequest))
+    wanted = await services.body_work.run(request, size, lambda: completion_request(body.chat_request(), ChatRequest))
     as_far_as_there_is_room(wanted)
     prepared = await prepare_chat(request, services, wanted, size)
     options = format_options(request, wanted, prepared.model)

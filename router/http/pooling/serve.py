@@ -21,7 +21,6 @@ from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
 from router.http.serve import warnings_of, with_client_id
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 from router.models.served_model import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
@@ -51,7 +50,7 @@ async def serve_embeddings(
     """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
     model = services.catalog.model_for(body.model, "embed")
     ids, caller = admitted_caller(request, services, body, model)
-    work = await maybe_on_thread(size, lambda: embedding_work(body, model, caller, per_token=per_token))
+    work = await services.body_work.run(request, size, lambda: embedding_work(body, model, caller, per_token=per_token))
     return await serve_pooled(
         request, services, model, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
     )
