@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, cast
+
+from redis.exceptions import ResponseError
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError, Unavailable
@@ -35,6 +38,8 @@ _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
 """Factor of the poll interval while no node is known, and how long it applies after the first node: the start of a cluster
 waits for these polls."""
+_POLICY_S = 60.0
+"""How often routers ask what Redis does when its memory is full."""
 _WHEN_IDLE = 2.0
 """Factor of the poll interval while nothing happens."""
 LEASE_IN_REDIS = 5 / 6
@@ -191,8 +196,11 @@ class Registrar:
 
 
 def evicting_policy(memory: Mapping[str, Any]) -> str:
-    """The policy by which a Redis evicts keys, by its `INFO memory`; empty if it evicts none."""
-    policy = str(memory.get("maxmemory_policy", ""))
+    """The policy by which Redis evicts keys, from its `INFO memory`, of a Redis Cluster by server; empty if it evicts none."""
+    for each in memory.values():
+        if isinstance(each, Mapping) and (found := evicting_policy(cast("Mapping[str, Any]", each))):
+            return found
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
     return "" if policy == "noeviction" or not memory.get("maxmemory") else policy
 
 
@@ -311,21 +319,25 @@ class Directory:
         if self._clock() - self._policy_read_s < _POLICY_S:
             return
         self._policy_read_s = self._clock()
-        with contextlib.suppress(ResponseError):
-            self.evicts = evicting_policy(await self._client.info("memory"))
-        if self.evicts:
-            log.warning("Redis evicts keys when its memory is full (%s); it should use noeviction", self.evicts)
+        evicts, before = "", self.evicts
+        with suppress(ResponseError):
+            evicts = evicting_policy(await self._client.info("memory"))
+        self.evicts = evicts
+        if evicts and not before:
+            log.warning(
+                "Redis evicts keys when its memory is full (%s); set its maxmemory-policy to noeviction", evicts
+            )
 
     async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes], set[str]]:
         """The epoch, the renewals, the records, and the known nodes that have deregistered."""
         keys = self._keys
-        epoch, members, found = await self._client.eval(READ, 2, keys.epoch, keys.nodes, keys.node(""))
+        epoch, members, values = await self._client.eval(READ, 2, keys.epoch, keys.nodes, keys.node(""))
         ids = [member.decode("utf-8", "replace") for member in members[::2]]
         renewals = dict(zip(ids, map(float, members[1::2]), strict=True))
-        records = {node_id: value for node_id, value in zip(ids, found, strict=True) if value is not None}
+        records = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
         missing = list(self._records.keys() - renewals.keys())
-        empty = await self._client.mget([keys.node(node_id) for node_id in missing]) if missing else []
-        return epoch, renewals, records, {each for each, found in zip(missing, empty, strict=True) if found == b""}
+        found: list[bytes | None] = await self._client.mget(list(map(keys.node, missing))) if missing else []
+        return epoch, renewals, records, {each for each, raw in zip(missing, found, strict=True) if raw == b""}
 
     def _update(
         self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes], left: set[str]
