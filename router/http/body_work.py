@@ -7,10 +7,12 @@ in work allow; the others wait in order. One client gets at most half of each bo
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -22,7 +24,8 @@ from router.http.turns import FEW_BYTES
 _T = TypeVar("_T")
 _WORKED_ON, _HELD = 4, 32
 """Bodies of the largest size that are in work at once, and that are being read or wait."""
-_LARGE, _RELEASE_AFTER_S = 2**18, 5.0
+_LARGE = 2**18
+_RELEASE_AFTER_S = 5.0
 
 
 class ByteBudget:
@@ -66,6 +69,8 @@ class BodyWork:
         self._budget = ByteBudget(_WORKED_ON * max_body_bytes)
         self._held = ByteBudget(_HELD * max_body_bytes)
         self._waiters: deque[_Waiter] = deque()
+        self._for_large = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "large-body")
+        """Few threads, because streams need the processor too; smaller bodies do not wait for them."""
         self._release_due = False
 
     def hold(self, client: str, size: int) -> None:
@@ -87,9 +92,9 @@ class BodyWork:
             return await asyncio.to_thread(work) if on_thread else work()
         client, size = client_of(request.scope).name, min(size, self._budget.most)
         await self._turn(client, size)
-        task = asyncio.create_task(asyncio.to_thread(work))
-        task.add_done_callback(partial(self._over, client, size))
-        return await asyncio.shield(task)  # a thread cannot be cancelled: its bytes count until it is done
+        done = asyncio.get_running_loop().run_in_executor(self._for_large if size >= _LARGE else None, work)
+        done.add_done_callback(partial(self._over, client, size))
+        return await asyncio.shield(done)  # a thread cannot be cancelled: its bytes count until it is done
 
     async def _turn(self, client: str, size: int) -> None:
         """Wait until the body may be worked on."""
@@ -110,9 +115,9 @@ class BodyWork:
         finally:
             self.let_go(client, size)
 
-    def _over(self, client: str, size: int, task: asyncio.Task[object]) -> None:
-        if not task.cancelled():
-            task.exception()  # it is logged as never seen if the request was cancelled meanwhile
+    def _over(self, client: str, size: int, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled():
+            done.exception()  # it would be logged as never seen if the request was cancelled meanwhile
         self._end(client, size)
         if size >= _LARGE and not self._release_due:
             self._release_due = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated
 
 from fastapi import FastAPI, Request
@@ -89,8 +90,8 @@ def _tokens(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> 
     ids = _token_ids(body, model)
     strs = None
     if body.return_token_strs:
-        known = {token_id: model.tokenizer.token_str(token_id) for token_id in set(ids)}
-        strs = [known[token_id] for token_id in ids]
+        token_str = lru_cache(model.vocab_size)(model.tokenizer.token_str)  # equal tokens share one string
+        strs = [token_str(token_id) for token_id in ids]
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
 
 

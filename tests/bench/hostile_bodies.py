@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench import client
 from bench.client import Stream, complete, gaps
 from bench.results import Result, Target, percentile
 from bench.session import Session
+from bench.worker import Worker
 from support.system import System, running_system
 
 from common.base.free_memory import resident_bytes
@@ -54,12 +56,12 @@ def run(session: Session) -> Result:
     ):
         up.wait_usable()
         pid = up.process("router")["pid"]
-        _attack(up, "/tokenize", {"prompt": "warm " * 50_000})
+        _attack(up.url, "/tokenize", {"prompt": "warm " * 50_000})
         before = peak = _resident(pid)
         for kind, text in _TEXTS.items():
             for path, body in _bodies(text).items():
                 with _watching(pid) as peaks:
-                    statuses = _attack(up, path, body)
+                    statuses = _attack(up.url, path, body)
                 peak = max(peak, *peaks)
                 name = f"{path} with {kind}: router's memory per byte of the bodies"
                 note = f"{_resident(pid) / _MB:.0f} MB behind it; answers {sorted(set(statuses))}"
@@ -70,7 +72,8 @@ def run(session: Session) -> Result:
         time.sleep(session.repeats(_RETURN_S, 8))
         left = (_resident(pid) - before) / _MB
         result.add(f"more than before, {_RETURN_S:.0f} s later", left, "MB", target=Target(100, at_most=True))
-        quiet, beside = client.run(_beside(session, up))
+        with contextlib.closing(Worker("bench.hostile_bodies:Attacker")) as attacker:
+            quiet, beside = client.run(_beside(session, up, attacker))
     result.add(f"p99 between tokens of {_STREAMS} streams", quiet, "ms")
     result.add("more beside the bodies", beside - quiet, "ms", target=Target(10, at_most=True))
     return result
@@ -98,19 +101,29 @@ def _watching(pid: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def _attack(up: System, path: str, body: dict[str, Any]) -> list[int]:
+class Attacker:
+    """Sends the bodies, in a process of its own: streams are measured in the benchmark's."""
+
+    def attack(self, url: str, kind: str, path: str, seconds: float) -> None:
+        """Send equal bodies, six at a time, for about `seconds`."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            _attack(url, path, _bodies(_TEXTS[kind])[path])
+
+
+def _attack(url: str, path: str, body: dict[str, Any]) -> list[int]:
     """The statuses of equal requests sent at once."""
 
     async def send() -> list[int]:
         data, kind = json.dumps({"model": "demo", **body}).encode(), {"content-type": "application/json"}
-        async with httpx.AsyncClient(base_url=up.url, timeout=300) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
             sent = (http.post(path, content=data, headers=kind) for _ in range(_AT_ONCE))
             return [answer.status_code for answer in await asyncio.gather(*sent)]
 
     return asyncio.run(send())
 
 
-async def _beside(session: Session, up: System) -> tuple[float, float]:
+async def _beside(session: Session, up: System, attacker: Worker) -> tuple[float, float]:
     """p99 between tokens in ms, without the bodies (before and behind them) and beside them."""
     seconds, name = session.repeats(10, 2), "demo"
     streams: list[Stream] = []
@@ -122,14 +135,13 @@ async def _beside(session: Session, up: System) -> tuple[float, float]:
             await streams[-1].wait()
 
     slots = [asyncio.create_task(keep_streaming()) for _ in range(_STREAMS)]
-    body = _bodies(_TEXTS["punctuation"])["/tokenize"]
+    attack = partial(attacker.call, "attack", url=up.url, kind="punctuation", path="/tokenize", seconds=seconds)
     try:
         await asyncio.sleep(1.0)
         times_s = [time.perf_counter()]
         await asyncio.sleep(seconds / 2)
         times_s.append(time.perf_counter())
-        while time.perf_counter() < times_s[1] + seconds:
-            await asyncio.to_thread(_attack, up, "/tokenize", body)
+        await asyncio.to_thread(attack)
         times_s.append(time.perf_counter())
         await asyncio.sleep(seconds / 2)
         times_s.append(time.perf_counter())
