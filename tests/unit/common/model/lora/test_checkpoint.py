@@ -133,6 +133,7 @@ def test_scales_follow_alpha_rank_and_patterns(model: Path, config: ModelConfig,
         (r"p_proj", 1.5),
         ("(x+x+)+y", 1.5),
         ("(.*)*" * 50 + "z", 1.5),
+        (r"((\w{0,50}){0,50}){0,50}x", 1.5),
     ],
 )
 def test_patterns_match_the_ends_of_names(
@@ -148,7 +149,6 @@ def test_patterns_match_the_ends_of_names(
 @pytest.mark.parametrize(
     ("patterns", "reason"),
     [
-        ([r"((\w{0,50}){0,50}){0,50}x"], "too complex|can be used"),
         (["(" * 200 + "a" + "+)" * 200 + "b"], "too complex|can be used"),
         ([r"(?=up)up_proj"], "look-around"),
         ([r"(.)\1"], "backreferences"),
