@@ -81,9 +81,12 @@ class ClientOptions:
     )
     allow_runtime_lora: bool = option(
         False,
-        "Let clients load and unload LoRA adapters with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs an "
-        "admin token.",
+        "Let clients load LoRA adapters from --lora-dir with /v1/load_lora_adapter, and unload theirs with "
+        "/v1/unload_lora_adapter; needs an admin token.",
         "Clients",
+    )
+    lora_dir: str | None = option(
+        None, "Folder of the LoRA adapters that clients may load, as the nodes see it.", "Clients"
     )
     strict_parameters: bool = option(
         False,

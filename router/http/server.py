@@ -134,7 +134,7 @@ def http_server(
         adapters=AdapterControl(
             router.dispatcher.nodes,
             router.catalog,
-            allowed=config.allow_runtime_lora,
+            folder=config.lora_dir if config.allow_runtime_lora else None,
             admin_token=config.admin_token,
             tls_dir=config.tls_dir,
         ),
