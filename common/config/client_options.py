@@ -94,6 +94,13 @@ class ClientOptions:
         "x-kvrelay-ignored header.",
         "Clients",
     )
+    allowed_hosts: str = option(
+        "",
+        "Host names by which clients address the router while there are no API keys, beside IP addresses, localhost and this "
+        "host's own name; * allows all.",
+        "Clients",
+        several=True,
+    )
     allowed_origins: str = option(
         "",
         "Origins of web pages whose scripts may use the API (CORS); * allows all, by default none may.",

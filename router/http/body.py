@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from common.base.errors import KvRelayError, Overloaded, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from router.http.body_work import BodyWork
 from router.http.client import client_of
+from router.http.hosts import from_other_site
 from router.http.openai.checks import shorten
 from router.http.request_headers import header
 from router.http.turns import FEW_BYTES
@@ -89,9 +90,10 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
 
 def _is_plain_call_of_ollama(request: Request, kind: str) -> bool:
     """Whether a call looks like those of ollama's documents, `curl URL/api/chat -d '{...}'`, for which ollama needs no type. A
-    browser's script of another site cannot make one: it sends an origin."""
+    page of another site cannot make one: its browser says where it comes from."""
     path: str = request.scope["path"]
-    return kind in _SIMPLE and path.startswith("/api/") and not header(request.scope, b"origin")
+    is_page = header(request.scope, b"origin") or from_other_site(request.scope)
+    return kind in _SIMPLE and path.startswith("/api/") and not is_page
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

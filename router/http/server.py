@@ -28,6 +28,7 @@ from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
 from router.http.body_work import BodyWork
 from router.http.direct_endpoints import DirectEndpoints
+from router.http.hosts import HostGuard
 from router.http.https import https_certificate
 from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
@@ -154,7 +155,9 @@ def http_server(
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
-    limited = ConnectionLimit(direct, _most_connections(), partial(_refusal, services.metrics.http_error))
+    names = [*listed("allowed_hosts", config.allowed_hosts), config.host]
+    hosts = HostGuard(direct, services.api_keys, names, services.metrics.http_error)
+    limited = ConnectionLimit(hosts, _most_connections(), partial(_refusal, services.metrics.http_error))
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(limited, config),
