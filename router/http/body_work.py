@@ -94,7 +94,10 @@ class BodyWork:
         await self._turn(client, size)
         done = asyncio.get_running_loop().run_in_executor(self._for_large if size >= _LARGE else None, work)
         done.add_done_callback(partial(self._over, client, size))
-        return await asyncio.shield(done)  # a thread cannot be cancelled: its bytes count until it is done
+        try:
+            return await asyncio.shield(done)  # a thread cannot be cancelled: its bytes count until it is done
+        finally:
+            del done  # its exception refers to this frame: the body would wait for the garbage collector
 
     async def _turn(self, client: str, size: int) -> None:
         """Wait until the body may be worked on."""

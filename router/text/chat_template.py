@@ -141,15 +141,27 @@ class ChatTemplate:
             "tools": tools,
         }
         try:
-            return self._template.render(variables, messages=shown, **{STEP: Steps()})
+            return self._rendered({**variables, "messages": shown})
         except _FAILURES as error:
             easier, described = [_easier(each) for each in messages], [_described(each) for each in tools or ()]
             if [*easier, *described] == [*messages, *(tools or ())]:
                 raise _refusal(error) from error
         try:
-            return self._template.render(variables, messages=easier, tools=described or None, **{STEP: Steps()})
+            return self._rendered({**variables, "messages": easier, "tools": described or None})
         except _FAILURES as error:
             raise _refusal(error) from error
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        """What `jinja2.Template.render` returns. Macros and the context refer to each other: without an end of that, a conversation
+        waits for the garbage collector.
+        """
+        context = self._template.new_context({**variables, STEP: Steps()})
+        try:
+            return "".join(self._template.root_render_func(context))
+        finally:
+            context.vars.clear()
+            context.exported_vars.clear()
+            context.parent.clear()
 
 
 def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:

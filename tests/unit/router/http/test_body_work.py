@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
 
-from common.base.errors import Overloaded
+from common.base.errors import BadRequest, Overloaded
 from router.http.body import body_deadlines, read_body
 from router.http.body_work import BodyWork
 from router.http.turns import FEW_BYTES
@@ -136,5 +139,34 @@ def test_bodies_that_are_received_at_once_are_bounded_too() -> None:
             await refused
         assert [len(body) for body in await asyncio.gather(*greedy, small, other)] == [_SIZE] * 16 + [FEW_BYTES, _SIZE]
         assert len(await reading("a", _SIZE)) == _SIZE, "all bytes were given back"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_body_is_freed_with_its_request(*, fails: bool) -> None:
+    """Cycles of objects waited hours for the router's garbage collector, each with megabytes."""
+
+    class Body:
+        pass
+
+    async def scene(works: Works) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            body = Body()
+            left = weakref.ref(body)
+
+            def work(body: Body = body) -> None:
+                if fails:
+                    raise BadRequest("no")
+
+            with contextlib.suppress(BadRequest):
+                await works.work.run(request_of("a"), _SIZE, work)
+            del body, work
+            await asyncio.sleep(0.01)
+            assert left() is None
+        finally:
+            gc.enable()
 
     play(scene)

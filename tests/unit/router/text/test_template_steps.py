@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 
 from common.base.errors import BadRequest
@@ -30,3 +34,26 @@ def test_long_conversations_are_within_the_bound() -> None:
     source = "{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{{ '-' * 3 }}{{ 2 ** 3 }}{% endfor %}"
     text = ChatTemplate(source, {}).render([{"role": "user", "content": "abc"}] * 50_000)
     assert text == "abc---8" * 50_000
+
+
+@pytest.mark.parametrize("end", ["", "{{ raise_exception('no') }}"])
+def test_a_conversation_is_freed_with_its_rendering(end: str) -> None:
+    """A template with macros kept each conversation, of megabytes, until the garbage collector came."""
+
+    class Message(dict[str, str]):
+        pass
+
+    template = ChatTemplate(
+        "{% macro f(m) %}{{ m.content }}{% endmacro %}{% set x = messages %}{{ f(x[0]) }}" + end, {}
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        message = Message(role="user", content="Hello")
+        left = weakref.ref(message)
+        with contextlib.suppress(BadRequest):
+            template.render([message])
+        del message
+        assert left() is None
+    finally:
+        gc.enable()
