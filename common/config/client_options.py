@@ -75,7 +75,8 @@ class ClientOptions:
     )
     max_stored_responses: int = option(
         1000,
-        "Maximum number of answers of /v1/responses that Redis keeps, each of at most 256 KiB and for a day; 0: none.",
+        "Maximum number of answers of /v1/responses that Redis keeps for each API key, or for all clients together where there are "
+        "no keys; each of at most 256 KiB and for a day; 0: none.",
         "Clients",
         low=0,
     )

@@ -16,7 +16,7 @@ from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
 from router.http.openai.base_format import usage
-from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
+from router.http.openai.build_request import Caller, ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import ModelT, RequestT, completion_request, read_object
 from router.http.openai.samples import samples
@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 
 _IDS = "kvrelay.ids"
 """Key of a request's `RequestIds` in its ASGI scope."""
+_IGNORED = b"x-kvrelay-ignored"
 _WARNINGS = "kvrelay.warnings"
 """Key of the headers that warn about a request."""
 
@@ -62,6 +63,21 @@ def warnings_of(request: Request) -> RawHeaders:
 
 def _warn(request: Request, header: bytes, text: str) -> None:
     request.scope[_WARNINGS] = [*warnings_of(request), (header, text.encode())]
+
+
+def _note_ignored(request: Request, names: str) -> None:
+    """Name fields, or the part of one, that have no effect."""
+    before = [text.decode() for name, text in warnings_of(request) if name == _IGNORED]
+    request.scope[_WARNINGS] = [each for each in warnings_of(request) if each[0] != _IGNORED]
+    _warn(request, _IGNORED, ", ".join([*before, names]))
+
+
+def caller_from(request: Request, user: str | None, priority: int | None) -> Caller:
+    """The caller of a request with these fields. If it may not use its `priority`, that is named as ignored."""
+    caller = caller_of(request.scope, user, priority)
+    if priority is not None and priority < caller.priority:
+        _note_ignored(request, "priority")
+    return caller
 
 
 def ids_of(request: Request) -> RequestIds | None:
@@ -102,7 +118,7 @@ async def parse_by(
 
     (body, unknown), size = await read_and(request, services, work)
     if unknown:
-        _warn(request, b"x-kvrelay-ignored", names_in_header(unknown))
+        _note_ignored(request, names_in_header(unknown))
         services.metrics.ignored_fields(len(unknown))
     return body, size
 
@@ -140,7 +156,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
     model = services.catalog.model_for(body.model, "generate")
-    caller = caller_of(request.scope, body.user, body.priority)
+    caller = caller_from(request, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
     chat = PreparedChat(
         model, await generation_of(request, services, body, size, lambda: chat_generation(body, model, caller))

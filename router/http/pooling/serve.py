@@ -14,12 +14,12 @@ from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
 from router.http.client import count_tokens
 from router.http.json_body import Json, large_json
-from router.http.openai.build_request import Caller, caller_of
+from router.http.openai.build_request import Caller
 from router.http.pooling.inputs import embedding_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
 from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
-from router.http.serve import warnings_of, with_client_id
+from router.http.serve import caller_from, warnings_of, with_client_id
 from router.http.services import Services
 from router.models.served_model import ServedModel
 from router.pooling.call import PoolCall
@@ -60,7 +60,7 @@ def admitted_caller(
     request: Request, services: Services, body: PoolingFields, model: ServedModel
 ) -> tuple[RequestIds, Caller]:
     """The request's ids and who sends it. Raises: what `Dispatcher.check_room` raises, before anything is tokenized."""
-    caller = caller_of(request.scope, body.user, body.priority)
+    caller = caller_from(request, body.user, body.priority)
     services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
     return with_client_id(request, body.request_id), caller
 
