@@ -62,7 +62,7 @@ class HostGuard:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._any or self._keys or scope.get("raw_path") in _OPEN:
+        if scope["type"] != "http" or self._any or self._keys or b"/" + scope["raw_path"].lstrip(b"/") in _OPEN:
             await self._app(scope, receive, send)
             return
         given = header(scope, b"host")
