@@ -97,13 +97,13 @@ class AdmissionQueue:
         """
         prefill, decode = self._prefill, self._decode
         self._followers.pop(request_id, None)
-        ahead_s = wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
-        if decision is not None and not (siblings is not None and siblings.admitted):
-            self._objectives.check(decision, prefill, decode, ahead_s)
-        ahead = len(self._queue)
-        reason = self._crowded(adapter) or ("others wait before it" if ahead else "")
+        ahead, ahead_s = len(self._queue), wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
+        reason, takes_its_share = self._crowded(adapter) or ("others wait before it" if ahead else ""), False
         if reason and self.has_free_share(tenant) and tenant.name not in self._queue.counts:
             reason = self._crowded(adapter, within_share=True)
+            takes_its_share = not reason  # nodes make room for it: what they would estimate is too long
+        if decision is not None and not takes_its_share and not (siblings is not None and siblings.admitted):
+            self._objectives.check(decision, prefill, decode, ahead_s)
         if not reason:
             self._slots.add(request_id, tenant.name)
             return None

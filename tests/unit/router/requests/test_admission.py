@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from support.mock_clock import MockClock
 
 from common.base.errors import Overloaded
 from common.control.messages import Adapter, Role
-from router.policy import POLICIES, Fleet, Memory, Query, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import TokensAhead
@@ -188,19 +189,21 @@ def test_requests_wait_for_the_nodes_of_their_adapter_and_hold_back_no_others() 
 class Full:
     """An admission queue before one decode node with 64 slots, whose load is what was sent to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, objectives: Objectives | None = None) -> None:
         prefill, self.decode = fleets({}, {})
         self.soon, self.at_node = list[Callable[[], None]](), list[str]()
         by_role: dict[Role, Fleet] = {"prefill": prefill, "decode": self.decode}
         clock = MockClock()
-        self.queue = AdmissionQueue(by_role, Objectives(), max_wait_s=9.0, clock=clock, call_soon=self.soon.append)
+        self.queue = AdmissionQueue(
+            by_role, objectives or Objectives(), max_wait_s=9.0, clock=clock, call_soon=self.soon.append
+        )
 
-    def enter(self, tenant: str, count: int) -> None:
+    def enter(self, tenant: str, count: int, decision: Decision | None = None) -> None:
         for number in range(count):
             name = f"{tenant}-{number}"
             entry = self.queue.enter(
                 name,
-                None,
+                decision,
                 prompt_tokens=10,
                 max_tokens=1900,
                 admit=partial(self._sent, name),
@@ -238,6 +241,23 @@ def test_a_tenant_with_a_free_share_waits_for_none_that_has_every_slot() -> None
     assert full.counts() == {"hog": 79, "calm": 32}, "nothing more of it runs while others wait"
     full.enter("third", 40)
     assert full.counts()["third"] == 21
+
+
+def test_no_objective_refuses_a_tenant_that_takes_its_share() -> None:
+    """The estimate counts what the nodes have: they preempt that."""
+
+    class Missed(Objectives):
+        def check(self, *_: object) -> None:
+            raise Overloaded("it would be late")
+
+    full = Full(Missed())
+    full.enter("hog", 200)
+    decision = cast("Decision", "some nodes")
+    full.enter("calm", 32, decision)
+    assert full.counts() == {"hog": 80, "calm": 32}
+    for tenant in ("calm", "hog"):
+        with pytest.raises(Overloaded):
+            full.enter(tenant, 1, decision)
 
 
 def test_one_tenant_alone_is_admitted_as_far_as_nodes_have_use_for_requests() -> None:
