@@ -370,8 +370,7 @@ class Scheduler:
             yield seq
 
     def _admit(self, seq: Sequence, group: int) -> bool:
-        reserved = self.next_reserved
-        if self._free_slots() <= 0 or (reserved is not None and not goes_first(seq, reserved, self.shares)):
+        if self._free_slots() <= 0 or (self.next_reserved and not goes_first(seq, self.next_reserved, self.shares)):
             return False
         hashes = seq.usable_hashes(spare_tokens=1)
         if not self.allocator.take(seq, hashes, spare_blocks=len(self.running)):

@@ -5,13 +5,13 @@ A sequence in flight gives its blocks only when its steps are done, and steps of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from common.control.messages import AttemptKey
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import SequenceState
 
-Running = Mapping[AttemptKey, Sequence]
+Running = dict[AttemptKey, Sequence]
 """The running sequences by priority, then oldest first."""
 
 
