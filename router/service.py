@@ -10,14 +10,12 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 from typing import cast
 
 from starlette.types import ASGIApp
 
 from common.base.endpoints import endpoint
 from common.base.errors import Unavailable
-from common.base.free_memory import keep_little_free_memory
 from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.cluster.running_clusters import runtime_folder
 from common.config.service_configs import RouterConfig
@@ -39,8 +37,6 @@ from router.ui.routes import DashboardRoutes
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 0.001
-"""How long the event loop waits for the interpreter while a thread works on a large body."""
 _KNOWS_S, _LOOK_S = 2.0, 0.01
 """Time in which a new router learns of the nodes, and the pause between two checks."""
 
@@ -50,8 +46,6 @@ async def serve(config: RouterConfig) -> None:
 
     Raises: ConfigError with one sentence when the configuration cannot work; RestartRequested.
     """
-    keep_little_free_memory()
-    sys.setswitchinterval(_SWITCH_S)
     https_certificate(config.ssl_certfile, config.ssl_keyfile)
     sock = bind(config.host, config.port)
     try:
