@@ -32,9 +32,9 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.kv_transfer import DestinationReleased, Opened, Received, ReceiveFailed, TransferPlan
-from common.engine.priority import insert_by_priority
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
+from common.engine.waiting_queue import insert_by_priority
 from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
 from common.node.core import CoreParts, NodeCore
@@ -217,10 +217,13 @@ class DecodeNode(NodeCore[_Attempt]):
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant deferred offers by priority, then in their order, as far as there is room. Those that wait for an
-        adapter get no blocks: the requests that still use the adapter to be evicted may need them."""
+        """Grant deferred offers by priority, by their tenants' shares, then in their order, as far as there is room. Those that
+        wait for an adapter get no blocks: the requests that still use the adapter to be evicted may need them."""
         self.scheduler.next_reserved = None
-        for attempt in [each for each in self.deferred if each.seq.state is not SequenceState.AWAITING_ADAPTER]:
+        ready = [each for each in self.deferred if each.seq.state is not SequenceState.AWAITING_ADAPTER]
+        while ready:
+            attempt = min(ready, key=lambda each: self.scheduler.shares.turn(each.seq))
+            ready.remove(attempt)
             first_blocks = self.scheduler.reserve(attempt.seq)
             if first_blocks is None:
                 self.scheduler.next_reserved = attempt.seq

@@ -70,6 +70,7 @@ class RouterAdmin:
             "breakers_opened": dispatcher.breakers.times_opened,
             "unlisted_transitions": dict(unlisted_counts),
             "redis": self._router.degraded(self._directory) or "ok",
+            "redis_evicts": "" if self._directory is None else self._directory.evicts,
             "refused": self._router.catalog.refusals,
             "ignored_nodes": self._router.catalog.ignored_nodes,
             "refused_nodes": {} if self._directory is None else self._directory.refused,

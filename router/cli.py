@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from common.base.free_memory import keep_little_free_memory
 from common.base.process import lasting_imports, run_service
 from common.config.cli import service_app
 from common.config.service_configs import RouterConfig
 from common.config.sources import Resolved
 
+_SWITCH_S = 0.001
+"""How long the event loop waits for the interpreter while a thread works on a large body."""
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
 
 It finds prefill and decode nodes in Redis, selects nodes for each request and streams the answer. It keeps no state that
@@ -31,6 +35,8 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():
         serve = _load_service()
+    keep_little_free_memory()
+    sys.setswitchinterval(_SWITCH_S)
     run_service(lambda: serve(resolved.config))
 
 

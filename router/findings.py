@@ -241,6 +241,12 @@ def _redis(service: ServiceReport) -> Iterator[Finding]:
         yield Finding(
             service.name, f"Redis: {state}", "check Redis, --redis-url and the network; requests go on meanwhile"
         )
+    if policy := service.status.get("redis_evicts"):
+        yield Finding(
+            service.name,
+            f"Redis evicts keys when its memory is full ({policy})",
+            "set maxmemory-policy to noeviction (docs/redis.md): nodes and cached blocks may be missing until they register again",
+        )
 
 
 def _process(service: ServiceReport) -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,3 +29,55 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
         return Path.home() / ".cache" / "kvrelay"
     except RuntimeError as error:
         raise ConfigError(f"there is no home folder for the cache; {CACHE} can name one") from error
+
+
+def writable_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder `name` of the cache, which exists then. If the cache cannot be written, because the user has no home folder or none
+    of its own (as with a random user id in a container), a folder of this user among the temporary files.
+
+    Raises: ConfigError that names the variable to set.
+    """
+    try:
+        folder = cache_folder(environ) / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+        why = f"{folder} cannot be written"
+    except (OSError, ConfigError) as error:
+        why = str(error)
+    if environ.get(CACHE):
+        raise ConfigError(f"{CACHE} must name a folder that can be written: {why}")
+    spare = _spare_folder()
+    try:
+        spare.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(spare):
+            raise ConfigError(f"{spare} is not a folder of this user alone")
+        (spare / name).mkdir(mode=0o700, exist_ok=True)
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"no cache can be written ({why}; {error}); {CACHE} can name a folder") from error
+    return spare / name
+
+
+def readable_folders(name: str, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the folder `name` of the cache may be, whether or not it can be written. Raises: as `cache_folder`, if there is none."""
+    spare = _spare_folder()
+    spares = [spare / name] if _is_private(spare) and not environ.get(CACHE) else []
+    try:
+        return [cache_folder(environ) / name, *spares]
+    except ConfigError:
+        if not spares:
+            raise
+        return spares
+
+
+def _spare_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write there: others could put libraries into it."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -9,6 +9,9 @@ import resource
 import sys
 from pathlib import Path
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt, from glibc's malloc.h."""
+_KEPT_BYTES = 2**20
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files that contain a container's memory limit: with control groups version 2, and version 1."""
@@ -53,3 +56,14 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_little_free_memory() -> None:
+    """Have the C library return large pieces of memory to the system as soon as they are freed (glibc).
+
+    By default it keeps up to 64 MB for each thread that ever had a large one, and `release_free_memory` does not reach these.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)

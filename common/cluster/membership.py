@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, cast
+
+from redis.exceptions import ResponseError
 
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError, Unavailable
@@ -35,6 +38,8 @@ _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
 """Factor of the poll interval while no node is known, and how long it applies after the first node: the start of a cluster
 waits for these polls."""
+_POLICY_S = 60.0
+"""How often routers ask what Redis does when its memory is full."""
 _WHEN_IDLE = 2.0
 """Factor of the poll interval while nothing happens."""
 LEASE_IN_REDIS = 5 / 6
@@ -130,11 +135,13 @@ class Registrar:
             log.warning("the record is not signed with the new certificate yet: %s", error.message)
 
     async def deregister(self) -> None:
-        """Delete all keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first."""
+        """Delete the keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first."""
         peer, keys = self._record.peer, self._keys
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         try:
-            await self._client.eval(DEREGISTER, len(names), *names, peer.incarnation, peer.node_id)
+            await self._client.eval(
+                DEREGISTER, len(names), *names, peer.incarnation, peer.node_id, max(1, round(1000 * self._lease_s))
+            )
         except UNREACHABLE as error:
             log.warning("could not deregister, the record expires with its lease: %s", short(error))
         finally:
@@ -188,13 +195,22 @@ class Registrar:
             log.warning("Redis is unavailable (%s); node %s keeps serving and retrying", unavailable, node_id)
 
 
+def evicting_policy(memory: Mapping[str, Any]) -> str:
+    """The policy by which Redis evicts keys, from its `INFO memory`, of a Redis Cluster by server; empty if it evicts none."""
+    for each in memory.values():
+        if isinstance(each, Mapping) and (found := evicting_policy(cast("Mapping[str, Any]", each))):
+            return found
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    return "" if policy == "noeviction" or not memory.get("maxmemory") else policy
+
+
 class Directory:
     """The current view of the cluster's nodes.
 
     `on_change(records)` runs on the loop with all nodes, ordered by node id, whenever they differ from the last call.
     While Redis is unavailable, the view does not change. After an outage, or after Redis lost all or its newest data,
     missing nodes stay in the view for `grace_s`, during which live nodes register again. A node that did not deregister
-    stays as long as its incarnation `answers`, because Redis may refuse writes.
+    stays as long as its incarnation `answers`, because Redis may refuse writes, or evict keys.
     """
 
     def __init__(
@@ -232,7 +248,10 @@ class Directory:
         self.polled = asyncio.Event()
         """Set after the first poll, even if Redis did not answer it."""
         self.unrenewed: list[str] = []
-        """Nodes that still answer although their records in Redis have expired or are damaged."""
+        """Nodes that still answer although their records in Redis have expired, were evicted or are damaged."""
+        self.evicts = ""
+        """Redis's policy for a full memory if it evicts keys; empty if it does not, or that is not known."""
+        self._policy_read_s = float("-inf")
 
     @property
     def records(self) -> list[NodeRecord]:
@@ -279,14 +298,15 @@ class Directory:
     async def poll(self) -> None:
         """Read the records once and report a change."""
         try:
-            epoch, renewals, answer = await self._fetch()
+            epoch, renewals, answer, left = await self._fetch()
+            await self._read_policy()
         except UNREACHABLE as error:
             if not self.degraded:
                 log.warning("Redis is unavailable (%s); nodes that stay known: %d", short(error), len(self._records))
             self.degraded = True
             await forget_connections(self._client)
         else:
-            self._update(epoch, renewals, answer)
+            self._update(epoch, renewals, answer, left)
         self.polled.set()
         honour_cancellation()
 
@@ -294,15 +314,34 @@ class Directory:
         """Close the connection to Redis."""
         await self._client.aclose()
 
-    async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes]]:
+    async def _read_policy(self) -> None:
+        """Learn now and then what Redis does when its memory is full. Without the right to ask it stays unknown."""
+        if self._clock() - self._policy_read_s < _POLICY_S:
+            return
+        self._policy_read_s = self._clock()
+        evicts, before = "", self.evicts
+        with suppress(ResponseError):
+            evicts = evicting_policy(await self._client.info("memory"))
+        self.evicts = evicts
+        if evicts and not before:
+            log.warning(
+                "Redis evicts keys when its memory is full (%s); set its maxmemory-policy to noeviction", evicts
+            )
+
+    async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes], set[str]]:
+        """The epoch, the renewals, the records, and the known nodes that have deregistered."""
         keys = self._keys
-        epoch, members, found = await self._client.eval(READ, 2, keys.epoch, keys.nodes, keys.node(""))
+        epoch, members, values = await self._client.eval(READ, 2, keys.epoch, keys.nodes, keys.node(""))
         ids = [member.decode("utf-8", "replace") for member in members[::2]]
         renewals = dict(zip(ids, map(float, members[1::2]), strict=True))
-        records = {node_id: value for node_id, value in zip(ids, found, strict=True) if value is not None}
-        return epoch, renewals, records
+        records = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        missing = list(self._records.keys() - renewals.keys())
+        found: list[bytes | None] = await self._client.mget(list(map(keys.node, missing))) if missing else []
+        return epoch, renewals, records, {each for each, raw in zip(missing, found, strict=True) if raw == b""}
 
-    def _update(self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes]) -> None:
+    def _update(
+        self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes], left: set[str]
+    ) -> None:
         now = self._clock()
         if self.degraded:
             log.info("Redis is available again")
@@ -325,12 +364,12 @@ class Directory:
         view = {i: record for i, record in read.items() if now - since[i][1] <= 2 * max(self._grace_s, record.lease_s)}
         if now < self._grace_until:
             view = {**self._records, **view}
-        gone = renewals.keys() & self._records.keys() - view.keys()
+        gone = self._records.keys() - view.keys() - left
         unrenewed = sorted(node_id for node_id in gone if self._answers(self._records[node_id].peer.incarnation))
         view |= {node_id: self._records[node_id] for node_id in unrenewed}
         if unrenewed and not self.unrenewed:
             log.warning(
-                "the records of %s in Redis have expired or are damaged, although these nodes still answer",
+                "the records of %s in Redis have expired, were evicted or are damaged, although these nodes still answer",
                 ", ".join(unrenewed),
             )
         if self.unrenewed and not unrenewed:

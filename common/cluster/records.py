@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -34,13 +34,15 @@ class SignedRecord:
 
 @dataclass(frozen=True)
 class LoadedAdapters:
-    """The LoRA adapters that an operator loaded into a running node; the node's next process loads them again."""
+    """The LoRA adapters that were loaded into a running node; the node's next process loads them again."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     node_id: str
     adapters: list[Adapter]
     paths: list[str]
     """Folder of each adapter."""
+    owners: list[str | None] = field(default_factory=list[str | None])
+    """The client that loaded each adapter; None: an operator."""
 
 
 _CODEC = Codec(SignedRecord, LoadedAdapters)
@@ -86,8 +88,9 @@ class Records:
             found = _CODEC.decode(self._opened(raw))
             if not isinstance(found, LoadedAdapters) or found.node_id != node_id:
                 raise ProtocolError("it belongs to another node")
-            if len(found.adapters) != len(found.paths):
-                raise ProtocolError("it has different numbers of folders and adapters")
+            found = replace(found, owners=found.owners or [None] * len(found.paths))  # an earlier version wrote none
+            if not len(found.adapters) == len(found.paths) == len(found.owners):
+                raise ProtocolError("it has different numbers of folders, owners and adapters")
         except (ProtocolError, ConfigError) as error:
             log.warning("the list of LoRA adapters that had been loaded into this node is refused: %s", error)
             return None

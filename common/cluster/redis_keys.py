@@ -55,10 +55,9 @@ class Keys:
         """Set: hashes of the blocks that the incarnation owns."""
         return f"{self.prefix}blocks:{incarnation}"
 
-    @property
-    def responses(self) -> str:
-        """Sorted set: stored responses by time, as `<tenant>:<response id>`."""
-        return self.prefix + "responses"
+    def responses(self, tenant: str) -> str:
+        """Sorted set: ids of a tenant's stored responses by time."""
+        return f"{self.prefix}responses:{tenant}"
 
     def response(self, name: str) -> str:
         """String: a stored response. `name`: `<tenant>:<response id>`."""

@@ -50,11 +50,13 @@ return 1
 """
 )
 
-# KEYS: fence, node, load, nodes, blocks, events. ARGV: incarnation, node id.
+# KEYS: fence, node, load, nodes, blocks, events. ARGV: incarnation, node id, lease in ms. For a lease, an empty record tells a
+# node that has left from one whose keys were evicted.
 DEREGISTER = """
 redis.call('DEL', KEYS[5], KEYS[6])
 if redis.call('HGET', KEYS[1], 'incarnation') == ARGV[1] then
-  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  redis.call('DEL', KEYS[1], KEYS[3])
+  redis.call('SET', KEYS[2], '', 'PX', ARGV[3])
   redis.call('ZREM', KEYS[4], ARGV[2])
 end
 return 1

@@ -48,6 +48,13 @@ class ClientOptions:
     request_timeout_s: float = option(
         600.0, "Seconds after which an unfinished request is aborted.", "Clients", low=0.001
     )
+    stream_ping_s: float = option(
+        15.0,
+        "A stream that has nothing to send for this many seconds sends its headers and a comment, so that proxies keep it; "
+        "later errors come in the stream. 0: never.",
+        "Clients",
+        low=0,
+    )
     max_waiting: int = option(
         256, "Maximum number of a model's requests without a first token; further ones get 429.", "Clients", low=1
     )
@@ -68,21 +75,32 @@ class ClientOptions:
     )
     max_stored_responses: int = option(
         1000,
-        "Maximum number of answers of /v1/responses that Redis keeps, each of at most 256 KiB and for a day; 0: none.",
+        "Maximum number of answers of /v1/responses that Redis keeps for each API key, or for all clients together where there are "
+        "no keys; each of at most 256 KiB and for a day; 0: none.",
         "Clients",
         low=0,
     )
     allow_runtime_lora: bool = option(
         False,
-        "Let clients load and unload LoRA adapters with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs an "
-        "admin token.",
+        "Let clients load LoRA adapters from --lora-dir with /v1/load_lora_adapter, and unload theirs with "
+        "/v1/unload_lora_adapter; needs an admin token.",
         "Clients",
+    )
+    lora_dir: str | None = option(
+        None, "Folder of the LoRA adapters that clients may load, as the nodes see it.", "Clients"
     )
     strict_parameters: bool = option(
         False,
         "Refuse requests with fields that no known API has (400); by default these are ignored and named in the "
         "x-kvrelay-ignored header.",
         "Clients",
+    )
+    allowed_hosts: str = option(
+        "",
+        "Host names by which clients address the router while there are no API keys, beside IP addresses, localhost and this "
+        "host's own name; * allows all.",
+        "Clients",
+        several=True,
     )
     allowed_origins: str = option(
         "",

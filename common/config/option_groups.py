@@ -39,6 +39,14 @@ class HttpOptions(ListenOptions):
     """Port and certificate of the HTTP API."""
 
     port: int = port_option(8000, "Port of the HTTP API.", "Network")
+    idle_connection_timeout_s: float = option(
+        65.0,
+        "Seconds after which a client's idle connection is closed: longer than proxies and clients keep theirs, because a request "
+        "that is sent at that moment is lost.",
+        "Network",
+        low=0.1,
+        high=86_400,
+    )
     ssl_certfile: str | None = option(
         None, "File with the certificate that clients see, in PEM: the HTTP API is then HTTPS.", "Network"
     )
@@ -286,8 +294,7 @@ class SpeculationOptions:
     speculate: str = option(
         "off",
         "Guess the next tokens of each stream and verify them in one step: suffix (what followed the same tokens before in the "
-        "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same tokenizer), auto "
-        "(suffix) or off. The answers are the same; where guesses do not pay, fewer or none are made.",
+        "prompt and the answer), ngram (only the latest such place), auto (suffix) or off. The answers are the same; where guesses do not pay, fewer or none are made.",
         "Speculation",
         "--speculative-config",
     )

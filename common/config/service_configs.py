@@ -89,6 +89,8 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
             raise ConfigError(
                 "--allow-runtime-lora needs --admin-token: adapters are loaded through nodes' admin ports"
             )
+        if self.allow_runtime_lora and not self.lora_dir:
+            raise ConfigError("--allow-runtime-lora needs --lora-dir: the folder of the adapters that clients may load")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 
-Method = Literal["suffix", "ngram", "draft"]
+Method = Literal["suffix", "ngram"]
 
-_OF_VLLM: dict[str, Method] = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
-_PLANNED = ("eagle", "eagle3", "mtp", "medusa")
+_METHODS: tuple[Method, ...] = ("suffix", "ngram")
+_NOT_SUPPORTED = ("draft", "draft_model", "eagle", "eagle3", "mtp", "medusa")
+"""Methods of other servers, and their names in vLLM, that need weights of their own."""
 _HARMLESS = ("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_")
 """Keys of vLLM, or their beginnings, that bound what it drafts; here lengths follow from what was accepted."""
 
@@ -23,24 +24,16 @@ class Speculation:
     method: Method
     max_drafts: int
     """Of one sequence in one step."""
-    model: str = ""
-    """Folder, GGUF file or hub name of the draft model."""
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
-    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, or vLLM's JSON object. None: nothing is drafted.
+    """`off`, `auto`, `suffix`, `ngram`, or vLLM's JSON object. None: nothing is drafted.
 
     Raises: ConfigError naming what is wrong.
     """
     if text.lstrip().startswith("{"):
         return _of_vllm(text, max_drafts)
-    method, _, model = text.partition(":")
-    if method in _PLANNED:
-        raise ConfigError(
-            f"--speculate {text!r}: heads of the {method} kind are not supported; use suffix, ngram or draft:MODEL"
-        )
-    if method == "draft" and model:
-        return Speculation("draft", max_drafts, model)
+    _refuse_weights("--speculate", text.partition(":")[0])
     known: dict[str, Speculation | None] = {
         "off": None,
         "auto": Speculation("suffix", max_drafts),
@@ -48,7 +41,7 @@ def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
         "ngram": Speculation("ngram", max_drafts),
     }
     if text not in known:
-        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, auto and off")
+        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, auto and off")
     return known[text]
 
 
@@ -57,15 +50,20 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
         given: dict[str, Any] = cast("dict[str, Any]", json.loads(text))
     except ValueError as error:
         raise ConfigError(f"--speculative-config is not valid JSON: {error}") from error
-    count, model = given.pop("num_speculative_tokens", max_drafts), given.pop("model", None)
-    method = given.pop("method", "draft_model" if model else None)
+    method, count = given.pop("method", None), given.pop("num_speculative_tokens", max_drafts)
+    _refuse_weights("--speculative-config", "draft_model" if method is None and "model" in given else method)
+    if method not in _METHODS:
+        raise ConfigError(f"--speculative-config: method {method!r} is none of {', '.join(_METHODS)}")
     unknown = [key for key in given if not key.startswith(_HARMLESS)]
     if unknown:
         raise ConfigError(f"--speculative-config: {unknown[0]!r} is not supported")
-    if method not in _OF_VLLM:
-        raise ConfigError(f"--speculative-config: method {method!r} is none of {', '.join(_OF_VLLM)}")
     if type(count) is not int or not 1 <= count <= 128:
         raise ConfigError("--speculative-config: num_speculative_tokens must be a number from 1 to 128")
-    if (_OF_VLLM[method] == "draft") != isinstance(model, str):
-        raise ConfigError("--speculative-config: model is needed for draft_model, and only for that")
-    return Speculation(_OF_VLLM[method], count, model or "")
+    return Speculation(method, count)
+
+
+def _refuse_weights(option: str, method: object) -> None:
+    if method in _NOT_SUPPORTED:
+        raise ConfigError(
+            f"{option}: guesses by another model or by heads ({method}) are not supported; use suffix or ngram"
+        )

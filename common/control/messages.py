@@ -99,6 +99,8 @@ class EngineRequest(NamedTuple):
     """Whether both nodes report their events with times, in `AttemptStats.timeline`."""
     prediction: Ids = pack_ids()
     """Tokens that the client expects in the answer: a decode node may draft from them. They change no token of the answer."""
+    tenant: str = ""
+    """A hash of the name of the tenant whose share of a node's sequence slots and KV blocks it takes."""
 
     @property
     def lora_id(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from common.base import logs, stack_sampler
+from common.base.cores import usable_cores
 from common.base.errors import BadRequest, Overloaded
 from common.base.free_memory import free_memory_bytes
 from common.config.fields import field_infos
@@ -131,7 +132,7 @@ def process_facts() -> dict[str, Any]:
         "shm_total_bytes": shm_total,
         "shm_free_bytes": shm_free,
         "free_memory_bytes": free_memory_bytes(),
-        "cpu_count": os.cpu_count(),
+        "cpu_count": usable_cores(),
         "networks": list(_networks()),
         "nccl_socket_ifname": os.environ.get("NCCL_SOCKET_IFNAME", ""),
     }

@@ -24,7 +24,7 @@ _PROBE_AFTER, _PROBE = 64, 2
 _LEAST_GAIN = 1.02
 _WAIT_FROM = 0.5
 """Chance of the first draft from which a sequence waits for its last token."""
-_FIRST_OF_SUFFIX = 32
+_SUFFIX_CANDIDATES = 32
 """Places that a suffix index compares; the n-gram index takes the latest one."""
 
 
@@ -56,7 +56,7 @@ class IndexProposer:
     def __init__(self, name: str) -> None:
         """name: `suffix` or `ngram`."""
         self.name = name
-        self._max_candidates = 1 if name == "ngram" else _FIRST_OF_SUFFIX
+        self._max_candidates = 1 if name == "ngram" else _SUFFIX_CANDIDATES
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
         return [self._propose(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
@@ -116,7 +116,7 @@ class Drafting:
         asked = [seq for seq in seqs if not (seq.relays or seq.progress.num_pending)]
         limits: list[int] = []
         for seq in asked:
-            seq.drafts = seq.drafts or SequenceDrafts(Acceptance(self.acceptance))
+            self._drafts_of(seq)
             left = seq.tokens.max_drafts(max_model_len) - len(seq.tokens.draft_ids)
             limits.append(max(0, min(left, self._max_drafts, max_rows)))
         proposals = self._proposer.propose(asked, limits)
@@ -124,8 +124,7 @@ class Drafting:
             if count:
                 forced = len(seq.tokens.draft_ids)
                 seq.tokens.draft(proposal.token_ids[:count], forced + count, max_model_len)
-                assert seq.drafts is not None
-                seq.drafts.match = proposal.match
+                self._drafts_of(seq).match = proposal.match
 
     def _may_pay(self, num_seqs: int, rows: int, max_rows: int) -> bool:
         """Whether drafts would pay if all were accepted."""
@@ -137,10 +136,9 @@ class Drafting:
             return _within([len(each.token_ids) for each in proposals], max_rows)
         ranked: list[tuple[float, int]] = []
         for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
-            assert seq.drafts is not None
-            chance = 1.0
+            chance, acceptance = 1.0, self._drafts_of(seq).acceptance
             for number in range(len(proposal.token_ids)):
-                chance *= seq.drafts.acceptance.chance(proposal.match + number)
+                chance *= acceptance.chance(proposal.match + number)
                 ranked.append((chance, index))
         ranked.sort(reverse=True)
         del ranked[max_rows:]
@@ -148,10 +146,10 @@ class Drafting:
         for _, index in ranked[: self._best([chance for chance, _ in ranked], rows)]:
             counts[index] += 1
         for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
-            assert seq.drafts is not None
-            seq.drafts.skipped = 0 if counts[index] else seq.drafts.skipped + bool(proposal.token_ids)
-            if seq.drafts.skipped > _PROBE_AFTER:
-                counts[index], seq.drafts.skipped = min(_PROBE, len(proposal.token_ids)), 0
+            drafts = self._drafts_of(seq)
+            drafts.skipped = 0 if counts[index] else drafts.skipped + bool(proposal.token_ids)
+            if drafts.skipped > _PROBE_AFTER:
+                counts[index], drafts.skipped = min(_PROBE, len(proposal.token_ids)), 0
         return _within(counts, max_rows)
 
     def _best(self, chances: Seq[float], rows: int) -> int:
@@ -172,15 +170,20 @@ class Drafting:
         if proposer is None:
             return seqs
         pending = [seq for seq in seqs if seq.progress.num_pending]
+        for seq in pending:
+            self._drafts_of(seq)
         waiting = {seq.key for seq in pending if self._expects(seq, proposer.foresees(seq))}
         if 2 * len(waiting) >= len(pending):
             waiting = {seq.key for seq in pending}
         return [seq for seq in seqs if seq.key not in waiting]
 
     def _expects(self, seq: Sequence, match: int) -> bool:
-        if match == 0 or seq.drafts is None:
-            return False
-        return self._always or seq.drafts.acceptance.chance(match) >= _WAIT_FROM
+        return match > 0 and (self._always or self._drafts_of(seq).acceptance.chance(match) >= _WAIT_FROM)
+
+    def _drafts_of(self, seq: Sequence) -> SequenceDrafts:
+        if seq.drafts is None:
+            seq.drafts = SequenceDrafts(Acceptance(self.acceptance))
+        return seq.drafts
 
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A step accepted the first ones of a sequence's drafts."""

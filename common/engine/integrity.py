@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from common.engine.kv_allocator import KVAllocator
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import SequenceState
+from common.engine.yielding import Yielding
 
 
-def check_running(running: Iterable[Sequence], yielding: list[Sequence | None], allocator: KVAllocator) -> None:
-    """running: with those that have ended and are in a step in flight. yielding: by group."""
+def check_running(running: Iterable[Sequence], yielding: Yielding, allocator: KVAllocator) -> None:
+    """running: with those that have ended and are in a step in flight."""
     for seq in running:
         ended = seq.state in (SequenceState.HELD, SequenceState.ENDING)
         runs = seq.state in (SequenceState.RUNNING, SequenceState.YIELDING)

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 
 from common.base.hashing import BLOCK_SIZE, BlockHash
 from common.engine.sequence import Sequence
+from common.engine.shares import Shares
 from common.engine.step import BlockCopy
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
@@ -39,9 +40,11 @@ class KVAllocator:
     """The blocks of all sequences. Invariant: a sequence holds no table, or in each table t one reference to every entry
     from `BlocksHeld.first[t]` on."""
 
-    def __init__(self, pool: BlockPool, windows: Seq[int | None]) -> None:
+    def __init__(self, pool: BlockPool, windows: Seq[int | None], num_seqs: int) -> None:
+        """`num_seqs`: sequences that may run at once, of which tenants have shares."""
         assert len(windows) == pool.num_tables
         self.pool = pool
+        self.shares = Shares(num_seqs, pool.num_blocks // pool.num_tables)
         self.windows = tuple(windows)
         self._unlimited = [table for table, window in enumerate(windows) if window is None]
         self._limited = [(table, window) for table, window in enumerate(windows) if window is not None]
@@ -68,14 +71,23 @@ class KVAllocator:
     def take(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> bool:
         """Take blocks for all known tokens of a sequence that is computed here, those of `hashes` from the prefix cache as
         far as it reaches. False if that would leave less than `spare_blocks` to each table."""
-        hit = self.hit_blocks(hashes)
-        first = [first_seen(hit * BLOCK_SIZE, window) for window in self.windows]
-        found = [self.pool.match(hashes[start:hit], table) for table, start in enumerate(first)]
+        hit, first, found = self._found(hashes)
         if not self._take(seq, first, found, spare_blocks):
             return False
         seq.progress.num_computed = seq.progress.num_scheduled = hit * BLOCK_SIZE
         seq.blocks.num_published = hit
         return True
+
+    def fits(self, seq: Sequence, *, spare_blocks: int) -> bool:
+        """Whether `take` of a sequence that may use the prefix cache would succeed."""
+        _, first, found = self._found(seq.usable_hashes(spare_tokens=1))
+        return self._missing(seq, first, found, spare_blocks) is not None
+
+    def _found(self, hashes: Seq[BlockHash]) -> tuple[int, list[int], list[list[int]]]:
+        """(blocks of the hit; for each table its first block and the cached blocks from there on)."""
+        hit = self.hit_blocks(hashes)
+        first = [first_seen(hit * BLOCK_SIZE, window) for window in self.windows]
+        return hit, first, [self.pool.match(hashes[start:hit], table) for table, start in enumerate(first)]
 
     def copy_begun_block(self, seq: Sequence, others: Iterable[Sequence], num_usable: int) -> list[BlockCopy]:
         """Have a sequence that has just got its blocks (`take`) continue in a copy of another one's block, where the tokens
@@ -115,11 +127,16 @@ class KVAllocator:
         seq.progress.num_computed = seq.progress.num_scheduled = seq.blocks.num_published * BLOCK_SIZE
         return missing
 
-    def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
+    def _missing(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> list[int] | None:
+        """[tables]: the blocks to allocate; None if that would leave less than `spare_blocks` to each table."""
         pool, total = self.pool, blocks_for(seq.num_tokens)
         missing = [total - start - len(blocks) for start, blocks in zip(first, found, strict=True)]
         idle_hits = sum([pool.is_idle(block) for blocks in found for block in blocks])
-        if sum(missing) + spare_blocks * pool.num_tables > pool.num_idle - idle_hits:
+        return missing if sum(missing) + spare_blocks * pool.num_tables <= pool.num_idle - idle_hits else None
+
+    def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
+        pool, total, missing = self.pool, blocks_for(seq.num_tokens), self._missing(seq, first, found, spare_blocks)
+        if missing is None:
             return False
         for blocks in found:
             pool.acquire(blocks)
@@ -128,6 +145,7 @@ class KVAllocator:
             [0] * start + blocks + pool.allocate(count)
             for start, blocks, count in zip(first, found, missing, strict=True)
         ]
+        self.shares.add(seq)
         return True
 
     def grow(self, seq: Sequence) -> None:
@@ -135,6 +153,7 @@ class KVAllocator:
         for table in seq.blocks.tables:
             table += self.pool.allocate(1)
         seq.blocks.num_slots += BLOCK_SIZE
+        self.shares.grow(seq)
 
     def advance(self, seq: Sequence) -> None:
         """Enter the blocks that are full now in the prefix cache, and release those that need not be kept."""
@@ -156,6 +175,8 @@ class KVAllocator:
     def free(self, seq: Sequence) -> None:
         """Return all blocks of a sequence to the pool."""
         held = seq.blocks
+        if held.tables:
+            self.shares.remove(seq)
         for blocks, first in zip(held.tables, held.first, strict=True):
             self.pool.release(blocks[first:])
         held.tables, held.first, held.num_slots = [], [], 0

@@ -1,9 +1,10 @@
 """Decides which sequences run in the next step, and on which blocks. Pure: no I/O, no clock, no torch.
 
-Continuous batching under a token budget: decoding sequences first, then prompts by priority, at equal
-priority those that have begun before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
-admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
-youngest of the lowest priority: it gives its blocks back and is recomputed later.
+Continuous batching under a token budget: decoding sequences first, then prompts by priority and by their tenant's share, equal
+ones: begun before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of its known tokens when it
+is admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
+youngest of the lowest priority: it gives its blocks back and is recomputed later. So is one of a tenant that has more than its
+share while a sequence of another tenant waits (`common.engine.shares`).
 
 `schedule` and `update` are apart so that several steps can be in flight. The stages of a pipeline each work on another
 *group* (micro-batch) of the running sequences (`common.engine.microbatches`). With depth 2 a group's next step is
@@ -15,7 +16,6 @@ tokens are known.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
@@ -28,20 +28,20 @@ from common.engine.drafting import Drafting
 from common.engine.integrity import check_reserved, check_running, check_waiting
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
-from common.engine.priority import goes_first, insert_by_priority, insert_preempted
 from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_output
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import END_IGNORED, SequenceState
 from common.engine.step import BlockCopy, SampledToken
+from common.engine.victims import may_give_way, victim_of_growth
+from common.engine.waiting_queue import WaitingQueue, goes_first
+from common.engine.yielding import Yielding
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 
 # Read for every sequence of every step: from an enum's class it takes longer.
 _WAITING, _RESERVED, _RUNNING = SequenceState.WAITING, SequenceState.RESERVED, SequenceState.RUNNING
 _YIELDING, _HELD, _ENDING = SequenceState.YIELDING, SequenceState.HELD, SequenceState.ENDING
-
-
 Windows = Seq[int | None]
 
 
@@ -56,8 +56,9 @@ class Scheduler:
         self.config = config
         self.drafting = drafting or Drafting()
         self.pool = pool
-        self.allocator = KVAllocator(pool, windows)
-        self.waiting: deque[Sequence] = deque()
+        self.allocator = KVAllocator(pool, windows, config.max_num_seqs)
+        self.shares = self.allocator.shares
+        self.waiting = WaitingQueue()
         self.running: dict[AttemptKey, Sequence] = {}
         """By priority, then oldest first; the last is preempted first. With those that have ended and are in a step in flight."""
         self.reserved: dict[AttemptKey, Sequence] = {}
@@ -71,8 +72,7 @@ class Scheduler:
         self._steps = 0
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
-        self._yielding: list[Sequence | None] = [None] * config.num_groups
-        """By group, the sequence that yields its blocks to one of that group; until the group is scheduled again."""
+        self._yielding = Yielding(config.num_groups)
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -94,7 +94,7 @@ class Scheduler:
         """Queue a sequence whose KV is to be computed here, by priority, then by arrival."""
         seq.likely_cached = self.allocator.hit_blocks(seq.usable_hashes(spare_tokens=1)) * BLOCK_SIZE
         seq.enter(_WAITING, "queued")
-        insert_by_priority(self.waiting, seq, lambda each: each.request.priority)
+        self.waiting.add(seq)
 
     def reserve(self, seq: Sequence) -> list[int] | None:
         """Give a sequence the blocks for KV that another node will send.
@@ -102,8 +102,8 @@ class Scheduler:
         Returns the first block of each table that is to be sent (`KVAllocator.take_for_arrival`), or None while there is
         no room or while a waiting sequence goes first.
         """
-        busy = bool(self.running or self.reserved)
-        if self._free_slots() <= 0 or (self.waiting and goes_first(self.waiting[0], seq)):
+        busy, waiting = bool(self.running or self.reserved), self.waiting.next(self.shares)
+        if self._free_slots() <= 0 or (waiting is not None and goes_first(waiting, seq, self.shares)):
             return None
         hashes = seq.usable_hashes(spare_tokens=0)
         first = self.allocator.take_for_arrival(seq, hashes, spare_blocks=len(self.running) + 1 if busy else 0)
@@ -178,7 +178,8 @@ class Scheduler:
         return None
 
     def _schedule_group(self, group: int) -> ScheduledStep | None:
-        self._resume(group)
+        self._yielding.end(group)
+        self._share_out(group)
         decodes: list[Rows] = [(seq, 1 + len(seq.tokens.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
         admitted: list[Sequence] = []
@@ -265,7 +266,6 @@ class Scheduler:
                 self.end(seq, f"step {scheduled.step.step_id} failed")
 
     def check_integrity(self) -> None:
-        """Assert that states, containers, blocks and pool agree."""
         self.pool.check_integrity()
         check_running(self.running.values(), self._yielding, self.allocator)
         check_reserved(self.reserved.values(), self.allocator)
@@ -311,66 +311,66 @@ class Scheduler:
         """
         while seq.blocks.num_slots < num_tokens:
             while self.allocator.room == 0:
-                victim = next(each for each in reversed(self.running.values()) if self._may_take(seq, each))
-                if victim.progress.in_flight:
-                    self._yield(victim, seq.group)
-                    return False
-                self._preempt(victim)
-                if victim is seq:
+                victim = victim_of_growth(seq, self.running)
+                if not self._preempt(victim, seq.group, "preempted") or victim is seq:
                     return False
             self.allocator.grow(seq)
         return True
 
-    def _yield(self, victim: Sequence, group: int) -> None:
-        if victim.state is _RUNNING:
-            victim.enter(_YIELDING, f"to group {group}")
-        self._yielding[group] = victim
+    def _share_out(self, group: int) -> None:
+        """Make room for the sequence whose turn it is, at the cost of tenants that have more than their share."""
+        seq, shares = self.waiting.next(self.shares), self.shares
+        if self.next_reserved is not None and (seq is None or not goes_first(seq, self.next_reserved, shares)):
+            seq = self.next_reserved
+        while seq is not None and shares.has_others(seq.request.tenant):
+            if self._free_slots() > 0 and self.allocator.fits(seq, spare_blocks=len(self.running) + 1):
+                return
+            victim = shares.victim(seq, may_give_way(self.running, group))
+            if victim is None or not self._preempt(victim, group, "preempted: its tenant has more than its share"):
+                return
 
-    def _resume(self, group: int) -> None:
-        """The sequence that yielded to `group` runs again, unless it also yields to another one."""
-        victim, self._yielding[group] = self._yielding[group], None
-        if victim is not None and victim.state is _YIELDING and victim not in self._yielding:
-            victim.enter(_RUNNING, f"group {group} is scheduled")
-
-    def _may_take(self, seq: Sequence, other: Sequence) -> bool:
-        return other.group == seq.group or not other.progress.in_flight or other.request.priority > seq.request.priority
-
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, group: int, reason: str) -> bool:
+        """Preempt a running sequence for one of `group`. False if it is in flight: then it yields."""
+        if seq.progress.in_flight:
+            self._yielding.begin(seq, group)
+            return False
         del self.running[seq.key]
         self.allocator.free(seq)
-        seq.enter(_WAITING, "preempted")
+        seq.enter(_WAITING, reason)
         seq.progress.num_computed = seq.progress.num_scheduled = seq.blocks.num_published = 0
         seq.preemptions += 1
         self.num_preemptions += 1
         seq.likely_cached = 0
         seq.tokens.draft_ids = []
-        insert_preempted(self.waiting, seq)
+        self.waiting.add_preempted(seq)
+        return True
 
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
     def _next_prompts(self, begun: Seq[Sequence], group: int) -> Iterator[tuple[Sequence, bool]]:
-        """The `begun` and the waiting sequences, by priority; equal ones: begun first. With whether each was admitted just now."""
-        for each in begun:
+        """The `begun` and the waiting sequences by turn; equal ones: begun first. With whether each was admitted just now."""
+        for each in sorted(begun, key=self.shares.turn):
             yield from ((seq, True) for seq in self._admit_waiting(group, before=each))
             yield each, False
         yield from ((seq, True) for seq in self._admit_waiting(group))
 
     def _admit_waiting(self, group: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
-        """Admit waiting sequences, one after the other; with `before`, only those of a higher priority than that one."""
+        """Admit waiting sequences, one after the other; with `before`, only those whose turn is earlier than that one's."""
         part: float | None = None
-        while self.waiting and (before is None or self.waiting[0].request.priority < before.request.priority):
-            seq = self.waiting[0]
+        while (seq := self.waiting.next(self.shares)) is not None:
+            if before is not None and self.shares.turn(seq) >= self.shares.turn(before):
+                return
             part = self._part_of_waiting(group) if part is None else part
             # Rounds up, so that the lightest group always passes.
             if part < weight_of(seq) / self.config.num_groups or not self._admit(seq, group):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             part -= weight_of(seq)
             yield seq
 
     def _admit(self, seq: Sequence, group: int) -> bool:
-        if self._free_slots() <= 0 or (self.next_reserved is not None and not goes_first(seq, self.next_reserved)):
+        if self._free_slots() <= 0 or (self.next_reserved and not goes_first(seq, self.next_reserved, self.shares)):
             return False
         hashes = seq.usable_hashes(spare_tokens=1)
         if not self.allocator.take(seq, hashes, spare_blocks=len(self.running)):

@@ -50,6 +50,9 @@ def _find(device: torch.device) -> Library:
     _find_ninja()
     try:
         flashinfer = importlib.import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        advice = "; pip install 'kvrelay[gpu]' brings it" if error.name == "flashinfer" else ""
+        return Library(None, f"flashinfer cannot be imported: {error}{advice}")
     except (ImportError, OSError, RuntimeError) as error:
         return Library(None, f"flashinfer cannot be imported: {error}")
     log.info(

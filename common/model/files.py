@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, cast
 from common.base.errors import ConfigError
 from common.model.config_file import read_json_object
 from common.model.hub import is_gguf
+
+log = logging.getLogger(__name__)
 
 _KINDS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 """Weight files, most preferred first: the name of a single one, and what the names of several match."""
@@ -42,7 +45,7 @@ def is_torch_file(file: Path) -> bool:
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the model in directory `path`, in a fixed order: its safetensors files, or, without any, its
     `pytorch_model*.bin`; or the GGUF file `path`. As in transformers, a single file goes before an index, which may be left of
-    the model that it was made from.
+    the model that it was made from; but not one that lacks tensors of the index, whose files are all there.
 
     Raises: ConfigError if there are none, or if the index names one that is missing.
     """
@@ -50,7 +53,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     for single, pattern in _KINDS:
         index = path / f"{single}.index.json"
-        if (path / single).is_file():
+        if (path / single).is_file() and not (index.exists() and _is_stray(path / single, index)):
             return [path / single]
         if index.exists():
             return _indexed(path, index)
@@ -75,6 +78,23 @@ def files_state(path: Path, load_format: str) -> str:
         times = status.st_mtime_ns, status.st_ctime_ns
         digest.update(f"\0{file.name}\0{status.st_size}\0{times}".encode())
     return digest.hexdigest()
+
+
+def _is_stray(file: Path, index: Path) -> bool:
+    """Whether a single file of weights lies beside the files of an index that make up the model. Raises: ConfigError for a file
+    without a header.
+    """
+    if is_torch_file(file):
+        return False  # the names of its tensors are in a pickle
+    try:
+        named: dict[str, Any] = read_json_object(index)["weight_map"]
+        shards = _indexed(file.parent, index)
+    except (ConfigError, LookupError):  # left of another model
+        return False
+    if file in shards or named.keys() <= read_header(file).spans.keys():
+        return False
+    log.warning("%s is ignored: it lacks tensors of %s, whose files are used", file, index.name)
+    return True
 
 
 def _indexed(path: Path, index: Path) -> list[Path]:

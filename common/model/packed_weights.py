@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from common.base.errors import ConfigError
 from common.base.file_lock import locked, try_lock
+from common.base.variables import CACHE
 from common.base.whole_file import write_whole
 from common.model.cached_models import IN_USE, NAME, cached_models, is_still, weights_folder
 from common.model.packed_file import PackedTensors, map_packed, write_packed
@@ -185,7 +186,8 @@ def open_packed_weights(
     try:
         return PackedWeights(weights_folder(), weights, limit_gb, is_current, name)
     except (OSError, ConfigError) as error:
-        log.warning("packed weights are not shared with other processes: %s", error)
+        advice = f"; {CACHE} can name another folder" if isinstance(error, OSError) else ""
+        log.warning("packed weights are not shared with other processes: %s%s", error, advice)
         return None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 from common.base.clock import monotonic
-from common.base.errors import BadRequest, ConfigError, KvRelayError
+from common.base.errors import BadRequest, ConfigError, Forbidden, KvRelayError
 from common.cluster.records import LoadedAdapters
 from common.control.admin_server import AdminRoute, Call
 from common.control.messages import Adapter
@@ -22,14 +23,30 @@ from common.node.options import AdapterOptions
 
 log = logging.getLogger(__name__)
 
+_MAX_NAME_CHARS = 256
+_NAME = re.compile(r"[^\W_][\w.:@+-]*(?:/[^\W_][\w.:@+-]*)*")
+
 
 def open_source(
-    name: str, path: str, config: ModelConfig, max_rank: int, model_names: Collection[str]
+    name: str,
+    path: str,
+    config: ModelConfig,
+    max_rank: int,
+    model_names: Collection[str],
+    *,
+    below: str = "",
+    owner: str | None = None,
 ) -> AdapterSource:
     """Check an adapter and compute its digest, which reads all of its weights. `model_names`: the names of the base model.
+    `below`: the folder that must contain the adapter's, and that a relative `path` starts at.
 
     Raises: ConfigError.
     """
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
+        raise ConfigError(
+            f"{name[:100]!r} cannot be an adapter's name: it must have up to {_MAX_NAME_CHARS} letters, digits and . _ : @ + -, "
+            "in parts that begin with a letter or digit and are separated by /"
+        )
     if name in model_names:
         raise ConfigError(f"{name!r} is the name of the model: give the LoRA adapter another one")
     if isinstance(config, GenericConfig):
@@ -37,11 +54,22 @@ def open_source(
             f"LoRA adapters need a native family, but transformers computes the layers of {config.architecture}"
         )
     try:
-        folder = Path(path).expanduser().absolute()
-    except RuntimeError as error:  # the home of an unknown user
+        folder = _folder_below(path, below) if below else Path(path).expanduser().absolute()
+    except (RuntimeError, ValueError, OSError) as error:  # the home of an unknown user, a zero byte, a circle of links
         raise ConfigError(f"{path[:200]!r} is not a folder: {error}") from error
     checkpoint = open_adapter(folder, config, max_rank)
-    return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
+    return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder), owner)
+
+
+def _folder_below(path: str, below: str) -> Path:
+    """The folder that `path` names, with all links followed. Raises: ConfigError, which says nothing about other folders, unless
+    it is in the folder `below`.
+    """
+    top = Path(below).resolve()
+    folder = (top / path).resolve()
+    if not folder.is_relative_to(top):
+        raise ConfigError("lora_path must name a folder below the router's --lora-dir")
+    return folder
 
 
 def configured_sources(
@@ -65,16 +93,18 @@ async def loaded_sources(
     taken = {source.adapter.name for source in configured}
     usable: list[AdapterSource] = []
     missing: list[AdapterSource] = []
-    for adapter, path in zip(loaded.adapters, loaded.paths, strict=True):
+    for adapter, path, owner in zip(loaded.adapters, loaded.paths, loaded.owners, strict=True):
         try:
             if adapter.name in taken:
                 raise ConfigError("another adapter has its name")
-            source = await asyncio.to_thread(open_source, adapter.name, path, config, options.max_rank, model_names)
+            source = await asyncio.to_thread(
+                open_source, adapter.name, path, config, options.max_rank, model_names, owner=owner
+            )
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")
         except ConfigError as error:
             log.error("LoRA adapter %r, loaded before this start, cannot be used: %s", adapter.name, error.message)
-            missing.append(AdapterSource(adapter, path))
+            missing.append(AdapterSource(adapter, path, owner))
         else:
             taken.add(adapter.name)
             usable.append(source)
@@ -126,7 +156,12 @@ class AdapterAdmin:
             return None
         sources = [source for source in self._table.sources if source not in self._configured]
         sources += [each for name, each in self._missing.items() if name not in {one.adapter.name for one in sources}]
-        return LoadedAdapters(self._node.node_id, [each.adapter for each in sources], [each.path for each in sources])
+        return LoadedAdapters(
+            self._node.node_id,
+            [each.adapter for each in sources],
+            [each.path for each in sources],
+            [each.owner for each in sources],
+        )
 
     def _changed(self, name: str) -> None:
         """Register at once that an adapter of this name was loaded or unloaded."""
@@ -157,9 +192,17 @@ class AdapterAdmin:
         """Load an adapter, and answer when all ranks have it. Raises: BadRequest if it cannot be used, AdapterMissing if there
         is no room for it in time."""
         name, path = _text(call, "name"), _text(call, "path")
+        below = _text(call, "below") if "below" in call.body else ""
         try:
             source = await asyncio.to_thread(
-                open_source, name, path, self._config, self._options.max_rank, self._model_names
+                open_source,
+                name,
+                path,
+                self._config,
+                self._options.max_rank,
+                self._model_names,
+                below=below,
+                owner=_owner(call),
             )
         except ConfigError as error:
             raise BadRequest(error.message) from error
@@ -198,8 +241,11 @@ class AdapterAdmin:
             self._table.unregister(source.adapter.name)
 
     async def _unload(self, call: Call) -> dict[str, Any]:
-        name = _text(call, "name")
+        name, owner = _text(call, "name"), _owner(call)
         is_served = any(each.name == name for each in self._table.adapters)
+        known = [each for each in (*self._table.sources, *(self._missing or {}).values()) if each.adapter.name == name]
+        if owner is not None and known and owner != known[0].owner:
+            raise Forbidden(f"LoRA adapter {name!r} was loaded by an operator or another client, who may unload it")
         if not is_served and self._missing and name in self._missing:
             adapter = self._missing[name].adapter
         else:
@@ -212,6 +258,14 @@ class AdapterAdmin:
 def _report_failure(result: int | KvRelayError) -> None:
     if isinstance(result, KvRelayError):
         log.error("a LoRA adapter cannot be loaded: %s", result.message)
+
+
+def _owner(call: Call) -> str | None:
+    """The client on whose behalf a router asks; None: an operator asks. Raises: BadRequest."""
+    owner = call.body.get("owner")
+    if owner is not None and not isinstance(owner, str):
+        raise BadRequest("owner must be a text", param="owner")
+    return owner
 
 
 def _text(call: Call, field: str) -> str:

@@ -27,6 +27,8 @@ class AdapterSource(NamedTuple):
 
     adapter: Adapter
     path: str
+    owner: str | None = None
+    """The client that loaded it through a router and may unload it; None: an operator."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class AdapterTable:
         loaded = {adapter for adapter, copy in self._copies.items() if copy.is_loaded}
         return [
             {"name": adapter.name, "digest": adapter.digest, "path": path, "in_memory": adapter in loaded}
-            for adapter, path in self._sources.values()
+            for adapter, path, _ in self._sources.values()
         ]
 
     def _changed(self) -> None:

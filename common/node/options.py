@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from common.base.cores import usable_cores
 from common.base.counted import counted
 from common.base.endpoints import is_loopback
 from common.base.errors import ConfigError
@@ -96,7 +96,7 @@ class RankHosts:
         each = world_size // config.nnodes
         threads = config.threads
         if threads is None and each > 1:
-            threads = max(1, (os.cpu_count() or 1) // each)
+            threads = max(1, usable_cores() // each)
         return cls(
             ranks_here=range(config.node_rank * each, (config.node_rank + 1) * each),
             num_hosts=config.nnodes,

@@ -6,15 +6,15 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TextIO
 
 from common.base.counted import counted
 from common.base.logs import LogFormat
 from common.base.output import Output
-from common.control.messages import Task
 from kvrelay.up.restarts import describe_exit
+from kvrelay.up.trials import Trial
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _OWN_NAME = "kvrelay"
@@ -85,20 +85,25 @@ class Console:
 
 def banner(
     urls: list[str],
-    models: Mapping[str, Task],
+    models: Collection[str],
+    tried: Sequence[Trial],
     rows: list[tuple[str, int, str]],
     kernels: list[str],
     needs_key: bool,
     took_s: float,
 ) -> str:
-    """The text shown once everything is ready. `urls`: the routers' APIs; `models`: what each is served for; `rows`: (name,
+    """The text shown once everything is ready. `urls`: the routers' APIs; `tried`: requests to show; `rows`: (name,
     pid, address) of each child; `kernels`: what computes, as the nodes report it, each once."""
     name_width = max(len(name) for name, _, _ in rows)
     pid_width = max(len(str(pid)) for _, pid, _ in rows)
     listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
     key = ' -H "Authorization: Bearer $KVRELAY_API_KEY"' if needs_key else ""
     url = urls[0]
-    path, request = _try_it(models)
+    lines = [
+        f"Try {each.shows or 'it'}:\n\n  curl {url}{each.path}{key} -H 'Content-Type: application/json' \\\n    -d {each.word}"
+        for each in tried
+    ]
+    shown = "\n\n".join(lines)
     return f"""
 kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model{"s" * (len(models) > 1)} {", ".join(models)}:
 
@@ -106,24 +111,10 @@ kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model{
 
 Kernels: {"; ".join(kernels)}
 
-Try it:
-
-  curl {url}{path}{key} -H 'Content-Type: application/json' \\
-    -d '{json.dumps(request)}'
+{shown}
 
 The API is described at {url}/docs. `kvrelay admin nodes` shows what each node does. Ctrl-C stops everything.
 """
-
-
-def _try_it(models: Mapping[str, Task]) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request to one of the models, to one that generates if there is one."""
-    model = next((name for name, task in models.items() if task == "generate"), next(iter(models)))
-    if models[model] == "embed":
-        return "/v1/embeddings", {"model": model, "input": "A man is eating food."}
-    if models[model] == "score":
-        return "/v1/rerank", {"model": model, "query": "eating", "documents": ["A violin.", "Someone eats a meal."]}
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    return "/v1/chat/completions", {"model": model, "messages": messages, "temperature": 0}
 
 
 def failure_line(name: str, return_code: int, last_line: str) -> str:

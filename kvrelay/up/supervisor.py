@@ -27,6 +27,7 @@ from common.config.service_configs import UpConfig
 from common.config.sources import Source
 from common.control.messages import Task
 from common.security.tls import Credentials
+from kvrelay.admin.client import AdminClient, AdminUnreachable
 from kvrelay.up.certificates import refuse_given, with_certificates
 from kvrelay.up.child import Child
 from kvrelay.up.child_health import ChildHealth
@@ -41,6 +42,7 @@ from kvrelay.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
 from kvrelay.up.restarts import EndCluster, describe_exit
 from kvrelay.up.routers import router_places
 from kvrelay.up.run_folder import run_folder, with_config_copy
+from kvrelay.up.trials import trials
 
 _PROBE_S = 0.1
 _PROGRESS_S = 5.0
@@ -96,7 +98,7 @@ async def up(
         else:
             refuse_given(specs, os.environ)
         with announced(running, runtime_folder(os.environ)):
-            await Supervisor(config, specs, redis_url, pid_file, credentials, fork_servers).run()
+            await Supervisor(config, specs, redis_url, pid_file, credentials, fork_servers, running).run()
 
 
 class Supervisor:
@@ -113,7 +115,9 @@ class Supervisor:
         pid_file: PidFile,
         credentials: Credentials | None = None,
         fork_servers: Mapping[str, ForkServer] | None = None,
+        running: RunningCluster | None = None,
     ) -> None:
+        self._running = running
         self._config = config
         self._console = Console([spec.name for spec in specs], form=config.log_format)
         self._children = [Child(spec, self._console, (fork_servers or {}).get(spec.role)) for spec in specs]
@@ -197,7 +201,7 @@ class Supervisor:
                 f"not ready within {self._first_start_s:g} s, still waiting for {self._missing()}; "
                 "--start-timeout-s allows more"
             ) from None
-        self._announce(time.monotonic() - started_s)
+        await self._announce(time.monotonic() - started_s)
 
     def _unready(self) -> list[str]:
         return [child.spec.name for child in self._children if not child.ready]
@@ -223,7 +227,7 @@ class Supervisor:
             elapsed_s = time.monotonic() - started_s
             self._console.say(f"waiting for {self._missing()} ({elapsed_s:.0f} of {self._first_start_s:.0f} s)")
 
-    def _announce(self, took_s: float) -> None:
+    async def _announce(self, took_s: float) -> None:
         self._published = True
         self._write_pids()
         rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
@@ -232,8 +236,17 @@ class Supervisor:
         urls = [spec.url for spec in self._routers]
         kernels = sorted({record.kernels for record in records})
         needs_key = bool(self._config.api_key or self._config.api_key_file)
-        text = banner(urls, models, rows, kernels, needs_key, took_s)
+        tried = await asyncio.to_thread(trials, models, self._explain)
+        text = banner(urls, models, tried, rows, kernels, needs_key, took_s)
         self._console.announce(text, f"ready at {', '.join(urls)} (after {took_s:.1f} s)")
+
+    def _explain(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How the first router would place a prompt. Raises: KvRelayError if it refuses it. What it does not answer is unknown."""
+        running = self._running
+        with contextlib.suppress(AdminUnreachable):
+            if running is not None:
+                return AdminClient(next(iter(running.routers.values())), running.token).post("/route", body)
+        return {"mode": "unknown"}
 
     # ------------------------------------------------------------ watch
 

@@ -52,8 +52,7 @@ _IGNORED: Mapping[str, str] = {
     "the engine schedules in one loop, and sends each token at once": "num-scheduler-steps num-lookahead-slots "
     "multi-step-stream-outputs? stream-interval disable-async-output-proc? preemption-mode scheduler-delay-factor "
     "use-v2-block-manager? kv-sharing-fast-prefill? aggregate-engine-logging? disable-hybrid-kv-cache-manager?",
-    "drafts of other models are not built; answers are the same without": "speculative-config speculative-model "
-    "num-speculative-tokens ngram-prompt-lookup-max ngram-prompt-lookup-min spec-method spec-model spec-tokens",
+    "--speculate ngram finds the length itself": "ngram-prompt-lookup-max ngram-prompt-lookup-min",
     "kernels are chosen for the device, and CUDA graphs for the batch sizes that occur": "attention-backend "
     "attention-config kernel-config moe-backend compilation-config optimization-level performance-mode cudagraph-capture-sizes* "
     "cuda-graph-sizes* max-cudagraph-capture-size max-seq-len-to-capture disable-cascade-attn? disable-custom-all-reduce? "
@@ -122,6 +121,7 @@ _REFUSED: Mapping[str, str] = {
     "give the template to --chat-template": "trust-request-chat-template?",
     "requests have chat_template_kwargs, or give a template with these values to --chat-template": "default-chat-template-kwargs",
     "answers have the role assistant": "response-role(assistant)",
+    "give --speculate suffix or ngram; guesses by other models and by heads are not built": "speculative-model spec-model spec-method",
     "put a proxy in front of it, or use --host and --port": "uds middleware root-path grpc?",
     "--ssl-certfile and --ssl-keyfile are enough for HTTPS; clients have keys (--api-key)": "ssl-ca-certs ssl-cert-reqs(0) "
     "ssl-ciphers",
@@ -208,6 +208,11 @@ _BECOMES: Mapping[str, VllmOption] = {
     "api-key": VllmOption(
         "becomes", "the same; several keys", arity="values", convert=lambda keys: ["--api-key", ",".join(keys)]
     ),
+    "speculative-config": VllmOption(
+        "becomes", "--speculate, which takes the same JSON", convert=renamed("--speculate")
+    ),
+    "num-speculative-tokens": VllmOption("becomes", "--speculate-tokens", convert=renamed("--speculate-tokens")),
+    "spec-tokens": VllmOption("becomes", "--speculate-tokens", convert=renamed("--speculate-tokens")),
     "model": VllmOption("becomes", "MODEL, without a flag", convert=lambda values: values),
     "revision": VllmOption("becomes", _REVISION),
 }
@@ -239,7 +244,14 @@ SHORT: Mapping[str, str] = {
 """Short names of vLLM's options."""
 
 SAME = (
-    *("served-model-name", "kv-cache-dtype", "enforce-eager", "async-scheduling", "gpu-memory-utilization"),
+    *(
+        "served-model-name",
+        "tokenizer",
+        "kv-cache-dtype",
+        "enforce-eager",
+        "async-scheduling",
+        "gpu-memory-utilization",
+    ),
     *("max-loras", "max-lora-rank", "chat-template", "tool-call-parser", "reasoning-parser", "host", "port"),
     *(
         "allow-credentials",

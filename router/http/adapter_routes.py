@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.base.errors import BadRequest
 from router.http.body_model import BodyModel
+from router.http.client import client_of
 from router.http.openai.parse_body import read_object, validated
 from router.http.openapi import OF_BODIES, described
 from router.http.serve import read_and
@@ -28,7 +29,7 @@ class LoadAdapterRequest(_Request):
     """Body of `POST /v1/load_lora_adapter`."""
 
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """Folder of the adapter, as the nodes see it."""
+    """Folder of the adapter, below the router's `--lora-dir`."""
     base_model_name: _Text | None = None
     load_inplace: bool | None = False
 
@@ -49,7 +50,7 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         body, _ = await read_and(request, services, lambda data: validated(read_object(data), LoadAdapterRequest))
         if body.load_inplace:
             raise BadRequest("load_inplace is not supported: unload the adapter first", param="load_inplace")
-        await services.adapters.load(body.lora_name, body.lora_path, body.base_model_name)
+        await services.adapters.load(body.lora_name, body.lora_path, body.base_model_name, _owner(request, services))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @app.post(
@@ -59,5 +60,10 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
     async def unload_lora_adapter(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Unload a LoRA adapter from every node; requests that run finish with it."""
         body, _ = await read_and(request, services, lambda data: validated(read_object(data), UnloadAdapterRequest))
-        await services.adapters.unload(body.lora_name)
+        await services.adapters.unload(body.lora_name, _owner(request, services))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _owner(request: Request, services: Services) -> str:
+    """Whom an adapter belongs to: the API key, or everybody where there are none."""
+    return client_of(request.scope).name if services.api_keys else ""

@@ -29,8 +29,14 @@ class Answer:
     Invariant: after `close`, none of them runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ping_s: float = 0.0) -> None:
+        """`ping_s`: a stream that sends nothing for so long sends a ping; 0: never."""
         self.generations: list[Generation] = []
+        self._ping_s = ping_s
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self._ping_due = False
+        self._sent_s = 0.0
+        """When the stream sent something last, by the loop's clock."""
         self._news = asyncio.Event()
         self._for_ends = False
         """Whether to wake up only when a generation ends."""
@@ -57,6 +63,9 @@ class Answer:
         if self._client is not None:
             self._client.watch(None)
             self._client = None
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+            self._ping_timer = None
         self._cancel()
         for generation in self.generations:
             if generation.outcome is not None and generation.outcome.error is not None:
@@ -64,12 +73,24 @@ class Answer:
         self.generations = []
 
     async def begun(self) -> None:
-        """Wait until there is something to send.
+        """Wait until there is something to send: the first tokens, or a ping.
 
-        Raises: the error of a generation that failed before any token.
+        Raises: the error of a generation that failed before.
         """
+        if self._ping_s:
+            self._sent_s = asyncio.get_running_loop().time()
+            self._check_pause()
         await self._news.wait()
         self._raise_failure()
+
+    def _check_pause(self) -> None:
+        """Wake the stream up if it has sent nothing for `ping_s`. One timer per stream, which tokens do not touch."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now - self._sent_s >= self._ping_s:
+            self._sent_s, self._ping_due = now, True
+            self._news.set()
+        self._ping_timer = loop.call_at(self._sent_s + self._ping_s, self._check_pause)
 
     async def finished(self) -> list[list[Delta]]:
         """Wait for the end; every generation's deltas.
@@ -174,8 +195,17 @@ class Answer:
             if not open_choices:
                 parts += [form.frame(chunk) for chunk in form.ending(self.generations)]
                 parts.append(form.done)
-            if parts:
+            if parts := self._or_ping(parts, form):
                 yield b"".join(parts), bool(open_choices)
+
+    def _or_ping(self, parts: list[bytes], form: Format) -> list[bytes]:
+        """What is sent now: `parts`, or a ping if there are none and one is due."""
+        if parts:
+            self._sent_s = asyncio.get_running_loop().time()
+        elif self._ping_due:
+            parts = [form.ping()]
+        self._ping_due = False
+        return parts
 
 
 def _logprobs(form: Format, generation: Generation, deltas: list[Delta], index: int) -> Iterator[Json]:

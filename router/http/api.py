@@ -23,7 +23,7 @@ from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
 from router.http.ollama.routes import add_ollama_routes
-from router.http.openai.build_request import caller_of, completion_generation
+from router.http.openai.build_request import completion_generation
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_format import CompletionFormat
@@ -34,7 +34,7 @@ from router.http.pooling.routes import add_pooling_routes
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.responses_api.routes import add_responses_routes
-from router.http.serve import assign_ids, format_options, generation_of, ids_of, parse, prepare_chat, serve
+from router.http.serve import assign_ids, caller_from, format_options, generation_of, ids_of, parse, prepare_chat, serve
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
 
@@ -99,13 +99,17 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "cmpl-")
         body, size = await parse(request, services, CompletionRequest)
         model = services.catalog.model_for(body.model, "generate")
-        caller = caller_of(request.scope, body.user, body.priority)
+        caller = caller_from(request, body.user, body.priority)
         count, most = len(body.prompt) * body.num_samples, services.dispatcher.options.max_waiting
         if len(body.prompt) > most:
             raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
         services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
         generations = await generation_of(
-            body, size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
+            request,
+            services,
+            body,
+            size,
+            lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt],
         )
         form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
         return await serve(request, services, model, generations, form, stream=bool(body.stream))

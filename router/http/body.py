@@ -7,9 +7,13 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from common.base.errors import ClientError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from common.base.errors import KvRelayError, Overloaded, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from router.http.body_work import BodyWork
+from router.http.client import client_of
+from router.http.hosts import from_other_site
 from router.http.openai.checks import shorten
 from router.http.request_headers import header
+from router.http.turns import FEW_BYTES
 from router.requests.deadlines import Deadlines
 
 _DRAIN_BYTES = 64 * 2**20
@@ -29,11 +33,11 @@ def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
     return Deadlines(timeout_s, late)
 
 
-async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
+async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]], work: BodyWork) -> bytes:
     """The body of a request whose content type is JSON, not compressed. What the headers refuse is refused before the body is
     read; the connection discards it. A body that turns out too large is read and discarded up to `_DRAIN_BYTES`.
 
-    Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
+    Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout, Overloaded.
     """
     kind = header(request.scope, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json" and not _is_plain_call_of_ollama(request, kind):
@@ -43,8 +47,9 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and (len(declared) > _MOST_DIGITS or int(declared) > limit):
         raise _too_large(limit)
-    refused: ClientError | None = None
-    size = 0
+    refused: KvRelayError | None = None
+    size = held = 0
+    client = client_of(request.scope).name
     parts: list[bytes] = []
     task = asyncio.current_task()
     assert task is not None
@@ -59,6 +64,12 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
             size += len(part)
             if size > limit and refused is None:
                 refused = _too_large(limit)
+            if refused is None and size > FEW_BYTES:
+                try:
+                    work.hold(client, size - held)
+                    held = size
+                except Overloaded as error:
+                    refused = error
             if refused is None:
                 parts.append(part)
             else:
@@ -71,6 +82,7 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
         refused = refused or RequestTimeout(f"the body did not arrive within {deadlines.timeout_s:g} s")
     finally:
         deadlines.remove(task)
+        work.let_go(client, held)
     if refused is not None:
         raise refused
     return b"".join(parts)
@@ -78,9 +90,10 @@ async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.T
 
 def _is_plain_call_of_ollama(request: Request, kind: str) -> bool:
     """Whether a call looks like those of ollama's documents, `curl URL/api/chat -d '{...}'`, for which ollama needs no type. A
-    browser's script of another site cannot make one: it sends an origin."""
+    page of another site cannot make one: its browser says where it comes from."""
     path: str = request.scope["path"]
-    return kind in _SIMPLE and path.startswith("/api/") and not header(request.scope, b"origin")
+    is_page = header(request.scope, b"origin") or from_other_site(request.scope)
+    return kind in _SIMPLE and path.startswith("/api/") and not is_page
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

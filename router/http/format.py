@@ -13,6 +13,8 @@ from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+COMMENT = b": ping\n\n"
+"""A comment in a stream of events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,10 @@ class Format(Protocol):
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         """The chunk that ends a stream with an error."""
+        ...
+
+    def ping(self) -> bytes:
+        """What a stream sends that has nothing to say: clients ignore it."""
         ...
 
     def frame(self, chunk: Json) -> bytes:

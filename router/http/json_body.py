@@ -12,6 +12,8 @@ from common.base.errors import ClientError, KvRelayError, Overloaded
 from common.base.one_line import one_line
 
 Json = dict[str, Any]
+_MANY = 16_384
+"""Items that are serialized in one call."""
 
 
 def to_json(value: object) -> bytes:
@@ -31,6 +33,8 @@ def large_json(value: object) -> bytes:
 
 
 def _pieces(value: object) -> Iterator[bytes]:
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    has_more_inside = bool(items) and isinstance(items[0], list | Mapping)
     if isinstance(value, Mapping):
         mark = b"{"
         for key, each in cast("Mapping[str, object]", value).items():
@@ -38,21 +42,21 @@ def _pieces(value: object) -> Iterator[bytes]:
             yield from _pieces(each)
             mark = b","
         yield b"}" if mark == b"," else b"{}"
-    elif isinstance(value, Iterator) or _has_more_inside(value):
+    elif isinstance(value, Iterator) or has_more_inside:
         mark = b"["
         for each in cast("Iterable[object]", value):
             yield mark
             yield from _pieces(each)
             mark = b","
         yield b"]" if mark == b"," else b"[]"
+    elif len(items) > _MANY:
+        mark = b"["
+        for start in range(0, len(items), _MANY):
+            yield mark + to_json(items[start : start + _MANY])[1:-1]
+            mark = b","
+        yield b"]"
     else:
-        yield to_json(value)
-
-
-def _has_more_inside(value: object) -> bool:
-    """Whether a value is a list of lists or of objects."""
-    items = cast("list[object]", value) if isinstance(value, list) else []
-    return bool(items) and isinstance(items[0], list | Mapping)
+        yield to_json(cast("object", value))
 
 
 def sse(data: Json) -> bytes:

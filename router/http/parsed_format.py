@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from router.http.format import EVENT_STREAM, FormatOptions
+from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
 from router.http.openai.checks import as_object
 from router.output.base import OutputParser, ParsedDelta, Part, parse_parts, unparsed
@@ -48,6 +48,9 @@ class ParsedFormat:
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
         return []
+
+    def ping(self) -> bytes:
+        return COMMENT
 
     def frame(self, chunk: Json) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"

@@ -30,8 +30,8 @@ _TIMEOUT_S = 1.0
 _REST_S = 5.0
 """Time after a failure in which nothing is stored, so that no answer waits for a Redis that is away."""
 
-# KEYS: response, responses, what the key of every response begins with. ARGV: name of the response, its data, seconds until
-# they expire, most responses.
+# KEYS: response, the tenant's responses, what the keys of all of these begin with. ARGV: id of the response, its data, seconds
+# until they expire, most responses.
 _PUT = (
     HEAL
     + """
@@ -42,9 +42,9 @@ local time, newest = redis.call('TIME'), redis.call('ZRANGE', KEYS[2], -1, -1, '
 local now = math.max(time[1] + time[2] / 1000000, (tonumber(newest) or 0) + 0.00001)
 redis.call('ZADD', KEYS[2], string.format('%.6f', now), ARGV[1])
 redis.call('PEXPIRE', KEYS[2], 1000 * ARGV[3])
-for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -(ARGV[4] + 1))) do
-  redis.call('DEL', KEYS[3] .. name)
-  redis.call('ZREM', KEYS[2], name)
+for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -(ARGV[4] + 1))) do
+  redis.call('DEL', KEYS[3] .. id)
+  redis.call('ZREM', KEYS[2], id)
 end
 """
 )
@@ -61,7 +61,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """`max_entries`: the oldest ones of the cluster are removed beyond it."""
+    """`max_entries`: beyond it, the oldest ones of the same tenant are removed."""
 
     def __init__(self, redis_url: str, cluster: str, max_entries: int) -> None:
         self._client = connect(redis_url)
@@ -79,14 +79,15 @@ class ResponseStore:
             return
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._put(f"{tenant}:{entry.response['id']}", data)
+                await self._put(tenant, str(entry.response["id"]), data)
         except (*UNREACHABLE, TimeoutError) as error:
             self._rest_until_s = monotonic() + _REST_S
             log.warning("responses are not stored: Redis: %s", short(error))
 
-    async def _put(self, name: str, data: bytes) -> None:
-        names = (self._keys.response(name), self._keys.responses, self._keys.response(""))
-        await self._client.eval(_PUT, len(names), *names, name, data, TTL_S, self._max_entries)
+    async def _put(self, tenant: str, response_id: str, data: bytes) -> None:
+        begin = self._keys.response(f"{tenant}:")
+        names = (begin + response_id, self._keys.responses(tenant), begin)
+        await self._client.eval(_PUT, len(names), *names, response_id, data, TTL_S, self._max_entries)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """The stored response. Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""
@@ -104,7 +105,7 @@ class ResponseStore:
         if not await self._ask(self._client.delete(key)):
             raise _unknown(response_id)
         with contextlib.suppress(Unavailable):  # it is deleted
-            await self._ask(self._client.zrem(self._keys.responses, f"{tenant}:{response_id}"))
+            await self._ask(self._client.zrem(self._keys.responses(tenant), response_id))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +16,7 @@ from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
 from router.http.openai.base_format import usage
-from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
+from router.http.openai.build_request import Caller, ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import ModelT, RequestT, completion_request, read_object
 from router.http.openai.samples import samples
@@ -28,7 +27,7 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
-from router.http.turns import maybe_on_thread, yield_turn
+from router.http.turns import yield_turn
 from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
@@ -38,6 +37,7 @@ _T = TypeVar("_T")
 
 _IDS = "kvrelay.ids"
 """Key of a request's `RequestIds` in its ASGI scope."""
+_IGNORED = b"x-kvrelay-ignored"
 _WARNINGS = "kvrelay.warnings"
 """Key of the headers that warn about a request."""
 
@@ -63,6 +63,21 @@ def warnings_of(request: Request) -> RawHeaders:
 
 def _warn(request: Request, header: bytes, text: str) -> None:
     request.scope[_WARNINGS] = [*warnings_of(request), (header, text.encode())]
+
+
+def _note_ignored(request: Request, names: str) -> None:
+    """Name fields, or the part of one, that have no effect."""
+    before = [text.decode() for name, text in warnings_of(request) if name == _IGNORED]
+    request.scope[_WARNINGS] = [each for each in warnings_of(request) if each[0] != _IGNORED]
+    _warn(request, _IGNORED, ", ".join([*before, names]))
+
+
+def caller_from(request: Request, user: str | None, priority: int | None) -> Caller:
+    """The caller of a request with these fields. If it may not use its `priority`, that is named as ignored."""
+    caller = caller_of(request.scope, user, priority)
+    if priority is not None and priority < caller.priority:
+        _note_ignored(request, "priority")
+    return caller
 
 
 def ids_of(request: Request) -> RequestIds | None:
@@ -103,22 +118,24 @@ async def parse_by(
 
     (body, unknown), size = await read_and(request, services, work)
     if unknown:
-        _warn(request, b"x-kvrelay-ignored", names_in_header(unknown))
+        _note_ignored(request, names_in_header(unknown))
         services.metrics.ignored_fields(len(unknown))
     return body, size
 
 
 async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
     """`work` on the body, and the body's size in bytes."""
-    data = await read_body(request, services.max_body_bytes, services.body_deadlines)
-    body = await maybe_on_thread(len(data), lambda: work(data))
+    data = await read_body(request, services.max_body_bytes, services.body_deadlines, services.body_work)
+    body = await services.body_work.run(request, len(data), lambda: work(data))
     await yield_turn()
     return body, len(data)
 
 
-async def generation_of(body: CompletionRequestBase, size: int, work: Callable[[], _T]) -> _T:
+async def generation_of(
+    request: Request, services: Services, body: CompletionRequestBase, size: int, work: Callable[[], _T]
+) -> _T:
     """`work()`, which makes the generations of a body of `size` bytes; on a thread if it may take long."""
-    return await (asyncio.to_thread(work) if body.has_grammar_text else maybe_on_thread(size, work))
+    return await services.body_work.run(request, size, work, on_thread=body.has_grammar_text)
 
 
 class PreparedChat(NamedTuple):
@@ -139,9 +156,11 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
     model = services.catalog.model_for(body.model, "generate")
-    caller = caller_of(request.scope, body.user, body.priority)
+    caller = caller_from(request, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
-    chat = PreparedChat(model, await generation_of(body, size, lambda: chat_generation(body, model, caller)))
+    chat = PreparedChat(
+        model, await generation_of(request, services, body, size, lambda: chat_generation(body, model, caller))
+    )
     if chat.generation.changes:
         _warn(request, b"x-kvrelay-fitted", printable("; ".join(chat.generation.changes)))
     return chat
@@ -178,7 +197,7 @@ async def serve(
     stream: bool,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
+    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping keep their
     HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
     """
     for each in wanted:
@@ -193,7 +212,7 @@ async def serve(
         ranked = options.returned < options.samples
         wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
     await yield_turn()
-    answer = Answer()
+    answer = Answer(services.stream_ping_s)
     ids: RequestIds = request.scope[_IDS]
     warnings = warnings_of(request)
     handed_over = False

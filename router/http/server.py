@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -25,7 +26,9 @@ from common.control.http_server import HttpServer, listen
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.body_work import BodyWork
 from router.http.direct_endpoints import DirectEndpoints
+from router.http.hosts import HostGuard
 from router.http.https import https_certificate
 from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
@@ -46,10 +49,6 @@ _OTHER_FILES = 4096
 """File descriptors reserved for everything else, mainly the links to the nodes."""
 _UNREAD_S = 60.0
 """Time without reading after which a client's connection is closed."""
-_IDLE_S = 65
-"""Keep-alive timeout: longer than the minute that is usual for load balancers and clients. A request sent on a connection
-that the router closes at that moment is lost, and the user gets a 502.
-"""
 _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
@@ -136,25 +135,29 @@ def http_server(
         adapters=AdapterControl(
             router.dispatcher.nodes,
             router.catalog,
-            allowed=config.allow_runtime_lora,
+            folder=config.lora_dir if config.allow_runtime_lora else None,
             admin_token=config.admin_token,
             tls_dir=config.tls_dir,
         ),
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
+        body_work=BodyWork(int(config.max_body_mb * 1e6)),
         api_keys=ApiKeys(
             api_keys(config.api_key),
             Path(config.api_key_file) if config.api_key_file else None,
         ),
         responses=responses,
         strict_parameters=config.strict_parameters,
+        stream_ping_s=config.stream_ping_s,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)
     _add_root(app, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
-    limited = ConnectionLimit(direct, _most_connections(), partial(_refusal, services.metrics.http_error))
+    names = [*listed("allowed_hosts", config.allowed_hosts), config.host]
+    hosts = HostGuard(direct, services.api_keys, names, services.metrics.http_error)
+    limited = ConnectionLimit(hosts, _most_connections(), partial(_refusal, services.metrics.http_error))
     certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(limited, config),
@@ -168,7 +171,7 @@ def http_server(
         server_header=False,
         backlog=1024,
         ssl_context_factory=None if certificate is None else certificate.make_context,
-        timeout_keep_alive=_IDLE_S,
+        timeout_keep_alive=cast("int", config.idle_connection_timeout_s),  # passed to `call_later`
         timeout_graceful_shutdown=int(_GRACE_S),
     )
     server = HttpServer(settings)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.http.body_work import BodyWork
 from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.metrics import Metrics
@@ -29,10 +30,13 @@ class Services:
     max_body_bytes: int
     body_deadlines: Deadlines[asyncio.Task[Any]]
     """When each request body must have arrived; made by `router.http.body.body_deadlines`."""
+    body_work: BodyWork
     api_keys: ApiKeys
     responses: ResponseStore | None = None
     """Where responses of `/v1/responses` are stored; None: nowhere."""
     strict_parameters: bool = False
     """Refuse fields that no known API has."""
+    stream_ping_s: float = 0.0
+    """Pause after which a stream sends a ping; 0: never."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The options that `/server_info` shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated
 
 from fastapi import FastAPI, Request
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from common.base.errors import BadRequest
 from router.http.answer_types import Prompt, Tokens
 from router.http.body_model import BodyModel
-from router.http.json_body import Json, to_json
+from router.http.json_body import Json, large_json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.checks import MAX_INT
@@ -20,7 +21,6 @@ from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
 from router.http.serve import parse_as, parse_by, warnings_of
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 from router.models.served_model import ServedModel
 
 
@@ -60,7 +60,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         """Token ids of a prompt or of a conversation."""
         body, size = await parse_by(request, services, _kind_of, _tokenize_request)
         model = services.catalog.get(body.model)
-        shown = await maybe_on_thread(size, lambda: to_json(_tokens(body, model)))
+        shown = await services.body_work.run(request, size, lambda: large_json(_tokens(body, model)))
         return JsonResponse(shown, headers=warnings_of(request))
 
     @app.post("/detokenize", openapi_extra=described(Prompt, body=DetokenizeRequest, errors=OF_BODIES))
@@ -70,7 +70,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         model = services.catalog.get(body.model)
         if any(token_id >= model.vocab_size for token_id in body.tokens):
             raise BadRequest(f"token ids must be below {model.vocab_size}", param="tokens")
-        text = await maybe_on_thread(size, lambda: model.tokenizer.decode(body.tokens))
+        text = await services.body_work.run(request, size, lambda: model.tokenizer.decode(body.tokens))
         return JsonResponse({"prompt": text}, headers=warnings_of(request))
 
 
@@ -88,7 +88,10 @@ def _tokenize_request(
 
 def _tokens(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> Json:
     ids = _token_ids(body, model)
-    strs = [model.tokenizer.token_str(token_id) for token_id in ids] if body.return_token_strs else None
+    strs = None
+    if body.return_token_strs:
+        token_str = lru_cache(model.vocab_size)(model.tokenizer.token_str)  # equal tokens share one string
+        strs = [token_str(token_id) for token_id in ids]
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
 
 

@@ -8,12 +8,13 @@ from types import coroutine
 from typing import TypeVar
 
 _T = TypeVar("_T")
-_MOST = 16_384
+FEW_BYTES = 16_384
+"""Work on at most this many bytes does not need a thread."""
 
 
 async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
     """`work()` on the event loop if its input is small, else on a thread. size: in bytes or characters."""
-    return work() if size <= _MOST else await asyncio.to_thread(work)
+    return work() if size <= FEW_BYTES else await asyncio.to_thread(work)
 
 
 @coroutine

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from common.base.counted import counted
-from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
+from common.base.errors import BadRequest, Forbidden, KvRelayError, NotFound, Unavailable
 from common.control.messages import NodeRecord
 from router.admin_http import admin_address, admin_http
 from router.models.catalog import ModelCatalog
@@ -27,23 +27,24 @@ class AdapterControl:
     """Implements `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
 
     def __init__(
-        self, nodes: NodeTable, catalog: ModelCatalog, *, allowed: bool, admin_token: str, tls_dir: str | None
+        self, nodes: NodeTable, catalog: ModelCatalog, *, folder: str | None, admin_token: str, tls_dir: str | None
     ) -> None:
+        """`folder`: the folder of all adapters that clients may load, as the nodes see it; None: they may load none."""
         self._nodes = nodes
         self._catalog = catalog
-        self._allowed = allowed
+        self._folder = folder
         self._admin_token = admin_token
         self._tls_dir = tls_dir
         self._lock = asyncio.Lock()
 
-    async def load(self, name: str, path: str, base: str | None) -> None:
-        """Load an adapter at all nodes of the model `base` (None: of the model without a name); returns when requests can
-        name it.
+    async def load(self, name: str, path: str, base: str | None, owner: str) -> None:
+        """Load an adapter of the client `owner` at all nodes of the model `base` (None: of the model without a name); returns when
+        requests can name it.
 
         Raises: Forbidden, NotFound; BadRequest if a node cannot use it, Unavailable if one does not answer; then the other
         nodes may have it.
         """
-        self._check_allowed()
+        folder = self._allowed_folder()
         known = next((model for model in self._catalog.models if model.name == name and model.adapter is None), None)
         if known is not None:
             raise BadRequest(f"{name!r} is the name of a model", param="lora_name")
@@ -52,15 +53,20 @@ class AdapterControl:
             raise BadRequest(f"{model.name!r} is no model that takes adapters", param="base_model_name")
         async with self._lock:
             records = self._records(model.base)
-            answers = await self._ask_all(records, "/lora/load", {"name": name, "path": path})
+            answers = await self._ask_all(
+                records, "/lora/load", {"name": name, "path": path, "below": folder, "owner": owner}
+            )
             digests = {str(answer["digest"]) for answer in answers}
             if len(digests) > 1:
                 raise BadRequest(f"{path} holds other weights at some nodes than at others", param="lora_path")
             await self._until_registered(records, name, digests)
 
-    async def unload(self, name: str) -> None:
-        """Unload an adapter from all nodes that have it; requests that run finish with it. Raises: what `load` raises."""
-        self._check_allowed()
+    async def unload(self, name: str, owner: str) -> None:
+        """Unload an adapter from all nodes that have it, if the client `owner` has loaded it; requests that run finish with it.
+
+        Raises: what `load` raises.
+        """
+        self._allowed_folder()
         async with self._lock:
             records = [
                 record
@@ -69,15 +75,16 @@ class AdapterControl:
             ]
             if not records:
                 raise NotFound(f"no LoRA adapter is named {name!r}", param="lora_name", code="model_not_found")
-            await self._ask_all(records, "/lora/unload", {"name": name})
+            await self._ask_all(records, "/lora/unload", {"name": name, "owner": owner})
             await self._until_registered(records, name, set())
 
-    def _check_allowed(self) -> None:
-        if not self._allowed:
+    def _allowed_folder(self) -> str:
+        if self._folder is None:
             raise Forbidden(
                 "adapters are not loaded or unloaded through the API: start the router with --allow-runtime-lora, or use "
                 "kvrelay admin lora"
             )
+        return self._folder
 
     def _records(self, model: str) -> list[NodeRecord]:
         records = [node.record for node in self._nodes.known() if node.listed and node.record.model.name == model]
@@ -97,13 +104,14 @@ class AdapterControl:
         if failed:
             done = len(records) - len(failed)
             why = "; ".join(f"{node}: {error}" for node, error in failed)
-            kind = BadRequest if all(isinstance(error, BadRequest) for _, error in failed) else Unavailable
+            kinds = {type(error) for _, error in failed}
+            kind = kinds.pop() if kinds in ({BadRequest}, {Forbidden}) else Unavailable
             raise kind(f"{done} of {counted(len(records), 'node')} did it; {why}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     @staticmethod
     async def _ask(http: httpx.AsyncClient, record: NodeRecord, path: str, body: dict[str, str]) -> dict[str, Any]:
-        """Raises: BadRequest if the node refuses, Unavailable if it does not answer."""
+        """Raises: BadRequest or Forbidden if the node refuses, Unavailable if it does not answer."""
         address = await admin_address(record)
         try:
             answer = await http.post(address + path, json=body)
@@ -113,7 +121,8 @@ class AdapterControl:
         if answer.status_code == 200:
             return found
         message = str(found.get("error", {}).get("message", answer.status_code))
-        raise BadRequest(message) if answer.status_code in (400, 404) else Unavailable(message)
+        kinds: dict[int, type[KvRelayError]] = {400: BadRequest, 404: BadRequest, 403: Forbidden}
+        raise kinds.get(answer.status_code, Unavailable)(message)
 
     async def _until_registered(self, records: list[NodeRecord], name: str, digests: set[str]) -> None:
         """Wait until all these nodes that are still there have registered the adapter with a digest of these, or none."""

@@ -134,15 +134,15 @@ class RegisteredModel:
         """The nodes that compute with the weights, dtype, quantization and KV type of those in use, as long as one of these
         decodes; then with those of the oldest that decodes.
         """
-        decoding = _decoding(records)
-        if decoding and all(_weights_of(each) != self._weights for each in decoding):
-            self._weights = _weights_of(decoding[0])
-        same = [record for record in records if _weights_of(record) == self._weights]
-        for record in records:
-            if record not in same:
-                assert self._weights is not None
-                difference = first_difference(_weights_of(record), self._weights)
-                assert difference is not None
+        decoding = [_weights_of(record) for record in _decoding(records)]
+        if decoding and self._weights not in decoding:
+            self._weights = decoding[0]
+        if self._weights is None:
+            return records
+        found = [(record, first_difference(_weights_of(record), self._weights)) for record in records]
+        same = [record for record, difference in found if difference is None]
+        for record, difference in found:
+            if difference is not None:
                 what, theirs, ours = difference
                 what = what if what == "fingerprint" else f"KV's {what}"
                 why = f"it would answer otherwise than {_decoding(same)[0].peer.node_id}: its {what} is {theirs!r}, not {ours!r}"

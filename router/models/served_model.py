@@ -83,6 +83,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         of_tokenizer, chat_template=options.chat_template, fits_conversations=options.fit_conversations
     )
     tokenizer.check_template()
+    tokenizer.check_vocabulary(facts.vocab_size)
     formats = choose_formats(
         tokenizer.template_source,
         lambda token: tokenizer.token_id(token) is not None,

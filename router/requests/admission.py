@@ -61,9 +61,11 @@ class Objectives:
             )
 
 
-def crowded(prefill: Fleet, decode: Fleet) -> str:
-    """Why another request must wait: every node of a role has enough. Empty if it need not wait."""
-    if decode.incarnations and _all(_running, decode):
+def crowded(prefill: Fleet, decode: Fleet, *, within_share: bool = False) -> str:
+    """Why another request must wait: every node of a role has enough. Empty if it need not wait. `within_share`: its tenant has
+    less than its share of the decode nodes' slots, so that they make room for it.
+    """
+    if decode.incarnations and not within_share and _all(_running, decode):
         return "every decode node has more requests than it can run"
     if prefill.incarnations and _all(_computing, prefill):
         queue_s = float(prefill.columns.slow_backlog.min()) * prefill.costs.queued_token_s

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from common.base.clock import Clock
@@ -18,6 +19,7 @@ from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.fair_queue import FairQueue
 from router.requests.full_queue import begun_of_others, victims
 from router.requests.queued_request import NOBODY, QueuedRequest, Siblings, Tenant
+from router.requests.slot_shares import SlotShares
 
 CallSoon = Callable[[Callable[[], None]], object]
 """Runs the callback after the current event has been handled."""
@@ -38,6 +40,7 @@ class QueueEntry(NamedTuple):
 
 
 class _Waiter(NamedTuple):
+    tenant: str
     admit: Callable[[], None]
     refuse: Callable[[Overloaded], None]
 
@@ -60,6 +63,7 @@ class AdmissionQueue:
         self._clock = clock
         self._call_soon = call_soon
         self._queue = FairQueue()
+        self._slots = SlotShares()
         self._followers: dict[str, QueuedRequest] = {}
         """By id, requests that wait for a sibling before they enter. They only count."""
         self._waiters: dict[str, _Waiter] = {}
@@ -86,31 +90,43 @@ class AdmissionQueue:
         adapter: Adapter | None = None,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
-        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the adapter that it needs.
+        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the adapter that it needs. A tenant
+        that has less than its share of the decode nodes' slots waits for no tenant that has more.
 
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
         self._followers.pop(request_id, None)
-        ahead_s = wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
-        if decision is not None and not (siblings is not None and siblings.admitted):
+        ahead, ahead_s = len(self._queue), wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
+        reason, takes_its_share = self._crowded(adapter) or ("others wait before it" if ahead else ""), False
+        if reason and self.has_free_share(tenant) and tenant.name not in self._queue.counts:
+            reason = self._crowded(adapter, within_share=True)
+            takes_its_share = not reason  # nodes make room for it: what they would estimate is too long
+        if decision is not None and not takes_its_share and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
-        ahead = len(self._queue)
-        reason = self._crowded(adapter) or ("others wait before it" if ahead else "")
         if not reason:
+            self._slots.add(request_id, tenant.name)
             return None
         answer_tokens = min(max_tokens, int(decode.costs.output_tokens))
         deadline_s = self._clock() + self._max_wait_s
         self._queue.push(
             QueuedRequest(request_id, prompt_tokens, answer_tokens, deadline_s, priority, tenant, siblings, adapter)
         )
-        self._waiters[request_id] = _Waiter(admit, refuse)
+        self._waiters[request_id] = _Waiter(tenant.name, admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
     def follow(self, request_id: str, *, priority: int, tenant: Tenant, siblings: Siblings) -> None:
         """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
         self._followers[request_id] = QueuedRequest(request_id, 0, 0, math.inf, priority, tenant, siblings)
+
+    def has_free_share(self, tenant: Tenant, count: int = 1) -> bool:
+        """Whether `count` more requests of this tenant are within its share of the decode nodes' slots."""
+        return self._slots.has_room(tenant.name, count, self._queue.counts, self._num_slots)
+
+    @property
+    def _num_slots(self) -> float:
+        return float(self._decode.columns.capacity.sum())
 
     def victims(self, tenant: Tenant, count: int, priority: int) -> list[str]:
         """The queued requests to refuse so that `tenant` gets up to `count` places of this priority."""
@@ -134,6 +150,7 @@ class AdmissionQueue:
         self._followers.pop(request_id, None)
         self._queue.remove(request_id)
         self._waiters.pop(request_id, None)
+        self._slots.remove(request_id)
 
     def release_soon(self) -> None:
         """Release requests after the current event: its request may not have carried out all its instructions yet."""
@@ -148,21 +165,31 @@ class AdmissionQueue:
         self.release_soon()
 
     def _release(self) -> None:
-        """Admit requests in fair order until the nodes have enough."""
+        """Admit requests in fair order until the nodes have enough; first those of tenants that have less than their share."""
         self._release_due = False
-        while len(self._queue) and not self._crowded():
-            request_id = self._queue.pop(list(filter(self._crowded, self._queue.adapters)))
+        while len(self._queue):
+            request_id = self._pop(self._slots.below(self._queue.counts, self._num_slots)) or self._pop()
             if request_id is None:
                 return
-            self._waiters.pop(request_id).admit()
+            waiter = self._waiters.pop(request_id)
+            self._slots.add(request_id, waiter.tenant)
+            waiter.admit()
 
-    def _crowded(self, adapter: Adapter | None = None) -> str:
+    def _pop(self, below_share: Collection[str] | None = None) -> str | None:
+        """Take the request whose turn it is, of those that have room, out of the queue. `below_share`: only from these tenants."""
+        crowded = partial(self._crowded, within_share=below_share is not None)
+        if crowded() or (below_share is not None and not below_share):
+            return None
+        return self._queue.pop(list(filter(crowded, self._queue.adapters)), below_share)
+
+    def _crowded(self, adapter: Adapter | None = None, *, within_share: bool = False) -> str:
         """Why a request must wait for all nodes, or for those that serve its adapter; empty if it need not wait."""
         prefill, decode = self._prefill, self._decode
-        reason = crowded(prefill, decode)
+        reason = crowded(prefill, decode, within_share=within_share)
         if reason or adapter is None:
             return reason
-        reason = crowded(with_adapter(prefill, adapter), with_adapter(decode, adapter))
+        able = with_adapter(prefill, adapter), with_adapter(decode, adapter)
+        reason = crowded(*able, within_share=within_share)
         return reason and f"{reason}, of those with LoRA adapter {adapter.name!r}"
 
     def _give_up(self, request_id: str, reason: str, retry_after_s: float) -> None:

@@ -229,7 +229,8 @@ class Dispatcher:
             generation.start()
 
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY, priority: int = 0) -> None:
-        """Refuse early what `submit` would refuse.
+        """Refuse early what `submit` would refuse; for requests of other tenants nothing, while `tenant` has less than its share of
+        the decode nodes' slots.
 
         Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
         and too few requests that these may replace; Unavailable when the router stops.
@@ -250,6 +251,9 @@ class Dispatcher:
             return []
         self._start(len(self._fresh))
         queue, too_many = state.admission_queue, len(state.unanswered) + count - most
+        own = sum(self._requests[each].tenant.name == tenant.name for each in state.unanswered)
+        if own + count <= most and queue.has_free_share(tenant, count):
+            return []
         victims = queue.victims(tenant, min(count, too_many), priority)
         begun_of_others = min(queue.begun_of_others(tenant), most)  # at most 2 * most wait, however many tenants
         if len(victims) < min(count, too_many - begun_of_others):

@@ -7,7 +7,7 @@ looks at all requests: a router holds a few hundred (`--max-waiting`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -49,6 +49,11 @@ class FairQueue:
         """The adapters that they need."""
         return {each.adapter for each in self.requests if each.adapter is not None}
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of requests of each tenant."""
+        return Counter([each.tenant.name for each in self.requests])
+
     def push(self, queued: QueuedRequest) -> None:
         """Queue a request. Its id must be new."""
         assert queued.request_id not in self._queued, queued.request_id
@@ -58,11 +63,15 @@ class FairQueue:
         """Take a request out; an id that is not here is ignored."""
         self._queued.pop(request_id, None)
 
-    def pop(self, crowded: Collection[Adapter] = ()) -> str | None:
+    def pop(self, crowded: Collection[Adapter] = (), tenants: Collection[str] | None = None) -> str | None:
         """Take out the request whose turn it is. `crowded`: adapters whose nodes have no room; requests with these have no part
-        in the turn.
+        in the turn. `tenants`: only requests of these have.
         """
-        ready = [each for each in self.requests if each.adapter not in crowded]
+        ready = [
+            each
+            for each in self.requests
+            if each.adapter not in crowded and (tenants is None or each.tenant.name in tenants)
+        ]
         if not ready:
             return None
         priority = min(each.priority for each in ready)

@@ -158,7 +158,7 @@ class Generation(RunningRequest[Flow]):
         self.story.add("shares_prompt", "waits for the first sample of its prompt")
         if choose.is_new:
             self._router.admission_queue.follow(
-                self.request_id, priority=self._priority, tenant=self._tenant, siblings=self.flow.siblings
+                self.request_id, priority=self._priority, tenant=self.tenant, siblings=self.flow.siblings
             )
         return f.SampleAwaited()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from common.control.messages import Adapter
@@ -15,6 +16,11 @@ class Tenant(NamedTuple):
     name: str = ""
     """A hash of the API key, or the client's address where there are no keys."""
     user: str = ""
+
+    @property
+    def digest(self) -> str:
+        """What nodes learn of the name."""
+        return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest() if self.name else ""
 
 
 NOBODY = Tenant()

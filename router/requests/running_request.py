@@ -49,7 +49,7 @@ class RunningRequest(Generic[_Flow]):
         self.story = story
         flow.story = story.events
         self._router = router
-        self._tenant, self._priority = tenant, priority
+        self.tenant, self._priority = tenant, priority
         self._deadline_s = deadline_s
         self.outcome: Any = None
         """How the request ended; None while it runs."""
@@ -182,7 +182,7 @@ class RunningRequest(Generic[_Flow]):
                 admit=self.on_ready,
                 refuse=self.on_refused,
                 priority=self._priority,
-                tenant=self._tenant,
+                tenant=self.tenant,
                 siblings=self.flow.siblings,
                 adapter=adapter,
             )

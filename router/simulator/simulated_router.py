@@ -257,6 +257,7 @@ class SimulatedRouter:
 
     def finished(self, request: SimRequest) -> None:
         """The last token arrived."""
+        self._queue.remove(request.key.request_id)
         self._release(request.decode_node.node_id, request.key)
         self._placer.answered(request.output_tokens)
 

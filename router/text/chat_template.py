@@ -1,7 +1,7 @@
 """Renders chat templates as Hugging Face does, in jinja2's sandbox. Router process, any thread.
 
-A template comes with the model and is not trusted: it runs in the immutable sandbox and sees only plain
-strings, lists and dicts.
+A template comes with the model and is not trusted: it runs in the immutable sandbox, sees only plain strings, lists and dicts, and
+ends after a number of steps (`router.text.template_steps`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 from router.text.conversation_fit import REASONING_NAMES, ConversationFit
 from router.text.json_text import JsonText
+from router.text.template_steps import STEP, BoundedEnvironment, Steps, count_steps
 from router.text.tool_fit import ToolFit
 
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
@@ -73,7 +73,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment: Any = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
@@ -84,11 +84,12 @@ class ChatTemplate:
         self._expects_null_content = _NULL_CONTENT.search(source) is not None
         try:
             parsed = environment.parse(source)
+            variables = jinja2.meta.find_undeclared_variables(parsed)
+            count_steps(parsed)
             self._template = environment.from_string(parsed)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
         self.source = source
-        variables = jinja2.meta.find_undeclared_variables(parsed)
         self.tool_use = ToolFit(self.render, names_tools="tools" in variables)
         self._effort_variables = variables & {"reasoning_effort", "enable_thinking", "thinking"}
         self.conversations = ConversationFit(self.render)
@@ -140,15 +141,27 @@ class ChatTemplate:
             "tools": tools,
         }
         try:
-            return self._template.render(variables, messages=shown)
+            return self._rendered({**variables, "messages": shown})
         except _FAILURES as error:
             easier, described = [_easier(each) for each in messages], [_described(each) for each in tools or ()]
             if [*easier, *described] == [*messages, *(tools or ())]:
                 raise _refusal(error) from error
         try:
-            return self._template.render(variables, messages=easier, tools=described or None)
+            return self._rendered({**variables, "messages": easier, "tools": described or None})
         except _FAILURES as error:
             raise _refusal(error) from error
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        """What `jinja2.Template.render` returns. Macros and the context refer to each other: without an end of that, a conversation
+        waits for the garbage collector.
+        """
+        context = self._template.new_context({**variables, STEP: Steps()})
+        try:
+            return "".join(self._template.root_render_func(context))
+        finally:
+            context.vars.clear()
+            context.exported_vars.clear()
+            context.parent.clear()
 
 
 def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:

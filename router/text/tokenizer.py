@@ -22,11 +22,24 @@ from router.text.conversation_fit import FittedMessages
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import SAMPLE, PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
+from router.text.text_cuts import PIECE_CHARS, TextCuts, groups_of
 from router.text.tool_fit import FittedTools, WriteCalls
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
 _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"))
 """Fill-in-the-middle tokens of Qwen and others, and of CodeLlama."""
+
+
+class Part(NamedTuple):
+    """The part of a text's tokens that is needed."""
+
+    limit: int | None = None
+    """At most this many tokens; None: all."""
+    from_end: bool = False
+    """They are the last ones."""
+
+
+WHOLE = Part()
 
 
 class FimIds(NamedTuple):
@@ -103,14 +116,59 @@ class Tokenizer:
                 return FimIds(*ids)
         return None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain text, including special tokens such as bos where the model expects them."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, part: Part = WHOLE) -> list[int]:
+        """Token ids of a plain text, including special tokens such as bos where the model expects them. `part`: what is needed;
+        tokens of a long text outside of it may be missing.
+        """
+        return self._encode_texts([text], add_special_tokens, part)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, part: Part = WHOLE
+    ) -> list[list[int]]:
+        """Token ids of several plain texts, each encoded as by `encode`."""
+        found: list[list[int]] = []
+        for group in groups_of(texts):
+            if len(group) == 1:
+                found.append(self._encode_texts(group, add_special_tokens, part))
+            else:
+                encoded = self._raw.encode_batch_fast(list(group), add_special_tokens=add_special_tokens)
+                found += [each.ids for each in encoded]
+        return found
+
+    def _encode_texts(self, texts: Sequence[str], add_special_tokens: bool, part: Part) -> list[int]:
+        """Token ids of texts that are the parts of one. Long ones are encoded in pieces."""
+        if len(texts) == 1 and len(texts[0]) <= PIECE_CHARS:
+            return self._encode_piece(texts[0], add_special_tokens=add_special_tokens)
+        pieces = [
+            piece for text in texts for piece in (self._cuts.pieces(text) if len(text) > PIECE_CHARS else (text,))
+        ]
+        numbers = range(len(pieces))
+        ids: list[int] = []
+        for number in reversed(numbers) if part.from_end else numbers:
+            found = (self._encode_within if number else self._encode_piece)(pieces[number])
+            ids += [self._ids[each] for each in (reversed(found) if part.from_end else found)]
+            if part.limit is not None and len(ids) > part.limit:
+                break
+        if part.from_end:
+            ids.reverse()
+        if not add_special_tokens:
+            return ids
+        around, before = self._encode_piece("", add_special_tokens=True), self._special_around[0]
+        return [*around[:before], *ids, *around[before:]]
+
+    def _encode_piece(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         # The "fast" variant does not compute each token's offset in the text.
         return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several plain texts, each encoded as by `encode`."""
-        return [each.ids for each in self._raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+    @cached_property
+    def _cuts(self) -> TextCuts:
+        added = list(self._raw.get_added_tokens_decoder().values())
+        return TextCuts(self._raw.get_vocab(with_added_tokens=True), added, self._encode_piece, self._encode_within)
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        """All token ids: a list of these takes a quarter of the memory of a list of new numbers."""
+        return list(range(max(self._raw.get_vocab(with_added_tokens=True).values()) + 1))
 
     def cut(self, ids: list[int], limit: int, *, keep_last: bool = False) -> list[int]:
         """Cut the token ids of a text to at most `limit`. The special tokens that `encode` put around it stay, and its first
@@ -168,6 +226,23 @@ class Tokenizer:
             except BadRequest as error:
                 reason = error.message.partition(": ")[2]
                 raise ConfigError(f"the chat template refuses a single message of a user ({reason})") from error
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises: ConfigError if the chat template writes a token that the model, which has ids below `vocab_size`, does not have."""
+        if self._template is None:
+            return
+        sources = {template.source for template in (self._template, self._tool_template) if template is not None}
+        added = self._raw.get_added_tokens_decoder()
+        beyond = {id_: token.content for id_, token in added.items() if id_ >= vocab_size}
+        written = [id_ for id_, text in beyond.items() if any(text in source for source in sources)]
+        if beyond and not written:  # by a variable, such as bos_token
+            ids = self.encode_chat(self._template.render([{"role": "user", "content": "Hello"}]))
+            written = [id_ for id_ in ids if id_ in beyond]
+        if written:
+            raise ConfigError(
+                f"the chat template writes {beyond[written[0]]!r}, which is token {written[0]}, and the model has only {vocab_size}: "
+                "its tokenizer or its template is of another model; --chat-template can name another template"
+            )
 
     @property
     def template_source(self) -> str:
@@ -243,18 +318,18 @@ class Tokenizer:
             kwargs=kwargs and separated(kwargs),
         )
 
-    def encode_chat(self, rendered: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered conversation, which contains its special tokens."""
-        first, *others = rendered.split(SEPARATOR)
-        ids = self.encode(first, add_special_tokens=add_special_tokens)
-        for part in others:
-            ids += self.encode_within(part)
-        return ids
+    def encode_chat(self, rendered: str, *, add_special_tokens: bool = False, part: Part = WHOLE) -> list[int]:
+        """Token ids of a rendered conversation, which contains its special tokens. `part`: as in `encode`."""
+        return self._encode_texts(rendered.split(SEPARATOR), add_special_tokens, part)
 
     def encode_within(self, text: str) -> list[int]:
         """Token ids of a text in the middle of another one, before which sentencepiece's kind must put no space."""
         encode = partial(self.encode, add_special_tokens=False)
         return (without_space(encode) if self.pieces.kind == "fallback" else encode)(text)
+
+    def _encode_within(self, piece: str) -> list[int]:
+        encode = self._encode_piece
+        return (without_space(encode) if self.pieces.kind == "fallback" else encode)(piece)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of these ids."""

@@ -18,6 +18,7 @@ from starlette.types import Scope
 from common.base.endpoints import is_loopback
 from common.base.errors import Forbidden, Unauthorized
 from common.cluster.running_clusters import running_clusters
+from router.http.hosts import host_name
 
 _SET_BY_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 ACTION_HEADER = "x-kvrelay-ui"
@@ -72,7 +73,7 @@ def is_local(scope: Scope) -> bool:
     """Whether the caller is on this host and addresses it by a local name: a page of another site whose name was rebound to this host
     does not. Requests that a proxy on this host forwards may come from anywhere."""
     headers, client = Headers(scope=scope), scope.get("client")
-    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    host = host_name(headers.get("host", ""))
     by_proxy = any(name in headers for name in _SET_BY_PROXIES)
     return client is not None and is_loopback(client[0]) and is_loopback(host) and not by_proxy
 

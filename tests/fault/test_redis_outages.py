@@ -28,9 +28,10 @@ def play(scene: Coroutine[Any, Any, None], timeout_s: float = 60) -> None:
 class World:
     """Two nodes and two routers; the first node's blocks change now and then."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, answers: bool = False) -> None:
+        """`answers`: the nodes answer the routers."""
         self.nodes = [ANode(url, "c", make_record(f"n{i}")) for i in range(2)]
-        self.routers = [ARouter(url, "c") for _ in range(2)]
+        self.routers = [ARouter(url, "c", answers=lambda _: answers) for _ in range(2)]
         self.held = names(9000)
         self.nodes[0].stored(self.held)
         self.nodes[1].stored(names(10))
@@ -151,5 +152,33 @@ def test_replica_that_lags_takes_over_the_address(tmp_path: Path) -> None:
                 crash.close()
                 ask(replica, "CONFIG", "SET", "port", port)
                 await world.rebuilt(port, time.monotonic())
+
+    play(scene())
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
+def test_server_that_evicts_keys_takes_no_node_that_answers(tmp_path: Path, policy: str) -> None:
+    async def scene() -> None:
+        with redis_server_with(tmp_path, "maxmemory 3mb", f"maxmemory-policy {policy}") as port:
+            world = World(f"redis://127.0.0.1:{port}/0", answers=True)
+            directories = [router.directory for router in world.routers]
+            async with running(*world.nodes, *world.routers):
+                await until(world.known)
+                until_s = time.monotonic() + 6 * LEASE_S
+                lost = turn = 0
+                while time.monotonic() < until_s:
+                    turn += 1
+                    with redis.Redis(port=port) as full:
+                        for number in range(50):
+                            full.set(f"other:{turn}:{number}", b"x" * 20_000)
+                    lost += ask(port, "EXISTS", KEYS.nodes) == 0
+                    await asyncio.sleep(0.01)
+                    assert [len(directory.records) for directory in directories] == [2, 2]
+                assert lost > 0, "the key was evicted at least once"
+                assert {directory.evicts for directory in directories} == {policy}
+                ask(port, "CONFIG", "SET", "maxmemory", "0")
+                await world.rebuilt(port, time.monotonic())
+                await world.nodes[1].stop()
+                await until(lambda: [len(directory.records) for directory in directories] == [1, 1], LEASE_S)
 
     play(scene())

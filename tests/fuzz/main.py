@@ -30,8 +30,17 @@ from support.system import System, running_system  # noqa: E402
 from common.cluster.records import Records  # noqa: E402
 from common.control.messages import NodeRecord  # noqa: E402
 from common.security.tls import open_credentials  # noqa: E402
-from fuzz.files import FileTarget  # noqa: E402
-from fuzz.targets import ControlTarget, DataTarget, HttpTarget, Place, RedisTarget, SharedMemoryTarget, Target  # noqa: E402
+from fuzz.files import AdapterTarget, FileTarget  # noqa: E402
+from fuzz.targets import (  # noqa: E402
+    ControlTarget,
+    DataTarget,
+    HostTarget,
+    HttpTarget,
+    Place,
+    RedisTarget,
+    SharedMemoryTarget,
+    Target,
+)
 from fuzz.tls_targets import TlsTarget, ZmtpTarget  # noqa: E402
 from fuzz.watch import Service, Watch  # noqa: E402
 
@@ -48,7 +57,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cases", type=int, default=10**9, help="stop after this many")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9))
-    parser.add_argument("--targets", default="http,control,data,zmtp,shm,redis,files,tls")
+    parser.add_argument("--targets", default="http,hosts,control,data,zmtp,shm,redis,files,adapters,tls")
     parser.add_argument("--tls", action="store_true", help="services have certificates; `tls` is a target only then")
     parser.add_argument("--only", help="TARGET:NUMBER, to repeat one case")
     arguments = parser.parse_args()
@@ -78,15 +87,17 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
     tls_dir = psutil.Process(system.process("router")["pid"]).environ().get("KVRELAY_TLS_DIR")
     credentials = open_credentials(tls_dir)
     place = Place(system.url, redis_url, _records(redis_url, tls_dir), credentials)
-    files = FileTarget()
+    files, adapters = FileTarget(), AdapterTarget()
     targets: list[Target] = [
         HttpTarget(place),
+        HostTarget(place),
         ControlTarget(place),
         DataTarget(place),
         SharedMemoryTarget(place),
         RedisTarget(place),
         ZmtpTarget(place),
         files,
+        adapters,
         *([TlsTarget(place)] if arguments.tls else []),
     ]
     targets = [target for target in targets if target.name in arguments.targets.split(",")]
@@ -119,6 +130,7 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
     with contextlib.suppress(asyncio.CancelledError):
         await streaming
     files.close()
+    adapters.close()
     return {
         "seed": arguments.seed,
         "cases": dict(counts),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from common.control.messages import NodeRecord
 from common.security.names import host_of
 from common.security.tls import Credentials
 from fuzz import mutate
-from fuzz.traffic import HTTP_CALLS, control_messages, data_header
+from fuzz.traffic import HOSTS, HTTP_CALLS, control_messages, data_header
 from kvtransfer.transports.choose import parse_offers
 from kvtransfer.transports.shm import ring
 
@@ -84,11 +85,50 @@ class HttpTarget:
             text = json.dumps(mutate.structure(rng, body)).encode("utf-8", "surrogatepass")
         else:
             text = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
         if rng.random() < 0.4:
             request = mutate.raw(rng, request)
         await _talk(self._host, self._port, request, waits=rng.random() < 0.8)
+
+
+class HostTarget:
+    """Mutated `Host` headers. Raises: ValueError if one is answered that names neither an address nor this host."""
+
+    name = "hosts"
+
+    def __init__(self, place: Place) -> None:
+        parts = urlsplit(place.url)
+        self._host, self._port = parts.hostname or "", parts.port or 0
+
+    async def send_case(self, rng: random.Random) -> None:
+        value = rng.choice(HOSTS).encode()
+        if rng.random() < 0.7:
+            value = mutate.raw(rng, value)
+        path = rng.choice(["/v1/models", "/ui/api/nodes", "/metrics"])
+        head = f"GET {path} HTTP/1.1\r\nConnection: close\r\nHost: ".encode() + value + b"\r\n\r\n"
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_WAIT_S):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                try:
+                    writer.write(head)
+                    status = (await reader.readline()).split(b" ")[1:2]
+                finally:
+                    writer.transport.abort()
+                if status == [b"200"] and not _is_own(value):
+                    raise ValueError(f"Host {value!r} was answered")
+
+
+def _is_own(value: bytes) -> bool:
+    """Whether a header's value is an address or a name of this host, with a port or without; or has line breaks, and so more headers."""
+    if b"\n" in value or b"\r" in value:
+        return True
+    text = value.decode("latin-1").strip(" \t")
+    name = text if text.endswith("]") else text.rpartition(":")[0] if ":" in text else text
+    name = name.removeprefix("[").removesuffix("]").rstrip(".").lower()
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name in ("", "localhost", socket.gethostname().lower())
 
 
 class ControlTarget:
@@ -205,10 +245,15 @@ class RedisTarget:
                 lambda: self._change_record(rng, key),
                 lambda: self._change_record(rng, key),
                 lambda: self._client.delete(key),
+                lambda: self._evict(rng, keys),
                 lambda: self._replace(rng, key),
                 lambda: self._invent(rng, key),
             ]
             await rng.choice(choices)()
+
+    async def _evict(self, rng: random.Random, keys: list[bytes]) -> None:
+        """Delete many keys at once, as a Redis does that has no memory left."""
+        await self._client.delete(*rng.sample(keys, rng.randint(1, len(keys))))
 
     async def _change_record(self, rng: random.Random, key: bytes) -> None:
         if b":node:" not in key:

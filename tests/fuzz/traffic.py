@@ -32,6 +32,7 @@ _TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
+HOSTS = ("localhost", "127.0.0.1:8000", "[::1]:80", "evil.example", "evil@127.0.0.1", "127.0.0.1.evil.example:1")
 HTTP_CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 2, "logprobs": 1, "seed": 3, "stop": ["x"]}),
     (

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.thorough
 
 NUM_ADAPTERS = 8
 NEW_TOKENS = 24
-OPTIONS = ("--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0", "--allow-runtime-lora", "true")
+OPTIONS = (
+    *("--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0", "--allow-runtime-lora", "true"),
+    *("--speculate", "suffix"),
+)
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Adapters:
     def served(self, folder: Path, names: Sequence[str], *options: str) -> Iterator[System]:
         """A cluster with these adapters; at its end all blocks must be free."""
         given = [f"{name}={self.files[name]}" for name in names]
-        with running_system(folder, "--model", str(self.base), *OPTIONS, *options, "--lora", *given) as system:
+        with running_system(
+            folder, "--model", str(self.base), *OPTIONS, "--lora-dir", str(self.folder), *options, "--lora", *given
+        ) as system:
             system.wait_usable()
             wait_until(lambda: set(names) <= listed(system), 30, "the adapters are listed")
             yield system

@@ -22,6 +22,7 @@ from support.stub_node import MAX_LEN, StubNode, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
+from common.base.errors import NotFound
 from common.cluster.redis_keys import Keys
 from common.config.service_configs import RouterConfig
 from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
@@ -338,6 +339,21 @@ def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, clus
     asyncio.run(main())
 
 
+def test_responses_of_one_tenant_never_remove_those_of_another(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        store, kept = ResponseStore(redis_server.url, cluster, 3), f"resp_{0:024x}"
+        await store.put("calm", StoredResponse({"id": kept}, []))
+        for index in range(1, 20):
+            await store.put("greedy", StoredResponse({"id": f"resp_{index:024x}"}, []))
+        assert (await store.get("calm", kept)).response == {"id": kept}
+        with pytest.raises(NotFound, match="no stored response"):
+            await store.get("greedy", f"resp_{16:024x}")
+        assert (await store.get("greedy", f"resp_{17:024x}")).response
+        await store.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("what", ["text", "later"])
 def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_ahead(
     redis_server: RedisServer, cluster: str, what: str
@@ -345,12 +361,12 @@ def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_a
     """Where the list's key had another type, responses were stored without a bound on their number. Where the list was full of
     entries from a router whose clock was ahead, each new response was removed at once, as the oldest."""
     ids = [f"resp_{index:024x}" for index in range(4)]
-    key = Keys(cluster).responses
+    key = Keys(cluster).responses("t")
     redis = Redis.from_url(redis_server.url)
     if what == "text":
         redis.set(key, "text")
     else:
-        redis.zadd(key, {f"t:resp_{index:024x}": time.time() + 1e7 for index in range(10, 12)})
+        redis.zadd(key, {f"resp_{index:024x}": time.time() + 1e7 for index in range(10, 12)})
 
     async def main() -> None:
         store = ResponseStore(redis_server.url, cluster, 2)
@@ -361,5 +377,5 @@ def test_the_store_heals_a_key_of_another_type_and_entries_of_a_clock_that_was_a
         await store.close()
 
     asyncio.run(main())
-    assert redis.zrange(key, 0, -1) == [f"t:{each}".encode() for each in ids[2:]]
+    assert redis.zrange(key, 0, -1) == [each.encode() for each in ids[2:]]
     redis.close()

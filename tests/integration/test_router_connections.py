@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.router_bench import Bench, play
 
-import router.http.server
-
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
 
@@ -82,11 +80,7 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize("parts", UNFINISHED.values(), ids=list(UNFINISHED))
-def test_a_connection_without_a_request_is_closed(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
-) -> None:
-    monkeypatch.setattr(router.http.server, "_IDLE_S", 0.3)
-
+def test_a_connection_without_a_request_is_closed(model_folder: Path, parts: list[bytes]) -> None:
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
         for part in parts:
@@ -96,14 +90,10 @@ def test_a_connection_without_a_request_is_closed(
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
 
-    play(model_folder, scene)
+    play(model_folder, scene, config={"idle_connection_timeout_s": 0.3})
 
 
-def test_a_connection_is_kept_while_its_request_is_answered(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router.http.server, "_IDLE_S", 0.2)
-
+def test_a_connection_is_kept_while_its_request_is_answered(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         bench.decode.gate.clear()
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
@@ -113,7 +103,7 @@ def test_a_connection_is_kept_while_its_request_is_answered(
         assert (await answer(reader))[0] == 200
         writer.close()
 
-    play(model_folder, scene)
+    play(model_folder, scene, config={"idle_connection_timeout_s": 0.2})
 
 
 def test_requests_sent_ahead_are_answered_in_order(model_folder: Path) -> None:

@@ -101,7 +101,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted_rows = 0
 
     def _sequence(
-        self, tokens: list[int], max_tokens: int, stops: list[int], min_tokens: int, relays: bool, priority: int
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        stops: list[int],
+        min_tokens: int,
+        relays: bool,
+        priority: int,
+        tenant: str,
     ) -> Sequence:
         self.count += 1
         sampling = SamplingParams(
@@ -109,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         seq = Sequence(
             key=AttemptKey(f"r{self.count}", 1),
-            request=EngineRequest(pack_ids(tokens), sampling, priority=priority),
+            request=EngineRequest(pack_ids(tokens), sampling, priority=priority, tenant=tenant),
             token_ids=list(tokens),
             root=root_hash("fake"),
             arrival_s=float(self.count)
@@ -129,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 20),
         kind=st.sampled_from(["local", "local", "relays", "arrives"]),
         priority=st.sampled_from([0, 0, 5]),
+        tenant=st.sampled_from(["", "", "", "other", "third"]),
     )
     def add(
         self,
@@ -140,10 +148,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens: int,
         kind: str,
         priority: int,
+        tenant: str,
     ) -> None:
         tokens = PREFIXES[prefix][:cut] + tail
         stops = list(range(0, VOCAB, stop_every)) if stop_every else []
-        seq = self._sequence(tokens, max_tokens, stops, min(min_tokens, max_tokens), kind == "relays", priority)
+        seq = self._sequence(tokens, max_tokens, stops, min(min_tokens, max_tokens), kind == "relays", priority, tenant)
         try:
             self.scheduler.check_fits(seq)
         except BadRequest:
@@ -270,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         owners = [*self.scheduler.running.values(), *self.scheduler.reserved.values(), *self.held]
         owners += [seq for scheduled, _ in self.flying for seq in scheduled.seqs]
         tables = [(seq, table) for seq in owners for table in range(len(seq.blocks.tables))]
+        self.scheduler.shares.check_integrity({seq for seq in owners if seq.blocks.tables})
         held = {block for seq, table in tables for block in seq.blocks.tables[table][seq.blocks.first[table] :]}
         held |= {copy.source for scheduled, _ in self.flying for copy in scheduled.step.copies}
         assert self.scheduler.pool.num_used == len(held), "nobody's block"

@@ -31,6 +31,7 @@ class Clients:
     """Streams that run at once, spread over routers. `problems` collects what no client may see."""
 
     urls: list[str]
+    key: str
     count: int
     seed: int
     problems: list[str] = field(default_factory=list)
@@ -40,13 +41,16 @@ class Clients:
 
     async def begin(self) -> None:
         """Learn the right answers, while nothing is killed."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as http:
+        async with self._http() as http:
             self._expected = [(request, await self._ask(http, self.urls[0], request)) for request in requests()]
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as http:
+        async with self._http() as http:
             await asyncio.gather(*(self._client(http, random.Random(f"{self.seed} {n}")) for n in range(self.count)))
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=_TIMEOUT_S, headers={"Authorization": f"Bearer {self.key}"})
 
     async def _client(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         while True:

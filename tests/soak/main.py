@@ -1,5 +1,5 @@
-"""`scripts/soak`: streams run for minutes while one service after the other is killed. No answer may change, a client that
-retries once gets its answer, and nothing grows."""
+"""`scripts/soak`: streams run for minutes while one service after the other is killed, and another key takes what it can get. No
+answer may change, a client that retries once gets its answer, and nothing grows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from support.system import System, ranks_of, running_system  # noqa: E402
 
 from soak.clients import Clients  # noqa: E402
 from soak.growth import growth, sample  # noqa: E402
+from soak.hostile import Hostile  # noqa: E402
 
 _RESULTS = _ROOT / "bench-results" / "soak.json"
 _SAMPLE_S = 5.0
@@ -33,18 +34,22 @@ _QUIET_S = 15.0
 """Before the first kill: what is cached and allocated at first use is no growth."""
 _LAYOUT = ("--routers", "2", "--prefill", "2", "--decode", "2", "--decode-tp", "2", "--local-prefill-tokens", "16")
 
+_KEY, _HOSTILE_KEY = "calm", "hostile"
+_KEYS = ("--api-key", f"{_KEY},{_HOSTILE_KEY}")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every-s", type=float, default=20.0, help="time between kills")
     parser.add_argument("--streams", type=int, default=6, help="streams at a time")
+    parser.add_argument("--hostile", type=int, default=2, help="clients of a second key that ask for all they can get")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_system(Path(folder), *_LAYOUT, "--kv-memory-gb", "0.1", port=_two_ports()) as system,
+        running_system(Path(folder), *_LAYOUT, *_KEYS, "--kv-memory-gb", "0.1", port=_two_ports()) as system,
     ):
         system.wait_usable(2, 2)
         problems = asyncio.run(_run(system, arguments))
@@ -61,9 +66,10 @@ async def _run(system: System, arguments: argparse.Namespace) -> list[str]:
     rng, started_s = random.Random(arguments.seed), time.monotonic()
     urls = [entry["address"] for entry in system.processes() if entry["role"] == "router"]
     redis_url = system.process("redis")["address"]  # later it may be missing, while it is restarted
-    clients = Clients(urls, arguments.streams, arguments.seed)
+    clients = Clients(urls, _KEY, arguments.streams, arguments.seed)
     await clients.begin()
-    running = asyncio.create_task(clients.run())
+    hostile = Hostile(urls, _HOSTILE_KEY, arguments.hostile, arguments.seed)
+    running = asyncio.gather(clients.run(), hostile.run())
     samples: list[tuple[float, dict[str, float]]] = []
     kills: Counter[str] = Counter()
     next_kill_s = time.monotonic() + _QUIET_S
@@ -84,13 +90,18 @@ async def _run(system: System, arguments: argparse.Namespace) -> list[str]:
         "minutes": round((time.monotonic() - started_s) / 60, 1),
         "kills": dict(kills),
         "clients": dict(clients.counts),
+        "hostile": dict(hostile.counts),
         "slowest_answer_s": round(clients.slowest_s, 1),
         "growth": [asdict(each) for each in grown],
         "problems": clients.problems,
     }
     _RESULTS.parent.mkdir(exist_ok=True)
     _RESULTS.write_text(json.dumps(report, indent=1))
-    print(json.dumps({key: report[key] for key in ("minutes", "kills", "clients", "slowest_answer_s")}, indent=1))
+    print(
+        json.dumps(
+            {key: report[key] for key in ("minutes", "kills", "clients", "hostile", "slowest_answer_s")}, indent=1
+        )
+    )
     print(f"{'':26} {'first third':>12} {'last third':>12} {'per minute':>12}")
     for each in grown:
         print(f"{each.name:26} {each.first:12.1f} {each.last:12.1f} {each.per_minute:+12.2f}")

@@ -88,12 +88,22 @@ class ANode:
 class ARouter:
     """The Redis side of a router."""
 
-    def __init__(self, url: str, cluster: str, lease_s: float = LEASE_S, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        lease_s: float = LEASE_S,
+        clock: Clock = monotonic,
+        answers: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """`answers`: whether the node of an incarnation answers this router."""
         self.index = PrefixIndex(1_000_000, clock=clock)
         self.loads: dict[str, NodeLoad] = {}
         self.subscriber = KvEventSubscriber(url, cluster, self.index, loads=lambda: self.loads, clock=clock)
         poll_s = lease_s * (1 - LEASE_IN_REDIS)
-        self.directory = Directory(url, cluster, self.subscriber.set_nodes, poll_s, grace_s=lease_s, clock=clock)
+        self.directory = Directory(
+            url, cluster, self.subscriber.set_nodes, poll_s, grace_s=lease_s, answers=answers, clock=clock
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def holds(self, incarnation: str, blocks: list[bytes]) -> bool:

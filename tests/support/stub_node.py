@@ -274,7 +274,7 @@ class StubNode:
                 known = len(message.generated_ids)
                 if isinstance(message, DecodeRequest) and message.prefill is not None:
                     known += 1  # the prefill node's
-                too_long = len(message.request.prompt_ids) + known >= self.max_len
+                too_long = len(message.token_ids) >= self.max_len
                 if refusal := (BadRequest.code, "too long") if too_long else self.fail_with:
                     self._server.send(identity, AttemptFailed(message.key, *refusal))
                 elif known < message.request.sampling.max_tokens:

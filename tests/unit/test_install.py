@@ -31,14 +31,14 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def install(checkout: Path) -> list[str]:
-    """What the interpreter was asked for."""
+def install(checkout: Path, *arguments: str, programs: str = "/usr/bin:/bin") -> list[str]:
+    """What the interpreter was asked for. `programs`: the PATH."""
     python, log = checkout.parent / "python", checkout.parent / "log"
     python.write_text(_INTERPRETER, "utf-8")
     python.chmod(0o755)
     log.write_text("", "utf-8")
-    environ = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "LOG": str(log)}
-    subprocess.run([checkout / "scripts/install"], env=environ, capture_output=True, timeout=30, check=True)
+    environ = {"PATH": programs, "PYTHON": str(python), "LOG": str(log)}
+    subprocess.run([checkout / "scripts/install", *arguments], env=environ, capture_output=True, timeout=30, check=True)
     return log.read_text("utf-8").splitlines()
 
 
@@ -82,3 +82,14 @@ def test_an_environment_beside_the_checkout_may_be_linked(checkout: Path) -> Non
     for name in ("scripts", "pyproject.toml", "requirements.lock", ".venv"):
         (link / name).symlink_to(checkout / name)
     assert install(link) == []
+
+
+@pytest.mark.parametrize(("arguments", "extras"), [([], "[gpu]"), (["dev"], "[dev,gpu]")])
+def test_flashinfer_is_installed_where_an_nvidia_gpu_is(checkout: Path, arguments: list[str], extras: str) -> None:
+    programs = checkout.parent / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    calls = install(checkout, *arguments, programs=f"{programs}:/usr/bin:/bin")
+    assert any(call.endswith(f"-e .{extras}") for call in calls), calls
+    assert not any("torch" in call for call in calls), "PyTorch is the one with CUDA"

@@ -23,7 +23,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.cache_folder import cache_folder
+from common.base.cache_folder import readable_folders, writable_folder
 from common.base.errors import ConfigError
 from common.base.file_lock import locked
 from common.base.logs import configure
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 INSTALL_TIMEOUT_S = 600.0
 _PREBUILT = Path(__file__).parent / "prebuilt"
+_FOLDER = "native"
 _LOCK = "lock"
 """A file of the cache's folder, locked by the process that compiles; it stays, because others may wait for it."""
 _WORK_PREFIX = "compiling-"
@@ -53,8 +54,8 @@ class Missing:
 
 
 def native_folder() -> Path:
-    """The cache's folder of compiled libraries. Raises: ConfigError."""
-    return cache_folder() / "native"
+    """The cache's folder of compiled libraries; it exists then. Raises: ConfigError if no cache can be written."""
+    return writable_folder(_FOLDER)
 
 
 def find_library() -> Path | Missing:
@@ -75,7 +76,6 @@ def build_library(timeout_s: float) -> Path | Missing:
         if isinstance(found, Path) or not compilers:
             return found
         folder = native_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder / _LOCK, deadline_s) as is_held:
             if not is_held:
                 return _not_compiled(f"another process was still compiling after {timeout_s:.0f} s")
@@ -91,8 +91,6 @@ def clear_libraries() -> bool | None:
     Raises: OSError, ConfigError.
     """
     folder = native_folder()
-    if not folder.exists():
-        return False
     with locked(folder / _LOCK, 0.0) as is_held:
         if not is_held:
             return None
@@ -113,11 +111,11 @@ def _not_compiled(reason: str) -> Missing:
 def _find(compilers: list[Compiler]) -> Path | Missing:
     """Raises: OSError, ConfigError."""
     source = source_digest(SOURCES, this_machine())
-    folder = native_folder()
     candidates = [*_PREBUILT.glob(f"{_PREFIX}{source}-*{_SUFFIX}")]
-    candidates += folder.glob(f"{_PREFIX}{source}-{_compiler_digest(compilers)}-*{_SUFFIX}")
-    if not compilers:  # for example a service whose PATH is shorter than that of the installation
-        candidates += folder.glob(f"{_PREFIX}{source}-*{_SUFFIX}")
+    # Without a compiler: for example a service whose PATH is shorter than that of the installation.
+    maker = _compiler_digest(compilers) if compilers else "*"
+    for folder in readable_folders(_FOLDER):
+        candidates += folder.glob(f"{_PREFIX}{source}-{maker}-*{_SUFFIX}")
     for candidate in candidates:
         if _is_intact(candidate):
             return candidate

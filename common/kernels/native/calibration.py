@@ -72,7 +72,6 @@ def choose(library: Path, threads: int, usual: str, candidates: Callable[[], Map
         kept = folder / f"choice-{_key(library, threads)}.json"
         if (choice := _read(kept)) is not None:
             return choice
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder / _LOCK, time.monotonic() + _LOCK_TIMEOUT_S) as is_held:
             if not is_held:
                 return None

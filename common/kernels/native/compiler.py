@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.base.cores import usable_cores
 from common.base.process import tied_command
 
 _NAMES = ("c++", "g++", "clang++")
@@ -77,7 +78,7 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, environ: Mapping[st
     running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < usable_cores():
                 number, command = waiting.pop(0)
                 running[number] = _start(command, folder, environ, _output_of(folder, number))
             for number, process in list(running.items()):

@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.base.bounded_pattern import BoundedPattern, PatternError
+from common.base.clock import monotonic
 from common.base.errors import ConfigError
 from common.model.config import ModelConfig
 
@@ -27,6 +29,9 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose adapters belong to base weights that were changed too."""
 _DTYPES = ("F32", "F16", "BF16")
+_PLAIN = re.compile(r"[\w.-]+")
+"""Patterns that Python's engine matches without trying again: most are the names of modules."""
+_MAX_PATTERNS, _MATCHING_S = 4096, 10.0
 _MAX_ALPHA = 1e30
 """The native kernels take scales in float32."""
 
@@ -187,20 +192,20 @@ def _find_modules(
     if not pairs:
         raise ConfigError(f"{path} adapts no linear layer")
     modules: dict[Place, LoraModule] = {}
+    rules = _Rules(settings)
     for at, pair in pairs.items():
         if len(pair) < 2 or any(len(shapes[name]) != 2 for name in pair.values()):
             raise ConfigError(f"{path} has no matrices A and B for {full_names[at]}")
         rank = shapes[pair["A"]][0]
         if rank < 1 or shapes[pair["B"]][1] != rank:
             raise ConfigError(f"{path}: A of {full_names[at]} has rank {rank}, its B {shapes[pair['B']][1]}")
-        modules[at] = LoraModule(pair["A"], pair["B"], rank, _scale(settings, full_names[at], rank, path))
+        modules[at] = LoraModule(pair["A"], pair["B"], rank, _scale(settings, rules, full_names[at], rank, path))
     return modules
 
 
-def _scale(settings: dict[str, Any], name: str, rank: int, path: Path) -> float:
+def _scale(settings: dict[str, Any], rules: _Rules, name: str, rank: int, path: Path) -> float:
     """Raises: ConfigError if the rank is not the one that adapter_config.json promises, or alpha is no number."""
-    promised = _by_pattern(settings.get("rank_pattern"), name, settings.get("r"))
-    alpha = _by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha"))
+    promised, alpha = rules.value("rank_pattern", name, "r"), rules.value("alpha_pattern", name, "lora_alpha")
     if promised != rank:
         raise ConfigError(f"{path}: {name} has rank {rank}, and {_CONFIG} says {promised}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
@@ -208,12 +213,46 @@ def _scale(settings: dict[str, Any], name: str, rank: int, path: Path) -> float:
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: object, name: str, default: Any) -> Any:
-    """The value whose pattern matches the end of `name`, as peft reads `rank_pattern` and `alpha_pattern`."""
-    for pattern, value in cast("dict[str, Any]", patterns).items() if isinstance(patterns, dict) else ():
+class _Rules:
+    """`rank_pattern` and `alpha_pattern`: values of the modules whose names end with a match, as peft reads them.
+
+    Raises: ConfigError for patterns that cannot be used, too many of them, or if matching takes too long altogether.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._deadline_s = monotonic() + _MATCHING_S
+        self._patterns = {key: self._read(key) for key in ("rank_pattern", "alpha_pattern")}
+
+    def _read(self, key: str) -> list[tuple[BoundedPattern | re.Pattern[str], Any]]:
+        given = self._settings.get(key)
+        patterns = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        if len(patterns) > _MAX_PATTERNS:
+            raise ConfigError(f"{_CONFIG}: {key} has {len(patterns)} patterns, more than {_MAX_PATTERNS}")
+        return [(self._compiled(key, pattern), value) for pattern, value in patterns.items()]
+
+    def _compiled(self, key: str, pattern: str) -> BoundedPattern | re.Pattern[str]:
+        if _PLAIN.fullmatch(pattern):
+            return re.compile(rf"(?:.*\.)?{pattern}")
+        whole, before = pattern, r"(?:.*\.)?"
+        if "|" not in pattern:  # the engine has no anchors, and a match is always one of the whole name
+            whole = pattern.removeprefix("^").removesuffix("$")
+            before = "" if pattern.startswith("^") else before
         try:
-            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name):
-                return value
-        except re.error as error:
-            raise ConfigError(f"{_CONFIG}: {pattern!r} is no pattern: {error}") from error
-    return default
+            return BoundedPattern(f"{before}(?:{whole})")
+        except PatternError as error:
+            raise ConfigError(
+                f"{_CONFIG}: {pattern[:100]!r} in {key} is no pattern that can be used: {error}"
+            ) from error
+
+    def value(self, key: str, name: str, default: str) -> Any:
+        """The value of the first pattern that matches the end of a module's name, or else that of the field `default`."""
+        for pattern, value in self._patterns[key]:
+            if monotonic() > self._deadline_s:
+                raise ConfigError(f"{_CONFIG}: to match its patterns takes more than {_MATCHING_S:g} s")
+            try:
+                if pattern.fullmatch(name):
+                    return value
+            except PatternError as error:
+                raise ConfigError(f"{_CONFIG}: a pattern in {key} is too complex: {error}") from error
+        return self._settings.get(default)

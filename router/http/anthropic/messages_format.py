@@ -17,6 +17,7 @@ _EMPTY: dict[str, Json] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
+_PING: Json = {"type": "ping"}
 
 
 class MessagesFormat(ParsedFormat):
@@ -30,7 +31,10 @@ class MessagesFormat(ParsedFormat):
 
     def opening(self, generation: Generation, index: int) -> list[Json]:
         message = self._message([], None, None, _usage(generation, 0))
-        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+        return [{"type": "message_start", "message": message}, _PING]
+
+    def ping(self) -> bytes:
+        return self.frame(_PING)
 
     def events(self, part: Part) -> list[Json]:
         if isinstance(part, ToolCallDelta):

@@ -18,7 +18,6 @@ from router.http.response_headers import OF_MESSAGES
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 
 
 def add_anthropic_routes(app: FastAPI, services: Services) -> None:
@@ -51,7 +50,9 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         ids = assign_ids(request, OF_MESSAGES)
         body, size = await parse_as(request, services, CountTokensRequest, _chat_request)
         model = services.catalog.get(body.model)
-        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model).text))
+        tokens = await services.body_work.run(
+            request, size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model).text)
+        )
         return JsonResponse({"input_tokens": len(tokens)}, headers=ids.headers() + warnings_of(request))
 
 

@@ -45,10 +45,14 @@ class OllamaFormat(ParsedFormat):
         return []
 
     def last_events(self, generation: Generation) -> list[Json]:
-        return [*self._call_line(), {**self._line("", "", []), **self._end(generation)}]
+        last = {**self._line("", "", []), **self._end(generation), "kvrelay": serving_details(generation)}
+        return [*self._call_line(), last]
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {"error": error.message or error.code, "kvrelay": serving_details(generation)}
+
+    def ping(self) -> bytes:
+        return self.frame(self._line("", "", []))  # lines of JSON have no comments
 
     def frame(self, chunk: Json) -> bytes:
         return to_json(chunk) + b"\n"

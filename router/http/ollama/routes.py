@@ -15,15 +15,14 @@ from router.http.ollama.embeddings import add_ollama_embedding_routes
 from router.http.ollama.model_routes import add_ollama_model_routes
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
-from router.http.openai.build_request import caller_of, completion_generation
+from router.http.openai.build_request import completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
-from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve
+from router.http.serve import assign_ids, caller_from, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 
 _LINES = "application/x-ndjson"
 
@@ -53,9 +52,11 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = as_far_as_there_is_room(completion_request(body.completion_request(), CompletionRequest))
         model = services.catalog.model_for(raw.model, "generate")
-        caller = caller_of(request.scope, raw.user, raw.priority)
+        caller = caller_from(request, raw.user, raw.priority)
         services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
-        wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
+        wanted = await services.body_work.run(
+            request, size, lambda: completion_generation(raw, model, raw.prompt[0], caller)
+        )
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
         return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))
 
@@ -81,7 +82,7 @@ def _loaded(services: Services, body: OllamaChatRequest | GenerateRequest, shown
 async def _serve_chat(
     request: Request, services: Services, body: OllamaChatRequest | GenerateRequest, size: int, *, chat: bool
 ) -> Response:
-    wanted = await maybe_on_thread(size, lambda: completion_request(body.chat_request(), ChatRequest))
+    wanted = await services.body_work.run(request, size, lambda: completion_request(body.chat_request(), ChatRequest))
     as_far_as_there_is_room(wanted)
     prepared = await prepare_chat(request, services, wanted, size)
     options = format_options(request, wanted, prepared.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
-from router.http.format import EVENT_STREAM, FormatOptions
+from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
 from router.http.json_body import DONE, Json, error_body, sse, to_json
 from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
 from router.http.response_headers import serving_details
@@ -23,7 +23,8 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
     `completion`: number of tokens sent so far; None: all.
     """
     prompt = cached = drafted = accepted = 0
-    for generation in generations:
+    predicting = [generation for generation in generations if generation.request.engine.prediction]
+    for generation in predicting:
         drafted += generation.drafted
         accepted += generation.accepted
     for generation in generations[::samples]:
@@ -37,7 +38,7 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if drafted:
+    if predicting:  # only then, because the numbers depend on measured times, and usage otherwise does not
         rejected = drafted - accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         counts["completion_tokens_details"] = details
@@ -104,11 +105,14 @@ class BaseFormat:
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {**error_body(error), "kvrelay": serving_details(generation)}
 
+    def ping(self) -> bytes:
+        return COMMENT
+
     def frame(self, chunk: Json) -> bytes:
         return sse(chunk)
 
     def closing_chunk(self, choice: Json, generation: Generation) -> Json:
-        """The chunk with the reason. The headers were sent with the first token; only now are the details complete."""
+        """The chunk with the reason. The headers were sent with the first token or ping; only now are the details complete."""
         return {**self.chunk({**choice, **reasons(generation.outcome)}), "kvrelay": serving_details(generation)}
 
 

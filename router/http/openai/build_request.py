@@ -30,6 +30,7 @@ from router.structured.relaxed import Relaxed
 from router.structured.tool_markup import written_calls
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
+from router.text.tokenizer import WHOLE, Part
 
 _MAX_KEY_CHARS = 256
 """Maximum length of a session's or user's name; the rest is cut off."""
@@ -136,7 +137,9 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     request = _generation_request(
         body,
         model,
-        model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens)),
+        model.tokenizer.encode_chat(
+            text, add_special_tokens=bool(body.add_special_tokens), part=_kept_part(body, model)
+        ),
         "messages",
         caller,
     )
@@ -180,7 +183,8 @@ def completion_generation(
         prompt_ids = _fill_in_the_middle(body, model, prompt, body.suffix)
     else:
         _check_length(body, model, prompt, "prompt")
-        prompt_ids = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        prompt_ids = model.tokenizer.encode(prompt, add_special_tokens=special, part=_kept_part(body, model))
     relaxed = Relaxed()
     found = body.grammar_source(relaxed)
     grammar = None if found is None else (found[0], Grammar(found[1]))
@@ -270,6 +274,7 @@ def _generation_request(
             caller.priority,
             model.adapter,
             prediction=_prediction(body, model),
+            tenant=caller.tenant.digest,
         ),
         stop=tuple(given["stop"]),
         client_stop_ids=frozenset(given["stop_token_ids"] or ()),
@@ -282,6 +287,14 @@ def _generation_request(
         trace=caller.trace,
         session=caller.session,
     )
+
+
+def _kept_part(body: CompletionRequestBase, model: ServedModel) -> Part:
+    """What `_truncated` needs of a prompt."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return WHOLE
+    return Part(model.max_model_len if limit == -1 else limit, from_end=body.truncation_side != "right")
 
 
 def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int) -> list[int]:

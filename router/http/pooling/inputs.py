@@ -14,6 +14,7 @@ from router.http.openai.build_request import Caller
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
 from router.models.served_model import ServedModel
 from router.pooling.work import MAX_PART_RESULT_BYTES, PoolWork
+from router.text.tokenizer import WHOLE, Part
 
 _MAX_RESULT_BYTES = 256 * 2**20
 """Bytes of all vectors of one call."""
@@ -67,6 +68,7 @@ def _inputs(
 ) -> list[PoolInput]:
     """param: the field that the client's own body has for `input`, for errors."""
     limit = _limit(body, model)
+    part = WHOLE if limit is None else Part(limit, from_end=body.truncation_side == "left")
     if body.messages is not None:
         if not model.tokenizer.template_source:
             raise BadRequest("this model has no chat template: send texts as `input`", param="messages")
@@ -76,7 +78,7 @@ def _inputs(
             add_generation_prompt=bool(body.add_generation_prompt),
             kwargs=body.chat_template_kwargs,
         )
-        found = [model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens))]
+        found = [model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens), part=part)]
         return _checked(found, body, model, "messages", first, cut=limit)
     texts = [each for each in body.input or [] if isinstance(each, str)]
     if not texts:
@@ -93,10 +95,11 @@ def _inputs(
             if (at_least := model.tokenizer.min_tokens(text)) > model.max_model_len:
                 raise _too_long(model, index, f"at least {at_least}", param)
     special = body.add_special_tokens is not False
-    found = model.tokenizer.encode_batch(texts, add_special_tokens=special)
+    found = model.tokenizer.encode_batch(texts, add_special_tokens=special, part=part)
     if limit is not None and special:
-        left = body.truncation_side == "left"
-        found = [ids if len(ids) <= limit else model.tokenizer.cut(ids, limit, keep_last=left) for ids in found]
+        found = [
+            ids if len(ids) <= limit else model.tokenizer.cut(ids, limit, keep_last=part.from_end) for ids in found
+        ]
     return _checked(found, body, model, param, first, cut=limit)
 
 

@@ -22,7 +22,6 @@ from router.http.pooling.requests import EmbeddingRequest, PoolingRequest, Reran
 from router.http.pooling.serve import EmbeddedInputs, admitted_caller, serve_embeddings, serve_pooled
 from router.http.serve import assign_ids, parse_as
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 
 _Endpoint = Callable[[Request], Any]
 
@@ -74,7 +73,7 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = services.catalog.model_for(body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)
-        work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
+        work = await services.body_work.run(request, size, lambda: comparison_work(body, model, caller))
 
         def answer(vectors: list[bytes]) -> Json:
             results = ranking(body, scores(body, model, vectors))
@@ -88,7 +87,7 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = services.catalog.model_for(body.model, "score", "embed")
         ids, caller = admitted_caller(request, services, body, model)
-        work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
+        work = await services.body_work.run(request, size, lambda: comparison_work(body, model, caller))
 
         def answer(vectors: list[bytes]) -> Json:
             return {**head(ids.own, model.name, work), "data": shown_scores(scores(body, model, vectors))}

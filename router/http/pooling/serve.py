@@ -14,14 +14,13 @@ from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
 from router.http.client import count_tokens
 from router.http.json_body import Json, large_json
-from router.http.openai.build_request import Caller, caller_of
+from router.http.openai.build_request import Caller
 from router.http.pooling.inputs import embedding_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
 from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
-from router.http.serve import warnings_of, with_client_id
+from router.http.serve import caller_from, warnings_of, with_client_id
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 from router.models.served_model import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
@@ -51,7 +50,7 @@ async def serve_embeddings(
     """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
     model = services.catalog.model_for(body.model, "embed")
     ids, caller = admitted_caller(request, services, body, model)
-    work = await maybe_on_thread(size, lambda: embedding_work(body, model, caller, per_token=per_token))
+    work = await services.body_work.run(request, size, lambda: embedding_work(body, model, caller, per_token=per_token))
     return await serve_pooled(
         request, services, model, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
     )
@@ -61,7 +60,7 @@ def admitted_caller(
     request: Request, services: Services, body: PoolingFields, model: ServedModel
 ) -> tuple[RequestIds, Caller]:
     """The request's ids and who sends it. Raises: what `Dispatcher.check_room` raises, before anything is tokenized."""
-    caller = caller_of(request.scope, body.user, body.priority)
+    caller = caller_from(request, body.user, body.priority)
     services.dispatcher.check_room(model.base, 1, caller.tenant, caller.priority)
     return with_client_id(request, body.request_id), caller
 

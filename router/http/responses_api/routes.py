@@ -27,7 +27,6 @@ from router.http.responses_api.responses_request import ResponsesRequest
 from router.http.responses_api.stored_input import answer_messages, item_page
 from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
 from router.http.services import Services
-from router.http.turns import maybe_on_thread
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
@@ -63,7 +62,9 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         ids = assign_ids(request, "resp_")
         _, _, chat_body, size = await _read(request, services)
         model = services.catalog.get(chat_body.model)
-        tokens = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model).text))
+        tokens = await services.body_work.run(
+            request, size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model).text)
+        )
         counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
         return JsonResponse(counted, headers=ids.headers() + warnings_of(request))
 
@@ -121,7 +122,9 @@ async def _read(request: Request, services: Services) -> _Conversation:
     if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):
         items, more = await looked_up(body.input, _store(services), tenant, services.max_body_bytes)
         body, size = body.model_copy(update={"input": items}), size + more
-    chat = await maybe_on_thread(size, lambda: completion_request(body.chat_request(earlier), ChatRequest))
+    chat = await services.body_work.run(
+        request, size, lambda: completion_request(body.chat_request(earlier), ChatRequest)
+    )
     return _Conversation(body, earlier, as_far_as_there_is_room(chat), size)
 
 

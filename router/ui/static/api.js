@@ -85,6 +85,7 @@ async function* eventsOf(body) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a comment of a stream that waits
       const data = event.replace(/^data: /, "");
       if (data !== "[DONE]") yield JSON.parse(data);
     }

@@ -119,6 +119,7 @@ def no_admin_port(node: ServiceReport) -> None:
         (changed("facts", certificate_ends=1e9 + 3.5 * 86400), "d0: its certificate ends in 3.5 days"),
         (changed("facts", certificate_ends=1e9 - 1), "d0: its certificate has ended"),
         (changed("status", redis="unreachable"), "d0: Redis: unreachable"),
+        (changed("status", redis_evicts="allkeys-lru"), "d0: Redis evicts keys when its memory is full (allkeys-lru)"),
         (changed("facts", open_files=60000), "d0: 60000 of 65536 file descriptors"),
         (changed("facts", max_files=256), "d0: 50 of 256 file descriptors"),
         (changed("facts", free_memory_bytes=2e8), "d0: only 200 MB of memory are free"),

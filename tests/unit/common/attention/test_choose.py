@@ -57,6 +57,7 @@ def test_without_flashinfer_a_gpu_computes_with_pytorch_which_is_logged_once(
         assert choose_kernels(GPU, torch.bfloat16) is TORCH
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "flashinfer cannot be imported" in caplog.text
+    assert "pip install 'kvrelay[gpu]' brings it" in caplog.text
 
 
 def test_kernels_that_cannot_be_built_are_replaced_by_pytorch(

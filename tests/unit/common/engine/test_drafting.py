@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.noisy_drafts import NoisyDrafts
 
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
@@ -89,15 +88,15 @@ def test_a_prediction_is_drafted_from() -> None:
 
 
 def test_sequences_wait_for_their_last_token_where_drafts_seem_right() -> None:
-    made = Drafting(NoisyDrafts(1, 1000, 10, lambda seq: []), 4)
-    seqs = [sequence(str(n)) for n in range(40)]
-    for seq in seqs:
+    made, config = drafting(0.0), SchedulerConfig(1000, 64, 64, 64, depth=2)
+    repeating, other = sequence("a"), [sequence(str(n), [n, 1, 2, 3]) for n in range(20, 23)]
+    for seq in [repeating, *other]:
         seq.progress.num_pending = 1
-    config = SchedulerConfig(1000, 64, 64, 64, depth=2)
-    assert made.draft(seqs, 0, config) == seqs, "none has drafted before"
-    drafts_of(drafting(0.0), seqs[:1])
-    going = made.draft([seqs[0], *seqs[1:8]], 0, config)
-    assert len(going) >= 7
+    assert made.draft([repeating, *other], 0, config) == other
+    assert made.draft([repeating, other[0]], 0, config) == [], "two small steps would take longer than one"
+    repeating.progress.num_pending = 0
+    assert made.draft([repeating, *other], 0, config) == [repeating, *other]
+    assert len(repeating.tokens.draft_ids) == 8
 
 
 def test_chances_differ_by_match_and_begin_with_those_of_the_node() -> None:

@@ -28,7 +28,7 @@ def hashes_of(tokens: list[int]) -> list[bytes]:
 
 
 def allocator(*windows: int | None, num_blocks: int = 64) -> KVAllocator:
-    return KVAllocator(BlockPool(num_blocks * len(windows), len(windows)), windows)
+    return KVAllocator(BlockPool(num_blocks * len(windows), len(windows)), windows, num_seqs=8)
 
 
 def compute(kv: KVAllocator, tokens: list[int], chunk: int = 32) -> Sequence:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
@@ -68,8 +68,23 @@ def test_a_single_file_goes_before_an_index_that_was_left_behind(sharded: Path, 
     if suffix:
         for file in sharded.glob("model*"):
             file.rename(sharded / file.name.replace("model", "pytorch_model").replace(".safetensors", ".bin"))
-    single.write_bytes(b"")
+        single.write_bytes(b"")
+    else:
+        save_file({name: part for file in weight_files(sharded) for name, part in load_file(file).items()}, single)
     assert weight_files(sharded) == [single]
+
+
+def test_a_single_file_that_lacks_tensors_of_the_index_is_ignored(
+    sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part of the model, or an adapter, that someone saved under the usual name ended the start."""
+    shards = weight_files(sharded)
+    save_file({"model.norm.weight": torch.ones(4)}, sharded / "model.safetensors")
+    assert weight_files(sharded) == shards
+    assert "model.safetensors is ignored: it lacks tensors of model.safetensors.index.json" in caplog.text
+    load(sharded)
+    shards[0].unlink()
+    assert weight_files(sharded) == [sharded / "model.safetensors"], "the index is the one that was left behind"
 
 
 def test_an_index_cannot_lead_out_of_the_directory(sharded: Path, tmp_path: Path) -> None:

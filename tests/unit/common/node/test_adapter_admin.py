@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.certificates import made
 from support.fake_adapters import FakeLoader, source
 
-from common.base.errors import AdapterMissing, BadRequest, ConfigError
+from common.base.errors import AdapterMissing, BadRequest, ConfigError, Forbidden
 from common.cluster.records import LoadedAdapters, Records
 from common.config.option_groups import LoraOptions
 from common.control.admin_server import Call
 from common.node import adapter_admin
-from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
+from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources, open_source
 from common.node.adapter_table import AdapterSource, AdapterTable
 from common.node.options import AdapterOptions
 
@@ -40,7 +41,7 @@ class FakeNode:
 
 def admin_of_files(monkeypatch: pytest.MonkeyPatch) -> tuple[AdapterAdmin, AdapterTable, FakeLoader]:
     """An admin port for which every path is that of an adapter."""
-    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_: source(name))
+    monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_, **__: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
     admin = AdapterAdmin(table, [], [], AdapterOptions.of(LoraOptions()), None, FakeNode(), ())  # type: ignore[arg-type]
@@ -93,6 +94,98 @@ def test_an_adapter_that_is_unloaded_and_loaded_again_while_it_is_loaded_stays(
     assert table.adapters == (source("a").adapter,)
 
 
+def test_only_who_loaded_an_adapter_or_an_operator_unloads_it() -> None:
+    table, node = AdapterTable(), FakeNode()
+    configured = source("fixed")
+    for each in (configured, source("of-op"), source("a")._replace(owner="A"), source("b")._replace(owner="A")):
+        table.register(each)
+    missing = [source("lost")._replace(owner="B")]
+    admin = AdapterAdmin(table, [configured], missing, AdapterOptions.of(LoraOptions()), None, node, ())  # type: ignore[arg-type]
+
+    async def unload(name: str, **body: Any) -> None:
+        await admin._unload(Call({}, {}, {"name": name, **body}))
+
+    async def main() -> None:
+        for name, owner in (("fixed", "A"), ("of-op", "A"), ("a", "B"), ("a", ""), ("lost", "A")):
+            with pytest.raises(Forbidden, match="was loaded by an operator or another client"):
+                await unload(name, owner=owner)
+        with pytest.raises(BadRequest, match="owner must be a text"):
+            await unload("a", owner=1)
+        assert not node.registered
+        await unload("a", owner="A")
+        assert node.registered[-1] is not None
+        assert node.registered[-1].owners == [None, "A", "B"], "what is kept in Redis says whose each is"
+        for name, more in (("b", {}), ("of-op", {}), ("lost", {"owner": "B"})):
+            await unload(name, **more)
+
+    asyncio.run(main())
+    assert [each.adapter.name for each in table.sources] == ["fixed"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../x",
+        "/x",
+        "x/",
+        "x/../y",
+        "x\0y",
+        "x\ny",
+        "a b",
+        "",
+        ".x",
+        "x//y",
+        "n" * 257,
+        "x\u202e",
+        "%2e%2e",
+        "_x",
+        "x\n",
+    ],
+)
+def test_a_name_that_is_a_path_or_not_printable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be an adapter's name"):
+        open_source(name, "/a", None, 8, ())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["x", "org/name", "sql-v2.1", "Ünïcode_1", "a:b@c+d"])
+def test_usual_names_are_taken(name: str) -> None:
+    with pytest.raises(ConfigError, match="is the name of the model"):
+        open_source(name, "/a", None, 8, (name,))  # type: ignore[arg-type]
+
+
+def test_a_client_loads_only_what_lies_below_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors about everything else are the same, whether it exists or not."""
+    opened: list[Path] = []
+
+    def open_adapter(folder: Path, *_: object) -> Any:
+        opened.append(folder)
+        raise ConfigError("it was looked at")
+
+    monkeypatch.setattr(adapter_admin, "open_adapter", open_adapter)
+    top = tmp_path / "top"
+    (top / "inner").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "topless").mkdir()
+    (top / "link").symlink_to(tmp_path / "outside")
+    (top / "inner link").symlink_to(top / "inner")
+    (top / "circle").symlink_to(top / "circle")
+
+    def said(path: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            open_source("x", path, None, 8, (), below=str(top))  # type: ignore[arg-type]
+        return error.value.message
+
+    refused = "lora_path must name a folder below the router's --lora-dir"
+    outside = ["..", "../outside", "../nothing", "/etc", "/nothing", "~root/x/../../..", "link", "link/x", "../topless"]
+    assert {said(path) for path in [*outside, str(tmp_path / "outside")]} == {refused}
+    for path in ("x\0y", "circle"):
+        assert "is not a folder" in said(path)
+    assert not opened
+    for path in ("inner", "inner/", str(top / "inner"), "inner link", "nothing"):
+        assert said(path) == "it was looked at"
+    assert {folder.name for folder in opened} == {"inner", "nothing"}
+
+
 def test_what_failed_to_load_cannot_be_named_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     admin, table, loader = admin_of_files(monkeypatch)
 
@@ -107,7 +200,9 @@ def test_what_failed_to_load_cannot_be_named_by_requests(monkeypatch: pytest.Mon
 
 
 def listed(*sources: AdapterSource) -> LoadedAdapters:
-    return LoadedAdapters("d0", [each.adapter for each in sources], [each.path for each in sources])
+    return LoadedAdapters(
+        "d0", [each.adapter for each in sources], [each.path for each in sources], [each.owner for each in sources]
+    )
 
 
 def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_it(
@@ -115,7 +210,7 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 ) -> None:
     """A folder may not be mounted at one start."""
 
-    def opened(name: str, *_: object) -> AdapterSource:
+    def opened(name: str, *_: object, **__: object) -> AdapterSource:
         if name == "unmounted":
             raise ConfigError("no such folder")
         return source(name, "11" if name == "changed" else "00")

@@ -71,7 +71,7 @@ def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> Non
     assert made.schedule() is not None
     young = made.running[AttemptKey("young", 1)]
     young.progress.in_flight = 0
-    made._preempt(young)  # pyright: ignore[reportPrivateUsage]
+    made._preempt(young, 0, "preempted")  # pyright: ignore[reportPrivateUsage]
     assert made.reserve(sequence("earlier", arrival_s=1.0)) is None
 
 

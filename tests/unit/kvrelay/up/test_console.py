@@ -10,44 +10,28 @@ import re
 import pytest
 
 from common.base import logs
-from common.control.messages import Task
 from kvrelay.up.console import Console, banner, failure_line
+from kvrelay.up.trials import Trial
+
+
+def shown(*tried: Trial, needs_key: bool = False) -> str:
+    rows = [("router-0", 1, "http://a"), ("prefill-0", 22, "tcp://b")]
+    kernels = ["PyTorch (no C++ compiler found)", "native avx2, 2 threads"]
+    return banner(["http://a"], {"demo": "generate"}, tried, rows, kernels, needs_key, 1.0)
 
 
 def test_the_banner_names_addresses_processes_and_kernels() -> None:
-    rows = [("router-0", 1, "http://a"), ("prefill-0", 22, "tcp://b")]
-    text = banner(
-        ["http://a"],
-        {"demo": "generate"},
-        rows,
-        ["PyTorch (no C++ compiler found)", "native avx2, 2 threads"],
-        False,
-        1.0,
-    )
+    text = shown()
     assert "kvrelay is ready at http://a (after 1.0 s), serving the model demo" in text
     assert "  prefill-0  pid 22  tcp://b" in text
     assert "Kernels: PyTorch (no C++ compiler found); native avx2, 2 threads" in text
 
 
-def test_the_line_to_try_asks_greedily_and_is_json() -> None:
-    text = banner(["http://a"], {"demo": "generate"}, [("router-0", 21, "http://a")], [], False, 1.0)
-    request = json.loads(text.split("-d '")[1].split("'\n")[0])
-    assert request["model"] == "demo"
-    assert request["temperature"] == 0
-
-
-@pytest.mark.parametrize(
-    ("models", "path"),
-    [
-        ({"e": "embed"}, "/v1/embeddings"),
-        ({"s": "score"}, "/v1/rerank"),
-        ({"e": "embed", "demo": "generate"}, "/v1/chat/completions"),
-    ],
-)
-def test_the_line_to_try_suits_what_is_served(models: dict[str, Task], path: str) -> None:
-    text = banner(["http://a"], models, [("router-0", 21, "http://a")], [], False, 1.0)
-    assert f"curl http://a{path} " in text
-    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == list(models)[-1]
+def test_the_banner_shows_each_request_as_a_line_of_curl() -> None:
+    text = shown(Trial("/v1/x", "'{}'"), Trial("/v1/y", "'[]'", "a relay"), needs_key=True)
+    key = '-H "Authorization: Bearer $KVRELAY_API_KEY"'
+    assert f"Try it:\n\n  curl http://a/v1/x {key} -H 'Content-Type: application/json' \\\n    -d '{{}}'\n" in text
+    assert f"Try a relay:\n\n  curl http://a/v1/y {key}" in text
 
 
 class FullDisk(io.StringIO):

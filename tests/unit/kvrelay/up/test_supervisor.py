@@ -128,7 +128,7 @@ def test_the_example_request_has_a_key_where_one_is_needed(
         cluster = Supervisor(config, [ChildSpec("router", "router", ("true",))], "redis://127.0.0.1:1", PidFile(None))
         record = SimpleNamespace(model=SimpleNamespace(name="m", task="generate"), kernels="numpy")
         monkeypatch.setattr(cluster._health, "records", {"d0": record})
-        cluster._announce(1.0)
+        await cluster._announce(1.0)
         await cluster._health.close()
 
     asyncio.run(main())

@@ -51,6 +51,7 @@ def words(line: str) -> str:
         ("m --generation-config vllm", "--generation-config none m"),
         ("ORG/NAME --revision abc", "ORG/NAME@abc"),
         ("--revision abc ORG/NAME", "ORG/NAME@abc"),
+        ("m -sc ngram --num-speculative-tokens 5", "--speculate ngram --speculate-tokens 5 m"),
         ("--model m --port 1", "--port 1 m"),
         ("m --api-key a b", "--api-key a,b m"),
         ('m --lora-modules x=/x \'{"name": "y", "path": "/y"}\'', "--lora x=/x y=/y m"),

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from common.config.service_configs import RouterConfig
 from common.control.http_connection_limit import ConnectionLimit
 from router.http.direct_endpoints import DirectEndpoints
+from router.http.hosts import HostGuard
 from router.http.server import http_server
 from router.router import Router
 
@@ -22,7 +23,8 @@ async def _document(api_key: str) -> dict[str, Any]:
     router = Router(config)
     try:
         limited = cast("ConnectionLimit", http_server(router, config, None).config.app)
-        direct = cast("DirectEndpoints", limited._app)
+        hosts = cast("HostGuard", limited._app)
+        direct = cast("DirectEndpoints", hosts._app)
         return cast("FastAPI", direct._app).openapi()
     finally:
         router.close()

@@ -27,11 +27,9 @@ ENDED = cast(
         served=None,
         request_id="r",
         cached_tokens=0,
-        drafted=0,
-        accepted=0,
         completion_tokens=2,
         ttft_s=0.0,
-        request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1])),
+        request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1], prediction=[])),
     ),
 )
 BEGUN, REST = '<tool_call>{"name": "f", "arguments": {"a": 1', "}}</tool_call> Done."

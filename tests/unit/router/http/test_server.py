@@ -120,8 +120,8 @@ def test_redirects_do_not_name_a_scheme_which_a_proxy_may_have_changed(
         router = Router(config)
         try:
             app = http_server(router, config, None).config.app
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
-                return await http.get(f"http://x{path}")
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+                return await http.get(f"http://localhost{path}")
         finally:
             router.close()
 

@@ -56,7 +56,7 @@ def served(folder: Path, generation_config: GenerationConfig = "auto") -> Served
 
 
 def asked(body: CompletionRequestBase, model: ServedModel, prompt_len: int = 5) -> SamplingParams:
-    return _generation_request(body, model, [7] * prompt_len, "messages", Caller("", "")).engine.sampling
+    return _generation_request(body, model, [7] * prompt_len, "messages", Caller()).engine.sampling
 
 
 def chat(**fields: Any) -> ChatRequest:

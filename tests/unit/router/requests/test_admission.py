@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.mock_clock import MockClock
 
 from common.base.errors import Overloaded
 from common.control.messages import Adapter, Role
-from router.policy import POLICIES, Fleet, Memory, Query, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import TokensAhead
 from router.requests.queued_request import Siblings, Tenant
+from router.requests.slot_shares import fair_share
 
 
 def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:
@@ -167,7 +174,8 @@ def test_requests_wait_for_the_nodes_of_their_adapter_and_hold_back_no_others() 
             soon.pop()()
         return admitted
 
-    assert enter("first", None) is None
+    for number in range(128):  # more would take other tenants' shares
+        assert enter(f"first{number}", None) is None
     entry = enter("adapted", adapter)
     assert entry is not None
     assert entry.reason == "every decode node has more requests than it can run, of those with LoRA adapter 'x'"
@@ -176,6 +184,94 @@ def test_requests_wait_for_the_nodes_of_their_adapter_and_hold_back_no_others() 
     decode.update("d0", running=0.0)
     assert release() == ["second", "adapted"]
     assert enter("more", adapter) is None
+
+
+class Full:
+    """An admission queue before one decode node with 64 slots, whose load is what was sent to it."""
+
+    def __init__(self, objectives: Objectives | None = None) -> None:
+        prefill, self.decode = fleets({}, {})
+        self.soon, self.at_node = list[Callable[[], None]](), list[str]()
+        by_role: dict[Role, Fleet] = {"prefill": prefill, "decode": self.decode}
+        clock = MockClock()
+        self.queue = AdmissionQueue(
+            by_role, objectives or Objectives(), max_wait_s=9.0, clock=clock, call_soon=self.soon.append
+        )
+
+    def enter(self, tenant: str, count: int, decision: Decision | None = None) -> None:
+        for number in range(count):
+            name = f"{tenant}-{number}"
+            entry = self.queue.enter(
+                name,
+                decision,
+                prompt_tokens=10,
+                max_tokens=1900,
+                admit=partial(self._sent, name),
+                refuse=lambda _: None,
+                tenant=Tenant(tenant),
+            )
+            if entry is None:
+                self._sent(name)
+
+    def _sent(self, name: str) -> None:
+        self.at_node.append(name)
+        self.decode.sent("d0", tokens=1, blocks=1)
+
+    def over(self, name: str) -> None:
+        self.at_node.remove(name)
+        self.decode.over("d0", tokens=1, blocks=1, reported=False)
+        self.queue.remove(name)
+        self.queue.release_soon()
+        while self.soon:
+            self.soon.pop()()
+
+    def counts(self) -> Counter[str]:
+        return Counter(name.partition("-")[0] for name in self.at_node)
+
+
+def test_a_tenant_with_a_free_share_waits_for_none_that_has_every_slot() -> None:
+    full = Full()
+    full.enter("hog", 200)
+    assert full.counts() == {"hog": 80}
+    full.enter("calm", 40)
+    assert full.counts() == {"hog": 80, "calm": 32}, "half of the slots, and no more"
+    full.over("calm-0")
+    assert full.counts() == {"hog": 80, "calm": 32}, "the next one of the same tenant"
+    full.over("hog-0")
+    assert full.counts() == {"hog": 79, "calm": 32}, "nothing more of it runs while others wait"
+    full.enter("third", 40)
+    assert full.counts()["third"] == 21
+
+
+def test_no_objective_refuses_a_tenant_that_takes_its_share() -> None:
+    """The estimate counts what the nodes have: they preempt that."""
+
+    class Missed(Objectives):
+        def check(self, *_: object) -> None:
+            raise Overloaded("it would be late")
+
+    full = Full(Missed())
+    full.enter("hog", 200)
+    decision = cast("Decision", "some nodes")
+    full.enter("calm", 32, decision)
+    assert full.counts() == {"hog": 80, "calm": 32}
+    for tenant in ("calm", "hog"):
+        with pytest.raises(Overloaded):
+            full.enter(tenant, 1, decision)
+
+
+def test_one_tenant_alone_is_admitted_as_far_as_nodes_have_use_for_requests() -> None:
+    full = Full()
+    full.enter("hog", 200)
+    for number in range(100):
+        full.over(f"hog-{number}")
+        assert full.counts() == {"hog": 80}
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 60), max_size=9))
+def test_fair_shares_use_every_slot_that_is_wanted(num_slots: int, demands: list[int]) -> None:
+    share = fair_share(num_slots, demands)
+    assert math.isclose(sum(min(share, demand) for demand in demands), min(num_slots, sum(demands)))
 
 
 def test_those_that_wait_for_a_sibling_count_until_they_enter_or_are_over() -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from common.base.errors import RequestTimeout
 from router.http.body import body_deadlines, read_body
+from router.http.body_work import BodyWork
 from router.requests.deadlines import Deadlines
 
 LONG_S = 0.2
@@ -93,7 +94,7 @@ def bodiless() -> Request:
 def test_a_body_that_does_not_come_is_a_timeout_and_its_task_goes_on() -> None:
     async def run() -> None:
         with pytest.raises(RequestTimeout):
-            await read_body(bodiless(), 100, body_deadlines(LONG_S / 4))
+            await read_body(bodiless(), 100, body_deadlines(LONG_S / 4), BodyWork(100))
         await asyncio.sleep(0)
         task = asyncio.current_task()
         assert task is not None
@@ -105,7 +106,7 @@ def test_a_body_that_does_not_come_is_a_timeout_and_its_task_goes_on() -> None:
 def test_who_is_cancelled_while_a_body_comes_is_cancelled() -> None:
     async def run() -> None:
         deadlines = body_deadlines(LONG_S)
-        task = asyncio.create_task(read_body(bodiless(), 100, deadlines))
+        task = asyncio.create_task(read_body(bodiless(), 100, deadlines, BodyWork(100)))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

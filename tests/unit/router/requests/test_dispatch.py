@@ -65,7 +65,7 @@ async def submit(dispatcher: Dispatcher, name: str) -> Generation:
 def make_all_wait(monkeypatch: pytest.MonkeyPatch, dispatcher: Dispatcher) -> None:
     """In the admission queue."""
     for module in ("admission", "admission_queue"):
-        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_, **__: "every node is busy")
     placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
     monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda *_: placement)
 
@@ -172,7 +172,7 @@ def test_a_request_that_waited_for_a_node_and_then_in_the_queue_waits_its_whole_
                 await asyncio.sleep(0.001)
         clock.advance(20.0)
         monkeypatch.setattr(dispatcher.state("m").placer, "decide", decide)
-        monkeypatch.setattr("router.requests.admission_queue.crowded", lambda *_: "")
+        monkeypatch.setattr("router.requests.admission_queue.crowded", lambda *_, **__: "")
         dispatcher.state("m").admission_queue._release()
         assert waiting.outcome is None
         assert len(dispatcher._retry_wait) == 1
@@ -340,6 +340,25 @@ def test_samples_that_wait_for_the_first_of_their_prompt_do_not_shut_others_out(
                     generation.cancel()
             await asyncio.sleep(0)
         assert [early[0].outcome is None, *(each.outcome is None for each in late)] == [begun, True, True]
+        for generation in early + late:
+            generation.cancel()
+
+    play(scene, max_waiting=6)
+
+
+def test_a_tenant_with_a_free_share_of_slots_is_not_refused_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(dispatcher: Dispatcher) -> None:
+        make_all_wait(monkeypatch, dispatcher)
+        dispatcher.state("m").fleets.by_role["decode"].add("d", "d", capacity=4)
+        early = [await submit(dispatcher, f"a{i}") for i in range(6)]
+        request = replace(REQUEST, tenant=Tenant("b"))
+        for generation in early:  # none can be replaced
+            generation.flow.siblings.admitted = True
+        late = dispatcher.submit("m", "two", [request] * 2, cast("Any", None), lambda: None)
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            dispatcher.submit("m", "a", [REQUEST], cast("Any", None), lambda: None)
+        await asyncio.sleep(0)
+        assert [each.outcome is None for each in [*early, *late]] == [True] * 8
         for generation in early + late:
             generation.cancel()
 

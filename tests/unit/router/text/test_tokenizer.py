@@ -506,3 +506,27 @@ def test_the_older_map_of_special_tokens_goes_first_as_in_transformers(tmp_path:
         set_config(folder, **changes)
         expected = PreTrainedTokenizerFast.from_pretrained(folder).eos_token_id
         assert Tokenizer(folder).eos_token_id == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "<|assistant|>{{ messages[0].content }}",
+            r"writes '<\|assistant\|>', which is token 4, and the model has only 1:",
+        ),
+        ("{{ eos_token }}{{ messages[0].content }}", "writes '</s>', which is token 1, and the model has only 1:"),
+    ],
+    ids=["itself", "by a variable"],
+)
+def test_a_template_that_writes_tokens_beyond_the_models_vocabulary_is_refused(
+    template: str, said: str, tmp_path: Path
+) -> None:
+    """Each request to such a model failed, with an error that named no token."""
+    folder = make_model_folder(tmp_path / "model")
+    set_config(folder, chat_template=template)
+    Tokenizer(folder).check_vocabulary(400)
+    with pytest.raises(ConfigError, match=said):
+        Tokenizer(folder).check_vocabulary(1)
+    set_config(folder, chat_template="{{ messages[0].content }}")
+    Tokenizer(folder).check_vocabulary(1)  # it is not written

@@ -121,6 +121,50 @@ def test_scales_follow_alpha_rank_and_patterns(model: Path, config: ModelConfig,
     assert open_adapter(tmp_path, config).modules[0, "mlp.up_proj"].scale == 6 / 4
 
 
+@pytest.mark.parametrize(
+    ("pattern", "scale"),
+    [
+        ("up_proj", 9.0),
+        (r"layers\.(0|2)\..*up_proj", 9.0),
+        (r".*\.up_proj$", 9.0),
+        (r"^model.layers.0.mlp.up_proj", 9.0),
+        (r"^layers.0.mlp.up_proj", 1.5),
+        (r"layers\.\d+\.mlp\.[a-t]\w+", 1.5),
+        (r"p_proj", 1.5),
+        ("(x+x+)+y", 1.5),
+        ("(.*)*" * 50 + "z", 1.5),
+        (r"((\w{0,50}){0,50}){0,50}x", 1.5),
+    ],
+)
+def test_patterns_match_the_ends_of_names(
+    pattern: str, scale: float, model: Path, config: ModelConfig, tmp_path: Path
+) -> None:
+    settings = {"lora_alpha": 6, "alpha_pattern": {pattern: 36}}
+    modules = open_adapter(write_adapter(tmp_path, model, **settings), config).modules
+    assert modules[0, "mlp.up_proj"].scale == scale
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    ("patterns", "reason"),
+    [
+        (["(" * 200 + "a" + "+)" * 200 + "b"], "too complex|can be used"),
+        ([r"(?=up)up_proj"], "look-around"),
+        ([r"(.)\1"], "backreferences"),
+        (["("], "unclosed group"),
+        (["[a]" * 200], "613 characters"),
+        ([f"layers.{number}.up" for number in range(5000)], "5000 patterns"),
+    ],
+)
+def test_patterns_that_would_take_long_are_refused(
+    key: str, patterns: list[str], reason: str, model: Path, config: ModelConfig, tmp_path: Path
+) -> None:
+    """Nested repeats took Python's engine longer than a cluster lives."""
+    with pytest.raises(ConfigError, match=reason):
+        open_adapter(write_adapter(tmp_path, model, **{key: dict.fromkeys(patterns, 1)}), config)
+
+
 def test_a_digest_covers_weights_and_scales_and_nothing_else(model: Path, config: ModelConfig, tmp_path: Path) -> None:
     def digest(name: str, **settings: Any) -> str:
         checkpoint = open_adapter(write_adapter(tmp_path / name, model, **settings), config)

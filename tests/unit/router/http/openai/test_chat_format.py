@@ -67,9 +67,7 @@ def test_a_whole_answer_with_a_call_has_its_arguments_joined() -> None:
             outcome=Outcome("stop"),
             completion_tokens=2,
             cached_tokens=0,
-            drafted=0,
-            accepted=0,
-            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=pack_ids([1])), echo=""),
+            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=pack_ids([1]), prediction=pack_ids()), echo=""),
         ),
     )
     body = _form(CallAfterBar()).whole([generation], [[Delta("|{", [1], None), Delta(" ", [2], None)]])

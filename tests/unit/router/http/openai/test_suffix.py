@@ -32,7 +32,7 @@ def _prompt_ids(folder: Path, raw: Tokenizer, suffix: str, prompt: str = "def x"
     raw.save(str(folder / "tokenizer.json"))
     served = replace(MODEL, tokenizer=ServedTokenizer(folder))
     body = completion_request({"prompt": prompt, "suffix": suffix}, CompletionRequest)
-    return completion_generation(body, served, body.prompt[0], Caller("", "")).engine.prompt_ids.tolist()
+    return completion_generation(body, served, body.prompt[0], Caller()).engine.prompt_ids.tolist()
 
 
 def test_a_suffix_is_put_behind_the_prompt_with_the_models_tokens(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import pytest
 from common.base.hashing import root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.priority import goes_first, insert_preempted
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.shares import Shares
 from common.engine.step import SampledToken
+from common.engine.waiting_queue import WaitingQueue, goes_first
 from common.kv.pool import BlockPool
 
 
@@ -150,11 +151,14 @@ def test_who_yields_in_vain_goes_on(ends: bool) -> None:
 
 
 def test_what_was_preempted_waits_behind_higher_priorities_and_before_its_own() -> None:
-    queue = deque([sequence("a", -1), sequence("b", 0), sequence("c", 0), sequence("d", 3)])
+    queue = WaitingQueue()
+    for name, priority in (("b", 0), ("d", 3), ("c", 0), ("a", -1)):
+        queue.add(sequence(name, priority))
+    assert [seq.key.request_id for seq in queue] == ["a", "b", "c", "d"]
     for priority, at in [(5, 4), (0, 1), (-1, 0)]:
         inserted = sequence("x", priority, preemptions=1)
-        insert_preempted(queue, inserted)
-        assert queue.index(inserted) == at
+        queue.add_preempted(inserted)
+        assert list(queue).index(inserted) == at
         queue.remove(inserted)
 
 
@@ -170,4 +174,4 @@ def test_what_was_preempted_waits_behind_higher_priorities_and_before_its_own() 
 def test_what_ran_before_goes_before_what_arrives_with_the_same_priority(
     waiting: Sequence, arriving: Sequence, first: bool
 ) -> None:
-    assert goes_first(waiting, arriving) == first
+    assert goes_first(waiting, arriving, Shares(8, 10)) == first
