@@ -19,6 +19,7 @@ from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.models.served_model import ServedModel
 from router.nodes.node import Node
+from router.planner.loop import PlannerLoop
 from router.policy import Fleet, Query
 from router.requests.placement import HashChain
 from router.restart import Restart
@@ -30,11 +31,18 @@ _MAX_LISTED = 1000
 class RouterAdmin:
     """The admin routes of one router. They change nothing, except `POST /restart` and `/scale`."""
 
-    def __init__(self, router: Router, directory: Directory | None, restart: Restart | None = None) -> None:
-        """`restart`: how the process ends when an operator asks; None if it cannot."""
+    def __init__(
+        self,
+        router: Router,
+        directory: Directory | None,
+        restart: Restart | None = None,
+        planner: PlannerLoop | None = None,
+    ) -> None:
+        """`restart`: how the process ends when an operator asks; None if it cannot. `planner`: None if it is off."""
         self._router = router
         self._directory = directory
         self._restart = restart
+        self._planner = planner
         self._started_s = monotonic()
 
     def routes(self) -> list[AdminRoute]:
@@ -48,6 +56,7 @@ class RouterAdmin:
             AdminRoute("POST", "/blocks", self.find_blocks),
             AdminRoute("POST", "/restart", self._begin_restart),
             AdminRoute("POST", "/scale", self._scale),
+            AdminRoute("GET", "/plan", self._plan),
         ]
 
     def status(self) -> Mapping[str, Any]:
@@ -67,6 +76,7 @@ class RouterAdmin:
             "requests_waiting": dispatcher.waiting,
             "requests_held_back": dispatcher.queued,
             "objectives": dispatcher.options.objectives.shown(),
+            "planner": {"mode": "off"} if self._planner is None else self._planner.shown(),
             "breakers_opened": dispatcher.breakers.times_opened,
             "unlisted_transitions": dict(unlisted_counts),
             "redis": self._router.degraded(self._directory) or "ok",
@@ -97,6 +107,12 @@ class RouterAdmin:
         if self._directory is None:
             raise NotFound("this router reads no nodes from Redis")
         return await self._directory.scale(call.body)
+
+    def _plan(self, call: Call) -> Mapping[str, Any]:
+        """How many nodes the planner wants, and why."""
+        if self._planner is None:
+            raise NotFound("nothing is planned: this router runs with --planner off")
+        return self._planner.shown()
 
     def _model(self, model: ServedModel) -> Mapping[str, Any]:
         """What `/status` says about a model."""

@@ -29,6 +29,7 @@ from router.admin import RouterAdmin
 from router.http.https import https_certificate
 from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server
+from router.planner.loop import PlannerLoop
 from router.restart import Restart
 from router.router import Router
 from router.ui.access import Access, trusts_loopback
@@ -54,10 +55,7 @@ async def serve(config: RouterConfig) -> None:
     except BaseException:
         sock.close()
         raise
-    admin = None
-    if config.admin_token:
-        credentials = open_credentials(config.tls_dir)
-        admin = AdminServer(config.admin_host, config.admin_port, config.admin_token, credentials)
+    admin = _admin_server(config)
     directory = _directory(router, config)
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
@@ -68,18 +66,18 @@ async def serve(config: RouterConfig) -> None:
     server = http_server(router, config, directory, responses, ui)
     pages.chat_endpoint = cast("ASGIApp", server.config.app)
     restart = Restart(router.dispatcher, lambda: server.busy)
+    planner = None if config.planner == "off" else PlannerLoop(config, router.dispatcher)
     if admin is not None:
         admin.start(
-            RouterAdmin(router, directory, restart).routes()
+            RouterAdmin(router, directory, restart, planner).routes()
             + SelfReport(public_options(config), config.tls_dir).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)
     scheme = "https" if config.ssl_certfile else "http"
     http = asyncio.create_task(_take_requests(server, sock, scheme, router, directory))
-    background = [
-        asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart, pages)
-    ]
+    parts = (directory, subscriber, router.dispatcher, restart, pages, *filter(None, [planner]))
+    background = [asyncio.create_task(part.run()) for part in parts]
     if config.tls_dir is not None:
         background.append(asyncio.create_task(warn_before_end(config.tls_dir)))
     background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))
@@ -116,6 +114,12 @@ async def _take_requests(
     host, port = sock.getsockname()[:2]
     log.info("listening on %s", endpoint(scheme, host, port))
     await server.serve(sockets=[sock])
+
+
+def _admin_server(config: RouterConfig) -> AdminServer | None:
+    if not config.admin_token:
+        return None
+    return AdminServer(config.admin_host, config.admin_port, config.admin_token, open_credentials(config.tls_dir))
 
 
 def _directory(router: Router, config: RouterConfig) -> Directory:

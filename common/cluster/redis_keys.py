@@ -35,6 +35,11 @@ class Keys:
         """String: how many nodes of each role the cluster wants, if something keeps its shape."""
         return self.prefix + "desired"
 
+    @property
+    def planner(self) -> str:
+        """Hash: the router that plans the cluster's shape, and its last plan."""
+        return self.prefix + "planner"
+
     def node(self, node_id: str) -> str:
         """String: the node's record."""
         return f"{self.prefix}node:{node_id}"

@@ -32,6 +32,7 @@ from common.config.option_groups import (
     RoutingOptions,
     SpeculationOptions,
 )
+from common.config.planner_options import PlannerOptions
 from common.config.speculation import parse_speculation
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -56,7 +57,9 @@ class ServiceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOptions, HttpOptions, ServiceConfig):
+class RouterConfig(
+    AdminHostOptions, PlannerOptions, RoutingOptions, ClientOptions, MembershipOptions, HttpOptions, ServiceConfig
+):
     """The HTTP front end: one OpenAI-compatible address for all nodes of a cluster."""
 
     section: ClassVar[str] = "router"
@@ -204,6 +207,7 @@ class DecodeConfig(SpeculationOptions, PipelineOptions, NodeConfig):
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(
     AdminOptions,
+    PlannerOptions,
     RoutingOptions,
     ClientOptions,
     SpeculationOptions,

@@ -28,7 +28,7 @@ from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
 from common.model.precision import FLOAT32, Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
-from common.model.shared_linear import shared_linear
+from common.model.shared_linear import shared_linears
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
 from common.parallel.mesh import SOLO, Mesh
@@ -56,6 +56,20 @@ class LinearPart(NamedTuple):
     inputs: tuple[int, int]
     first: int
     """Where its outputs begin in the merged layer."""
+
+
+class OwnLinear(NamedTuple):
+    """Named layers of `outputs` each, one after the other."""
+
+    names: tuple[str, ...]
+    outputs: int
+    inputs: int
+    is_paired: bool = False
+
+    @property
+    def stored(self) -> list[StoredTensor]:
+        part = Part(0, 0, self.outputs)
+        return [StoredTensor(f"{name}.weight", (self.outputs, self.inputs), part) for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -139,13 +153,21 @@ class Build:
         linear = self._linear([stored], out_features, own_bias)
         return self.adapt(linear, [LinearPart(name, (0, out_features), (share.lo, share.hi), 0)])
 
-    def own_linear(self, names: list[str], outputs: int, inputs: int, *, bias: bool, is_paired: bool = False) -> Linear:
-        """Named layers of `outputs` each, one after the other, which lie whole on this rank: those of one of its experts.
-        Adapters do not change them."""
-        part = Part(0, 0, outputs)
-        biases = [self.read(f"{name}.bias", outputs) for name in names if bias]
-        stacked = [StoredTensor(f"{name}.weight", (outputs, inputs), part) for name in names]
-        return self._linear(stacked, outputs * len(names), torch.cat(biases) if bias else None, is_paired)
+    def own_linears(self, layers: Sequence[OwnLinear], *, bias: bool) -> Sequence[Linear]:
+        """Layers that lie whole on this rank: those of its experts. Adapters do not change them. Packed weights of all of them
+        are one file, since each file takes a descriptor."""
+        biases = [
+            torch.cat([self.read(f"{name}.bias", layer.outputs) for name in layer.names]) if bias else None
+            for layer in layers
+        ]
+
+        def make() -> list[Linear]:
+            return [
+                self._make_linear(layer.stored, layer.outputs * len(layer.names), own_bias, layer.is_paired)
+                for layer, own_bias in zip(layers, biases, strict=True)
+            ]
+
+        return self._shared(f"linears {layers}", biases, make)
 
     def router_linear(self, name: str, outputs: int, *, bias: bool) -> Linear:
         """The layer that gives a mixture's logits, on every rank: float32, never quantized."""
@@ -159,13 +181,15 @@ class Build:
     ) -> Linear:
         """The layer of these weights, stacked to `num_rows` rows."""
         key = f"linear {stacked} {is_paired}"
-        return self._shared(key, bias, lambda: self._make_linear(stacked, num_rows, bias, is_paired))
+        return self._shared(key, [bias], lambda: [self._make_linear(stacked, num_rows, bias, is_paired)])[0]
 
-    def _shared(self, key: str, bias: Tensor | None, make: Callable[[], Linear]) -> Linear:
+    def _shared(
+        self, key: str, biases: Sequence[Tensor | None], make: Callable[[], Sequence[Linear]]
+    ) -> Sequence[Linear]:
         if self.packed is None or not isinstance(self.kernels, NativeKernels):
             return make()
         key = f"{key} {self.precision} {self.quantize}"
-        return shared_linear(self.packed, self.kernels.native, key, bias, make)
+        return shared_linears(self.packed, self.kernels.native, key, biases, make)
 
     def _make_linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool) -> Linear:
         """The layer, in the checkpoint's format if that format can multiply."""
@@ -206,7 +230,7 @@ class Build:
                 return float_linear(weight, None, self.precision, self.kernels)
             return make_int8_linear(quantize_int8(weight), None, LinearTarget(self.precision, self.kernels))
 
-        return self._shared(f"LM head {name} {self._vocabulary_rows}", None, make)
+        return self._shared(f"LM head {name} {self._vocabulary_rows}", [None], lambda: [make()])[0]
 
     def kv_scales(self, attention: str, planes: Sequence[KVPlane]) -> tuple[float, ...]:
         """The scale of each plane that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""

@@ -118,5 +118,6 @@ app.command("support-bundle", help=flowing(support_bundle.__doc__ or ""))(suppor
 app.command("drain")(control.drain)
 app.command("undrain")(control.undrain)
 app.command("scale")(control.scale)
+app.command("plan")(control.plan)
 app.command("roll", help=flowing(roll.__doc__ or ""))(roll)
 app.add_typer(lora)

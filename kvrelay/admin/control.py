@@ -1,4 +1,4 @@
-"""`kvrelay admin drain`, `undrain` and `scale`."""
+"""`kvrelay admin drain`, `undrain`, `scale` and `plan`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,11 @@ def scale(
         lambda client: client.post("/scale", {role: int(count) for role, count in _pairs(counts)}),
         lambda show, wanted: show.cell("wanted: " + ", ".join(f"{role} {count}" for role, count in wanted.items())),
     )
+
+
+def plan(url: Url = None, as_json: Json = False) -> None:
+    """Show how many nodes the planner wants, and why. The routers run with `--planner advise` or `apply`."""
+    show_answer(url, as_json, lambda client: client.get("/plan"), lambda show, answer: show.properties("", answer))
 
 
 def _drained(status: dict[str, Any]) -> str:

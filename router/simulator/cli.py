@@ -26,6 +26,8 @@ format or are synthetic: conversations that share system prompts. Node costs are
 
   kvrelay simulate --requests 100000 --rate 200 --prefill 100 --decode 100 --plot run.png
 
+  kvrelay simulate --planner --mix-period 7200 --requests 90000 --rate 12 --slo-tpot 0.03
+
   kvrelay simulate --trace trace.jsonl --goodput 0.9 --hardware prefill_token_s=80e-6,link_bytes_s=3e9
 """
 
@@ -67,6 +69,22 @@ Goodput = Annotated[
     typer.Option(min=0, max=1, help="Find the highest rate at which this share of requests meets both objectives."),
 ]
 Costs = Annotated[str, typer.Option(metavar="NAME=VALUE,...", help="Node costs, see router/simulator/hardware.py.")]
+Planner = Annotated[
+    bool,
+    typer.Option(
+        "--planner", help="Compare the planner of routers with an oracle and with every fixed split of as many nodes."
+    ),
+]
+NodeStart = Annotated[
+    float, typer.Option("--node-start", min=0, help="With --planner: seconds until a new node takes requests.")
+]
+MixPeriod = Annotated[
+    float | None,
+    typer.Option(
+        help="Synthetic requests whose mix turns with this period in seconds, from long prompts with short answers to the "
+        "opposite and back."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write all figures to this JSON file; - for standard output.")
@@ -95,6 +113,9 @@ def simulate_command(
     max_queue_wait_s: MaxQueueWait = RouterConfig.max_queue_wait_s,
     goodput: Goodput = None,
     hardware: Costs = "",
+    planner: Planner = False,
+    node_start_s: NodeStart = 60.0,
+    mix_period: MixPeriod = None,
     seed: Seed = 0,
     json_file: JsonFile = None,
     plot: Plot = None,
@@ -108,6 +129,9 @@ def simulate_command(
 
         _check_positive(rate_scale=rate_scale, rate=rate, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
         _check_output(json_file, goodput, plot)
+        _check_mix(mix_period, trace)
+        if planner and (goodput is not None or plot is not None or "," in policy or prefill < 1):
+            raise ConfigError("--planner takes one policy, one prefill node at least, and neither --goodput nor --plot")
         costs = _hardware(hardware)
         base = Simulation(
             shape=Shape(prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=costs),
@@ -119,8 +143,12 @@ def simulate_command(
             local_prefill_tokens=local_prefill_tokens,
             slo_ttft_s=slo_ttft,
             slo_tpot_s=slo_tpot,
+            mix_period_s=mix_period,
             admission=Admission(max_waiting, max_queue_wait_s, Objectives(slo_ttft, slo_tpot)) if admission else None,
         )
+        if planner:
+            _compare_shapes(dataclasses.replace(base, policy=policy), node_start_s, json_file)
+            return
         _show([dataclasses.replace(base, policy=name.strip()) for name in policy.split(",")], goodput, json_file, plot)
 
     run_checked(run)
@@ -132,6 +160,14 @@ def _check_positive(**values: float) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be above 0, from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
             )
+
+
+def _check_mix(mix_period: float | None, trace: Path | None) -> None:
+    if mix_period is None:
+        return
+    _check_positive(mix_period=mix_period)
+    if trace is not None:
+        raise ConfigError("--mix-period is for synthetic requests: remove it or --trace")
 
 
 def _check_output(json_file: Path | None, goodput: float | None, plot: Path | None) -> None:
@@ -181,6 +217,31 @@ def _show(simulations: list[Simulation], goodput: float | None, json_file: Path 
             raise ConfigError(f"{simulation.policy}: no rate keeps {goodput:.0%} of the requests inside the objectives")
         figures.append(found[1])
     console.print(table(figures))
+    _write(figures, json_file)
+    if plot_file is not None and outcomes:
+        from router.simulator.plot import plot
+
+        plot(outcomes, plot_file)
+
+
+def _compare_shapes(simulation: Simulation, start_s: float, json_file: Path | None) -> None:
+    from rich.console import Console
+
+    from router.simulator.planned import compare_shapes
+    from router.simulator.table import table_of_shapes
+
+    console = Console(stderr=json_file == Path("-"))
+    runs = simulation.shape.prefill + simulation.shape.decode + 1
+    console.print(f"[dim]simulating {runs} clusters[/dim]", highlight=False)
+    compared = compare_shapes(simulation, start_s)
+    figures = [*compared.fixed, compared.planned, compared.oracle]
+    console.print(table_of_shapes(figures))
+    for at_s, decision in compared.changes:
+        console.print(f"{at_s:,.0f} s: {decision.why}", highlight=False)
+    _write(figures, json_file)
+
+
+def _write(figures: list[dict[str, Any]], json_file: Path | None) -> None:
     if json_file == Path("-"):
         print(json.dumps(figures))
     elif json_file is not None:
@@ -188,7 +249,3 @@ def _show(simulations: list[Simulation], goodput: float | None, json_file: Path 
             json_file.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {json_file}: {error.strerror}") from None
-    if plot_file is not None and outcomes:
-        from router.simulator.plot import plot
-
-        plot(outcomes, plot_file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from common.control.messages import Role
 from router.simulator.cache import BlockCache
 from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
@@ -18,6 +19,8 @@ from router.simulator.request import SimRequest
 from router.simulator.simulated_router import SimulatedRouter
 
 Node = SimulatedPrefillNode | SimulatedDecodeNode
+_SPREAD = 0.618
+"""Offsets of later nodes' reports: multiples of it are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -45,35 +48,69 @@ class SimulatedCluster:
         self.ledger = Ledger()
         self._router = router
         self._events = events
-        hardware, tokens = shape.hardware, shape.block_tokens
-        self.prefill = [
-            SimulatedPrefillNode(f"prefill-{i}", events, hardware, BlockCache(shape.cache_blocks), tokens, self)
-            for i in range(shape.prefill)
-        ]
-        self.decode = [
-            SimulatedDecodeNode(f"decode-{i}", events, hardware, BlockCache(shape.decode_blocks), tokens, self)
-            for i in range(shape.decode)
-        ]
+        self.prefill = [self._prefill_node(i) for i in range(shape.prefill)]
+        self.decode = [self._decode_node(i) for i in range(shape.decode)]
         nodes: list[Node] = [*self.prefill, *self.decode]
         self._phase_s = {node.node_id: i / len(nodes) * shape.report_s for i, node in enumerate(nodes)}
         """Offset of each node's load reports, so that they are spread in time."""
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
+        self._all_arrived = False
+        self._retired: list[Node] = []
         router.meet(self, self.prefill, self.decode)
+
+    def _prefill_node(self, number: int) -> SimulatedPrefillNode:
+        shape, cache = self.shape, BlockCache(self.shape.cache_blocks)
+        return SimulatedPrefillNode(f"prefill-{number}", self._events, shape.hardware, cache, shape.block_tokens, self)
+
+    def _decode_node(self, number: int) -> SimulatedDecodeNode:
+        shape, cache = self.shape, BlockCache(self.shape.decode_blocks)
+        return SimulatedDecodeNode(f"decode-{number}", self._events, shape.hardware, cache, shape.block_tokens, self)
+
+    # -- nodes that come and go
+
+    def add(self, role: Role) -> None:
+        """A new node takes requests from now on."""
+        number = len(self._phase_s)
+        node = self._prefill_node(number) if role == "prefill" else self._decode_node(number)
+        self._phase_s[node.node_id] = number * _SPREAD % 1 * self.shape.report_s
+        if isinstance(node, SimulatedPrefillNode):
+            self.prefill.append(node)
+        else:
+            self.decode.append(node)
+        self._router.meet(self, self.prefill, self.decode)
+
+    def retire(self, role: Role) -> Node:
+        """The newest node of the role gets no new requests; it finishes those that it has."""
+        node = self.prefill.pop() if role == "prefill" else self.decode.pop()
+        self._retired.append(node)
+        self._router.meet(self, self.prefill, self.decode)
+        return node
+
+    @property
+    def over(self) -> bool:
+        """All requests have ended, and no other will come."""
+        ledger = self.ledger
+        return self._all_arrived and ledger.arrived_count == len(ledger.ttft_s) + ledger.refusals.total()
 
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
         """Run all of `workload`, which must be ordered by arrival; returns when the last request has ended."""
         self._arrivals = workload
         self._next_arrival()
         self._events.run()
-        self.ledger.close(self.prefill, self.decode)
+        nodes = [*self.prefill, *self.decode, *self._retired]
+        self.ledger.close(
+            [node for node in nodes if isinstance(node, SimulatedPrefillNode)],
+            [node for node in nodes if isinstance(node, SimulatedDecodeNode)],
+        )
         return self.ledger
 
     # -- a request's life
 
     def _next_arrival(self) -> None:
         request = next(self._arrivals, None)
+        self._all_arrived = request is None
         if request is not None:
             self._events.at(request.arrival_s, self._arrive, request)
 

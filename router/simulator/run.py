@@ -12,7 +12,7 @@ from router.simulator.events import Events
 from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
 from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
-from router.simulator.workload import SyntheticConversations, TraceLine, from_trace, synthetic
+from router.simulator.workload import SyntheticConversations, TraceLine, TurningMix, from_trace, synthetic, turning
 
 _HALVINGS = 7
 
@@ -32,6 +32,8 @@ class Simulation:
     local_prefill_tokens: int | None = None
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.1
+    mix_period_s: float | None = None
+    """Synthetic requests whose mix turns with this period (`workload.turning`) instead of conversations."""
     admission: Admission | None = None
     """None: every request goes to the nodes at once."""
 
@@ -44,6 +46,11 @@ class Simulation:
         """The requests, by arrival."""
         if self.trace is not None:
             return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
+        if self.mix_period_s is not None:
+            return turning(
+                TurningMix(self.num_requests, self.rate * self.rate_scale, self.mix_period_s, self.shape.block_tokens),
+                self.seed,
+            )
         options = SyntheticConversations(
             requests=self.requests or SyntheticConversations.requests,
             rate=self.rate * self.rate_scale,
@@ -61,8 +68,14 @@ class SimulationOutcome:
     ledger: Ledger
 
 
-def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: None) -> SimulationOutcome:
-    """Run a simulation to its end; equal simulations have equal outcomes. Calls `on_arrival` for each request.
+Prepare = Callable[[SimulatedCluster, SimulatedRouter, Events], None]
+
+
+def simulate(
+    simulation: Simulation, on_arrival: Callable[[], None] = lambda: None, prepare: Prepare | None = None
+) -> SimulationOutcome:
+    """Run a simulation to its end; equal simulations have equal outcomes. Calls `on_arrival` for each request, and
+    `prepare` before the first.
 
     Raises: ConfigError.
     """
@@ -77,6 +90,8 @@ def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: No
     )
     router = SimulatedRouter(settings, shape.hardware, events)
     cluster = SimulatedCluster(shape, router, events)
+    if prepare is not None:
+        prepare(cluster, router, events)
     gc.freeze()  # the collector would scan millions of cached blocks repeatedly and find nothing
     try:
         ledger = cluster.run(_reported(simulation.workload(), on_arrival))

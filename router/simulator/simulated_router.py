@@ -31,6 +31,7 @@ from router.index.prefix_index import PrefixIndex
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
 from router.policy import Memory, Query
+from router.policy.costs import Costs
 from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
@@ -143,9 +144,9 @@ class SimulatedRouter:
     def meet(
         self, owner: RouterOwner, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]
     ) -> None:
-        """All nodes register with the router of `owner`."""
+        """These nodes, and no others, are registered with the router of `owner`."""
         self._owner = owner
-        self._nodes = {node.node_id: node for node in (*prefill, *decode)}
+        self._nodes |= {node.node_id: node for node in (*prefill, *decode)}
         records = [self._record("prefill", node.node_id) for node in prefill]
         self._table.update(records + [self._record("decode", node.node_id) for node in decode])
 
@@ -161,6 +162,12 @@ class SimulatedRouter:
             started_at=0.0,
             max_num_seqs=hardware.max_num_seqs,
         )
+
+    @property
+    def costs(self) -> tuple[Costs, Costs]:
+        """What the router has learned of prefill and of decode nodes."""
+        models = self._placer.models
+        return models["prefill"].costs, models["decode"].costs
 
     # -- a new request
 

@@ -57,3 +57,23 @@ def table(figures: Sequence[Figures]) -> Table:
     for name, show in _ROWS:
         made.add_row(name, *(show(column) for column in figures))
     return made
+
+
+def table_of_shapes(figures: Sequence[Figures]) -> Table:
+    """One row per shape of the cluster."""
+    columns = (
+        "prefill + decode",
+        "inside both objectives",
+        "good requests per node-hour",
+        "first token, p90",
+        "token, p90",
+    )
+    made = Table(*columns)
+    for row in figures:
+        shown = (_share(row["goodput"]), f"{row['good_per_node_hour']:,.0f}", *_p90(row))
+        made.add_row(row["shape"], *shown)
+    return made
+
+
+def _p90(row: Figures) -> tuple[str, str]:
+    return _seconds(row["ttft_s"]["p90"]), _seconds(row["tpot_s"]["p90"])

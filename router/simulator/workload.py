@@ -146,3 +146,33 @@ def synthetic(options: SyntheticConversations, seed: int = 0) -> Iterator[SimReq
         output = 1 + int(rng.expovariate(1 / options.output_tokens))
         tokens = len(history) * options.block_tokens - rng.randrange(options.block_tokens)
         yield SimRequest(number, now_s, tokens, output, history, session)
+
+
+@dataclass(frozen=True)
+class TurningMix:
+    """Long prompts with short answers and short prompts with long answers, whose shares turn from 80:20 to 20:80 and back."""
+
+    requests: int = 10_000
+    rate: float = 4.0
+    """Arrivals per second, Poisson."""
+    period_s: float = 7200.0
+    block_tokens: int = 512
+    prompt_tokens: tuple[int, int] = (8192, 512)
+    """Of each kind."""
+    output_tokens: tuple[int, int] = (64, 3000)
+    """Means, exponentially distributed."""
+
+
+def turning(options: TurningMix, seed: int = 0) -> Iterator[SimRequest]:
+    """The requests that `options` describes; no two share a block."""
+    rng = random.Random(seed)
+    ids = count()
+    now_s = 0.0
+    for number in range(options.requests):
+        now_s += rng.expovariate(options.rate)
+        long_prompts = 0.5 + 0.3 * math.cos(2 * math.pi * now_s / options.period_s)
+        kind = int(rng.random() >= long_prompts)
+        tokens = options.prompt_tokens[kind]
+        names = [block_name(0, next(ids)) for _ in range(-(-tokens // options.block_tokens))]
+        output = 1 + int(rng.expovariate(1 / options.output_tokens[kind]))
+        yield SimRequest(number, now_s, tokens, output, names)

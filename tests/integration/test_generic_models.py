@@ -115,11 +115,15 @@ async def _stream_through_a_kill(system: System, model: Path, prompt: list[int],
 
 
 @pytest.mark.thorough
-def test_stream_goes_on_after_kill_9_of_the_decode_node(tmp_path: Path) -> None:
-    model = make_folder("gemma2", tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "implementation"), [("gemma2", "transformers"), ("gpt_oss", "native"), ("glm4_moe", "native")]
+)
+def test_stream_goes_on_after_kill_9_of_the_decode_node(tmp_path: Path, kind: str, implementation: str) -> None:
+    """Also of mixtures that native families compute."""
+    model = make_folder(kind, tmp_path)
     prompt = [3 + 7 * i % 240 for i in range(70)]
     options = ("--model", str(model), "--dtype", "float32", "--kv-blocks", "400", "--local-prefill-tokens", "0")
-    with running_system(tmp_path, *options, "--model-impl", "transformers") as system:
+    with running_system(tmp_path, *options, "--model-impl", implementation) as system:
         system.wait_usable()
         tokens = asyncio.run(_stream_through_a_kill(system, model, prompt, 300))
         system.wait_usable()

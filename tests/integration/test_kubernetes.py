@@ -37,7 +37,7 @@ EVERYTHING: dict[str, Any] = {
     "apiKeys": {"secret": "api-keys"},
     "tls": {"enabled": True},
     "redis": {"included": False, "urlSecret": "redis"},
-    "router": {"httpsSecret": "web", "options": {"allowed-origins": "https://a.example"}},
+    "router": {"httpsSecret": "web", "hostNames": ["llm.example"], "options": {"allowed-origins": "https://a.example"}},
     "prefill": {
         "hosts": 2,
         "tensorParallel": 4,

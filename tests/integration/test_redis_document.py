@@ -24,8 +24,8 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 11
-    with running_system(tmp_path) as system:
+    assert len(patterns) == 12
+    with running_system(tmp_path, "--planner", "advise") as system:
         system.wait_usable()
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
         prompt = "the quick brown fox jumps over the lazy dog. " * 8

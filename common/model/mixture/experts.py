@@ -22,7 +22,7 @@ from common.kernels.native.library import (
 )
 from common.kernels.native.linear import NativeLinear
 from common.model.activations import activate_and_mul, clamped_gate
-from common.model.build import Build
+from common.model.build import Build, OwnLinear
 from common.model.description import MixtureDescription
 from common.model.formats.base import Linear
 from common.model.mixture.routing import Routing
@@ -49,13 +49,12 @@ class ExpertLoop:
         self._num_experts, self._top_k = router.num_experts, router.top_k
         build = unstacked(build, prefix, mixture)
         names, inner, hidden, bias = mixture.expert_names, mixture.inner_size, build.config.hidden_size, mixture.bias
-        self.gate_ups: list[Linear] = []
-        self.downs: list[Linear] = []
+        layers: list[OwnLinear] = []
         for expert in range(self.first, end):
-            merged = [prefix + name.format(expert=expert) for name in (names.gate, names.up)]
-            down = prefix + names.down.format(expert=expert)
-            self.gate_ups.append(build.own_linear(merged, inner, hidden, bias=bias, is_paired=True))
-            self.downs.append(build.own_linear([down], hidden, inner, bias=bias))
+            gate, up, down = (prefix + name.format(expert=expert) for name in (names.gate, names.up, names.down))
+            layers += [OwnLinear((gate, up), inner, hidden, is_paired=True), OwnLinear((down,), hidden, inner)]
+        linears = build.own_linears(layers, bias=bias)
+        self.gate_ups, self.downs = linears[::2], linears[1::2]
         activate = activate_and_mul(mixture.activation, build.kernels)
         self._activate = activate if mixture.clamp is None else clamped_gate(mixture.clamp)
         self._dtype_for = build.precision.for_rows

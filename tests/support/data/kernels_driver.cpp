@@ -1,4 +1,4 @@
-// Attention over random batches and random linear layers, in memory of exactly the sizes that the interface names, for
+// Attention over random batches, random linear layers and mixtures, in memory of exactly the sizes that the interface names, for
 // address and undefined-behaviour sanitizers. Arguments: a variant, how many of each.
 #include <algorithm>
 #include <cmath>
@@ -77,27 +77,64 @@ void attend(kv_team* team) {
                          new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
 }
 
+bool has_groups(int format) { return format == KV_LINEAR_INT4 || format == KV_LINEAR_FP4; }
+
+// A layer in memory of its own.
+struct Layer {
+    Layer(int format, int out, int in, bool is_paired, int group)
+        : panels(is_paired ? (out / 2 + 15) / 16 : (out + 31) / 32),
+          units((in + unit(format) - 1) / unit(format)),
+          weight(panels * units * 32 * 4 / size_of(dtype(format)), dtype(format)),
+          scale(panels * 32 * (has_groups(format) ? in / group : 1), KV_F32),
+          zero(scale.size / 4, KV_F32),
+          bias(out, KV_F32),
+          linear{format, out, in, has_groups(format) ? group : 0, is_paired, weight.memory,
+                 format >= KV_LINEAR_INT8 ? floats(scale) : nullptr,
+                 format == KV_LINEAR_INT8 || format == KV_LINEAR_INT4 ? floats(zero) : nullptr,
+                 below(2) ? floats(bias) : nullptr} {}
+
+    static int unit(int format) { return has_groups(format) ? 8 : 1 << format; }  // inputs
+    // Every unit takes 4 bytes of an output. KV_FP8: bytes from 0 to 126.
+    static int dtype(int format) { return format >= KV_LINEAR_INT8 ? KV_FP8 : format == KV_LINEAR_BF16 ? KV_BF16 : KV_F32; }
+    static const float* floats(const Numbers& numbers) { return reinterpret_cast<const float*>(numbers.memory); }
+
+    size_t panels, units;
+    Numbers weight, scale, zero, bias;
+    kv_linear linear;
+};
+
 void multiply(kv_team* team) {
-    const int format = below(4), is_paired = below(2), activates = is_paired && below(2);
+    const int format = below(5), is_paired = below(2), activates = is_paired && below(2);
     const int group = 8 * one_of({1, 2, 4, 8});
-    const int in = format == KV_LINEAR_INT4 ? group * (1 + below(12)) : one_of({1, 2, 3, 40, 257, 896, 1 + below(600)});
+    const int in = has_groups(format) ? group * (1 + below(12)) : one_of({1, 2, 3, 40, 257, 896, 1 + below(600)});
     const int out = (1 + is_paired) * one_of({1, 16, 17, 1 + below(200), 1640});
     const int rows = one_of({1, 1, 2, 3, 4, 6, 13, 48, 1 + below(210)});
-    const int unit = format == KV_LINEAR_INT4 ? 8 : 1 << format;  // inputs
-    const size_t panels = is_paired ? (out / 2 + 15) / 16 : (out + 31) / 32, units = (in + unit - 1) / unit;
-    const bool is_quantized = format == KV_LINEAR_INT8 || format == KV_LINEAR_INT4;
-    const size_t scales = panels * 32 * (format == KV_LINEAR_INT4 ? in / group : 1);
-    // Every unit takes 4 bytes of an output. KV_FP8: bytes from 0 to 126.
-    const int dtype = is_quantized ? KV_FP8 : format == KV_LINEAR_BF16 ? KV_BF16 : KV_F32;
-    Numbers weight(panels * units * 32 * 4 / size_of(dtype), dtype);
-    Numbers scale(scales, KV_F32), zero(scales, KV_F32), bias(out, KV_F32);
+    const Layer layer(format, out, in, is_paired, group);
     const int x_dtype = below(2), y_dtype = below(2), columns = activates ? out / 2 : out;
     Numbers x(size_t(rows) * in, x_dtype), y(size_t(rows) * columns, y_dtype);
-    const auto floats = [](const Numbers& numbers) { return reinterpret_cast<const float*>(numbers.memory); };
-    const kv_linear layer{format, out, in, format == KV_LINEAR_INT4 ? group : 0, is_paired, weight.memory,
-                          is_quantized ? floats(scale) : nullptr, is_quantized ? floats(zero) : nullptr,
-                          below(2) ? floats(bias) : nullptr};
-    kv_linear_forward(team, &layer, x.memory, x_dtype, in, y.memory, y_dtype, columns, rows, activates);
+    kv_linear_forward(team, &layer.linear, x.memory, x_dtype, in, y.memory, y_dtype, columns, rows, activates);
+}
+
+void mix(kv_team* team) {
+    // float32 experts are those of float32 models.
+    const int dtype = below(2), format = dtype == KV_F32 ? one_of({0, 2, 3, 4}) : 1 + below(4), group = 8 * (1 + below(3));
+    const int hidden = group * (1 + below(12)), inner = group * (1 + below(9));
+    const int num_experts = 1 + below(6), first = below(3), all = first + num_experts + below(3), top_k = 1 + below(all);
+    const int rows = one_of({1, 2, 5, 1 + below(90)});
+    std::vector<Layer> layers;
+    layers.reserve(2 * num_experts);
+    std::vector<kv_linear> gate_up, down;
+    for (int i = 0; i < num_experts; ++i) {
+        gate_up.push_back(layers.emplace_back(format, 2 * inner, hidden, true, group).linear);
+        down.push_back(layers.emplace_back(format, hidden, inner, false, group).linear);
+    }
+    std::vector<int64_t> experts(size_t(rows) * top_k);
+    for (int64_t& expert : experts) expert = below(all);
+    const Numbers weights(experts.size(), KV_F32), x(size_t(rows) * hidden, dtype), out(size_t(rows) * hidden, KV_F32);
+    const kv_gate gate{below(2) ? KV_SILU_GATE : KV_CLAMPED_GATE, 1.7f, 7};
+    const kv_experts own{gate_up.data(), down.data(), first, num_experts, hidden, inner, gate};
+    const kv_choice choice{experts.data(), Layer::floats(weights), rows, top_k};
+    kv_experts_forward(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
 }
 
 }  // namespace
@@ -107,7 +144,7 @@ int main(int, char** arguments) {
     if (!chosen || std::strcmp(chosen, arguments[1])) return 77;  // this processor does not run it
     for (int threads : {1, 3}) {
         kv_team* team = kv_team_new(threads);
-        for (int i = 0; i < std::atoi(arguments[2]); ++i) attend(team), multiply(team);
+        for (int i = 0; i < std::atoi(arguments[2]); ++i) attend(team), multiply(team), mix(team);
         kv_team_free(team);
     }
     std::puts("done");

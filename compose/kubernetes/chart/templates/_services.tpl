@@ -3,7 +3,7 @@
 {{/* Options as environment variables; those of the role come last. */}}
 {{- define "kvrelay.options" -}}
 {{- range $name, $value := merge (dict) .of.options .root.Values.options }}
-{{- if has ($name | replace "-" "_") (list "port" "host" "admin_port" "admin_host" "admin_token" "advertise_host" "data_port" "node_id" "cluster" "redis_url" "model" "tls_dir" "tensor_parallel_size" "pipeline_parallel_size" "nnodes" "node_rank" "master_addr" "master_port") }}
+{{- if has ($name | replace "-" "_") (list "port" "host" "admin_port" "admin_host" "admin_token" "advertise_host" "data_port" "node_id" "cluster" "allowed_hosts" "redis_url" "model" "tls_dir" "tensor_parallel_size" "pipeline_parallel_size" "nnodes" "node_rank" "master_addr" "master_port") }}
 {{- fail (printf "options.%s: the chart sets this option from a value of its own" $name) }}
 {{- end }}
 - name: KVRELAY_{{ $name | replace "-" "_" | upper }}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import torch
 from support.oracle import make_tiny
 
 from common.kernels.native.find import find_native
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear
 from common.model import weights as weight_sources
+from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
+from common.model.description import MixtureDescription
 from common.model.loader import load_model
+from common.model.mixture.experts import ExpertLoop
 from common.model.packed_weights import PackedWeights
+from common.model.precision import FLOAT32
+from common.model.weights import CheckpointWeights
 
 pytestmark = pytest.mark.skipif(find_native() is None, reason="no native kernels")
 
@@ -76,6 +84,30 @@ def test_a_second_start_reads_no_matrix(packed: PackedWeights, tmp_path: Path, m
     load(path, packed)
     assert names
     assert not [name for name in names if "norm" not in name]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_the_experts_of_a_layer_are_one_file(packed: PackedWeights, tmp_path: Path, name: str) -> None:
+    """A file takes a descriptor as long as it is mapped, and a model may have ten thousand experts."""
+    path = make_tiny(name, tmp_path / "model")
+    config = load_model_config(path)
+    mixture = config.layers[2].mlp
+    native = find_native()
+    assert isinstance(mixture, MixtureDescription)
+    assert native is not None
+    build = Build(config, CheckpointWeights(path), FLOAT32, kernels=NativeKernels(native))
+    private, *shared = (
+        ExpertLoop(replace(build, packed=each), "model.layers.2.", mixture) for each in (None, packed, packed)
+    )
+    for loop in shared:
+        for ours, theirs in zip((*loop.gate_ups, *loop.downs), (*private.gate_ups, *private.downs), strict=True):
+            assert isinstance(ours, NativeLinear)
+            assert isinstance(theirs, NativeLinear)
+            assert torch.equal(ours.packed.weight, theirs.packed.weight)
+            x = torch.ones(1, ours.packed.shape[1])
+            assert torch.equal(ours.forward(x), theirs.forward(x))
+    files = [file for file in (tmp_path / "weights").rglob("*") if file.is_file() and len(file.name) == 32]
+    assert len(files) == 1
 
 
 def test_weights_of_another_quantization_are_packed_apart(packed: PackedWeights, tmp_path: Path) -> None:

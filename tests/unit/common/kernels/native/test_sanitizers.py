@@ -1,4 +1,4 @@
-"""Native attention and linear layers under address and undefined-behaviour sanitizers, in memory of exactly the right sizes."""
+"""Native attention, linear layers and experts under address and undefined-behaviour sanitizers, in memory of exactly the right sizes."""
 
 from __future__ import annotations
 

@@ -141,6 +141,17 @@ def test_names_in_some_checkpoints_have_another_beginning(tmp_path: Path, name: 
     check(renamed, prompts, drive(make_runner(renamed), prompts, 16, 3), 3)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
+def test_experts_may_be_stacked_as_transformers_5_has_them(tmp_path: Path, name: str) -> None:
+    plain, stacked = make_tiny(name, tmp_path / "plain"), tmp_path / "stacked"
+    oracle.oracle_model(str(plain)).save_pretrained(stacked, save_original_format=False)
+    shutil.copy(plain / "tokenizer.json", stacked)
+    names = load_file(stacked / "model.safetensors")
+    assert "model.layers.2.mlp.experts.gate_up_proj" in names
+    prompts = [prompt(20, 250)]
+    check(plain, prompts, drive(make_runner(stacked), prompts, 16, 6), 6)
+
+
 def _mean_change(model: Path, **options: Any) -> float:
     """How far, in nats, `options` move the log-probabilities of a prompt's tokens from those of transformers."""
     tokens = prompt(100, 190)

@@ -56,7 +56,7 @@ def expect_tokens(merged: Path, tokens: list[int]) -> None:
     assert first_difference(greedy(merged, PROMPT, NUM_TOKENS), tokens) is None
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2", "opt", "glm4-moe", "qwen3-moe"])
 def test_eight_adapters_in_one_batch_give_the_tokens_of_merged_models(name: str, tmp_path: Path) -> None:
     path = make_tiny(name, tmp_path / "model")
     model = load(path)

@@ -1,0 +1,185 @@
+"""A simulated cluster whose shape changes while it runs: by the planner of routers, or by an oracle. Pure.
+
+What a change costs is simulated: a node that goes first finishes its requests, and one that comes takes requests only after
+a start-up delay, in the place of one that has gone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+from common.control.messages import Role
+from router.planner.demand import DemandMeter, Sample, decode_slots
+from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
+from router.planner.sizing import Demand, NodeCounts, RoleCosts, need
+from router.requests.admission import Objectives
+from router.simulator.cluster import Node, SimulatedCluster
+from router.simulator.events import Events
+from router.simulator.request import SimRequest
+from router.simulator.run import Simulation, SimulationOutcome, simulate
+from router.simulator.simulated_router import SimulatedRouter
+
+_TICK_S = 10.0
+_AHEAD_S = 600.0
+"""How far the oracle sees."""
+
+
+class Shaper(Protocol):
+    """Decides the shape of a simulated cluster."""
+
+    def decide(self, observed: Observed) -> NodeCounts:
+        """What the cluster is to have now."""
+        ...
+
+
+class Planned:
+    """The planner of routers. `changes` has what it changed, with the time of each."""
+
+    def __init__(self, objectives: Objectives, limits: Limits) -> None:
+        self._objectives, self._limits = objectives, limits
+        self._memory = PlanMemory()
+        self.changes: list[tuple[float, ShapeDecision]] = []
+
+    def decide(self, observed: Observed) -> NodeCounts:
+        """See `router.planner.plan.plan`."""
+        decision = plan(observed, self._objectives, self._limits, self._memory)
+        self._memory = decision.memory
+        if decision.counts != observed.wanted:
+            self.changes.append((observed.now_s, decision))
+        return decision.counts
+
+
+class Oracle:
+    """Knows what will arrive in the next ten minutes, what nodes cost, and waits for nothing."""
+
+    def __init__(
+        self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
+    ) -> None:
+        """costs: as measured in a run before; computed_share: of the prompt tokens, those that were not cached in it."""
+        arrivals = [(each.arrival_s, each.input_tokens, each.output_tokens) for each in requests]
+        self._times_s = [each[0] for each in arrivals]
+        self._prompt_tokens = list(accumulate((each[1] * computed_share for each in arrivals), initial=0.0))
+        self._output_tokens = list(accumulate((each[2] for each in arrivals), initial=0))
+        self._objectives, self._costs = objectives, costs
+
+    def decide(self, observed: Observed) -> NodeCounts:
+        """The split with the least pressure; the present one while it is as good."""
+        first, last = (bisect_left(self._times_s, observed.now_s + ahead_s) for ahead_s in (0.0, _AHEAD_S))
+        prompts = self._prompt_tokens[last] - self._prompt_tokens[first]
+        outputs = self._output_tokens[last] - self._output_tokens[first]
+        needed = need(Demand(_AHEAD_S, prompts / _AHEAD_S, outputs / _AHEAD_S), self._costs, self._objectives)
+        total, now = observed.wanted.total, observed.wanted
+        splits = [NodeCounts(prefill, total - prefill) for prefill in range(1, total)]
+        return min(splits, key=lambda split: (needed.pressure(split), abs(split.prefill - now.prefill)))
+
+
+class ShapeKeeper:
+    """Asks a `Shaper` every ten seconds and changes the cluster accordingly. The cluster never has more nodes than at first."""
+
+    def __init__(self, shaper: Shaper, start_s: float) -> None:
+        """start_s: seconds until a new node takes requests."""
+        self._shaper = shaper
+        self._start_s = start_s
+        self._meter = DemandMeter()
+        self._leaving: list[Node] = []
+        self._starting: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self.costs: RoleCosts | None = None
+        """As last observed."""
+
+    def watch(self, cluster: SimulatedCluster, router: SimulatedRouter, events: Events) -> None:
+        """Begin; before the cluster runs."""
+        self._cluster, self._router, self._events = cluster, router, events
+        self._wanted = NodeCounts(len(cluster.prefill), len(cluster.decode))
+        self._places = self._wanted.total
+        events.after(_TICK_S, self._tick)
+
+    def _tick(self, _: None) -> None:
+        if self._cluster.over:
+            return
+        self._events.after(_TICK_S, self._tick)
+        self._wanted = self._shaper.decide(self._observe())
+        self._change()
+
+    def _observe(self) -> Observed:
+        cluster, now_s = self._cluster, self._events.now_s
+        samples = [Sample("prefill", node.node_id, node.load()) for node in cluster.prefill]
+        samples += [Sample("decode", node.node_id, node.load()) for node in cluster.decode]
+        self._meter.add(now_s, samples)
+        slots = decode_slots(
+            [sample.load for sample in samples if sample.role == "decode"], cluster.shape.hardware.max_num_seqs
+        )
+        prefill, decode = self._router.costs
+        self.costs = RoleCosts(replace(prefill), replace(decode), slots)
+        usable = NodeCounts(len(cluster.prefill), len(cluster.decode))
+        return Observed(now_s, self._wanted, usable, self._meter.demand(decode.output_tokens), self.costs)
+
+    def _change(self) -> None:
+        """Retire what is too much; start what is missing, as far as there is room."""
+        cluster = self._cluster
+        self._leaving = [node for node in self._leaving if not node.load().idle]
+        have = {"prefill": len(cluster.prefill), "decode": len(cluster.decode)}
+        wanted: list[tuple[Role, int]] = [("prefill", self._wanted.prefill), ("decode", self._wanted.decode)]
+        for role, count in wanted:
+            for _ in range(have[role] + self._starting[role] - count):
+                if len(cluster.prefill if role == "prefill" else cluster.decode) > 1:
+                    self._leaving.append(cluster.retire(role))
+        used = len(cluster.prefill) + len(cluster.decode) + len(self._leaving) + sum(self._starting.values())
+        for role, count in wanted:
+            missing = count - have[role] - self._starting[role]
+            for _ in range(min(missing, self._places - used)):
+                used += 1
+                self._starting[role] += 1
+                self._events.after(self._start_s, self._started, role)
+
+    def _started(self, role: Role) -> None:
+        self._starting[role] -= 1
+        self._cluster.add(role)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures of the same requests served in different shapes of one size; `report.summary` and `shape` in each."""
+
+    fixed: list[dict[str, Any]]
+    """One per split."""
+    planned: dict[str, Any]
+    oracle: dict[str, Any]
+    changes: Sequence[tuple[float, ShapeDecision]]
+    """What the planner changed."""
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The fixed split with the most good requests."""
+        return max(self.fixed, key=lambda figures: figures["goodput"])
+
+
+def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
+    """Serve the requests with the planner, with an oracle, and with every fixed split of as many nodes.
+
+    `start_s`: seconds until a new node of the planner's takes requests. Raises: ConfigError.
+    """
+    shape = simulation.shape
+    objectives = Objectives(simulation.slo_ttft_s, simulation.slo_tpot_s)
+    planned = Planned(objectives, Limits())
+    keeper = ShapeKeeper(planned, start_s)
+    with_planner = _figures("planned", simulate(simulation, prepare=keeper.watch))
+    assert keeper.costs is not None
+    seer = Oracle(objectives, keeper.costs, simulation.workload(), 1 - with_planner["hit_rate"])
+    oracle = _figures("oracle", simulate(simulation, prepare=ShapeKeeper(seer, 0.0).watch))
+    fixed: list[dict[str, Any]] = []
+    for prefill in range(1, shape.prefill + shape.decode):
+        counts = NodeCounts(prefill, shape.prefill + shape.decode - prefill)
+        split = replace(simulation, shape=replace(shape, prefill=counts.prefill, decode=counts.decode))
+        fixed.append(_figures(f"{counts.prefill} + {counts.decode}", simulate(split)))
+    return Comparison(fixed, with_planner, oracle, planned.changes)
+
+
+def _figures(name: str, outcome: SimulationOutcome) -> dict[str, Any]:
+    """With the shape's name and the good requests per hour of a node: every run holds as many nodes all the time."""
+    figures, shape = outcome.figures, outcome.simulation.shape
+    per_node_hour = figures["good_rate"] * 3600 / (shape.prefill + shape.decode)
+    return {**figures, "shape": name, "good_per_node_hour": per_node_hour}
