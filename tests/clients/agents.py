@@ -72,7 +72,7 @@ def _claude(home: Path, url: str, model: str) -> dict[str, str]:
         "ANTHROPIC_MODEL": model,
         "ANTHROPIC_SMALL_FAST_MODEL": model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256",
         "DISABLE_AUTOUPDATER": "1",
         "IS_SANDBOX": "1",
     }

@@ -55,7 +55,7 @@ const checks = {
     const called = [];
     const tools = { get_weather: weather(called) };
     const first = await generateText({ ...settings, model: of, messages: [question], tools, toolChoice: "required" });
-    must(called.length === 1, "the tool was not called");
+    must(called.length >= 1, "the tool was not called"); // a small model repeats its calls
     const messages = [question, ...first.response.messages];
     const { text } = await generateText({ ...settings, model: of, messages, tools, toolChoice: "none" });
     must(text, "no text after the tool's result");
