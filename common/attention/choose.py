@@ -11,6 +11,7 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, unsupported_reason
 from common.attention.grouped import GroupedAttention, attention_of_groups
+from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
@@ -47,7 +48,15 @@ def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBack
     return FlashInferAttention(kv, shape, flashinfer)
 
 
-BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {"multi_head": _choose_multi_head}
+def _choose_latent(kv: GroupStorage, shape: LatentShape) -> AttentionBackend:
+    """The usual backends for the absorbed part. flashinfer's usual kernels have no heads of a latent's width."""
+    return LatentBackend(kv, shape, _choose_multi_head(kv, shape))
+
+
+BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {
+    "multi_head": _choose_multi_head,
+    "latent": _choose_latent,
+}
 """For each kind of attention, what chooses a backend for layers of one group that have one shape."""
 
 
@@ -64,4 +73,6 @@ def worth_capturing(attention: AttentionBackend, max_context: int) -> bool:
     """
     if isinstance(attention, GroupedAttention):
         return all(worth_capturing(backend, max_context) for backend in attention.backends)
+    if isinstance(attention, LatentBackend):
+        return worth_capturing(attention.absorbed, max_context)
     return not isinstance(attention, SdpaAttention) or max_context <= _SHORT_CONTEXT

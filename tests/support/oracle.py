@@ -22,6 +22,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+<<<<<<< HEAD
+=======
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+>>>>>>> 25e00bd1 (Latent attention: one plane without heads, expanded for prompts and absorbed for decode)
     GenerationConfig,
     PretrainedConfig,
 )
@@ -44,6 +52,158 @@ def architecture(config: PretrainedConfig) -> str:
     return _auto_class(config)._model_mapping[type(config)].__name__
 
 
+<<<<<<< HEAD
+=======
+def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, tied: bool) -> dict[str, object]:
+    return {
+        **_COMMON,
+        "hidden_size": hidden,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+_GEMMA3 = {
+    **_shape(64, 4, 2, 112, 264, tied=True),
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_logit_softcapping": 2.0,  # which its classes ignore
+    "final_logit_softcapping": 20.0,
+    "pad_token_id": 0,
+}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 3,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
+
+TINY: dict[str, Tiny] = {
+    "llama": Tiny(LlamaConfig(**_shape(64, 4, 4, 112, 250, tied=False))),
+    "mqa": Tiny(LlamaConfig(**_shape(64, 4, 1, 112, 263, tied=True))),
+    "llama-biases": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 251, tied=True), attention_bias=True, mlp_bias=True)),
+    "llama3": Tiny(LlamaConfig(**_shape(64, 4, 2, 96, 320, tied=True), rope_parameters=_LLAMA3_ROPE)),
+    "large-vocabulary": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 152_000, tied=True))),
+    "llama-linear": Tiny(
+        LlamaConfig(
+            **_shape(48, 6, 3, 80, 199, tied=False),
+            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        )
+    ),
+    "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=40)),
+    "qwen2": Tiny(
+        Qwen2Config(
+            **_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"}
+        )
+    ),
+    "qwen2-window": Tiny(
+        Qwen2Config(
+            **_shape(64, 4, 2, 112, 302, tied=True), use_sliding_window=True, sliding_window=24, max_window_layers=1
+        )
+    ),
+    "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
+    "phi3": Tiny(
+        Phi3Config(
+            **_shape(64, 4, 2, 112, 253, tied=True),
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            sliding_window=30,
+            pad_token_id=0,
+        )
+    ),
+    "phi3-longrope": Tiny(
+        Phi3Config(
+            **_shape(64, 4, 4, 112, 254, tied=False),
+            rope_parameters=_LONGROPE,
+            original_max_position_embeddings=32,
+            pad_token_id=0,
+        )
+    ),
+    "granite": Tiny(
+        GraniteConfig(
+            **_shape(64, 4, 2, 112, 255, tied=True),
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=0.7,
+        )
+    ),
+    "smollm3": Tiny(
+        SmolLM3Config(
+            **_shape(64, 4, 2, 112, 256, tied=True),
+            no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=24,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 2e6},
+        )
+    ),
+    "olmo2": Tiny(Olmo2Config(**_shape(64, 4, 2, 112, 258, tied=False))),
+    "starcoder2": Tiny(Starcoder2Config(**_shape(64, 4, 2, 128, 260, tied=True), sliding_window=48)),
+    "gpt2": Tiny(GPT2Config(**_COMMON, n_embd=64, n_layer=3, n_head=4, vocab_size=261)),
+    "opt": Tiny(
+        OPTConfig(**_COMMON, hidden_size=64, ffn_dim=112, num_attention_heads=4, vocab_size=262, word_embed_proj_dim=64)
+    ),
+    "gemma2": Tiny(
+        Gemma2Config(
+            **_shape(64, 4, 2, 112, 265, tied=True),
+            head_dim=32,
+            query_pre_attn_scalar=4,
+            sliding_window=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=10.0,
+            pad_token_id=0,
+        )
+    ),
+    "gemma3": Tiny(Gemma3TextConfig(**_GEMMA3)),
+    "gemma3-vision": Tiny(
+        Gemma3Config(
+            text_config={**_GEMMA3, "vocab_size": 266},  # The class that takes images caps no logits either.
+            vision_config={**_VISION, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28},
+            mm_tokens_per_image=4,
+            eos_token_id=2,
+            bos_token_id=1,
+        )
+    ),
+    "qwen2.5-vl": Tiny(
+        Qwen2_5_VLConfig(
+            text_config={
+                **_shape(64, 4, 2, 112, 267, tied=False),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            },
+            vision_config={**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+            image_token_id=3,
+            video_token_id=4,
+            vision_start_token_id=5,
+            tie_word_embeddings=False,
+        )
+    ),
+    "deepseek-v2": Tiny(
+        DeepseekV2Config(
+            **_shape(64, 4, 4, 112, 268, tied=False),
+            **_LATENT,
+            q_lora_rank=None,
+            rope_parameters={**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        )
+    ),
+    "deepseek-v3": Tiny(
+        DeepseekV3Config(
+            **_shape(64, 4, 4, 112, 269, tied=False),
+            **_LATENT,
+            q_lora_rank=40,
+            rope_parameters={**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2},
+        )
+    ),
+    "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
+}
+
+>>>>>>> 25e00bd1 (Latent attention: one plane without heads, expanded for prompts and absorbed for decode)
 LONGROPE = "phi3-longrope"
 """transformers recomputes a context that becomes long; a shared cache of blocks cannot."""
 OF_ANY_LENGTH = tuple(name for name in TINY if name != LONGROPE)
