@@ -186,7 +186,7 @@ TINY: dict[str, Tiny] = {
     ),
     "deepseek-v2": Tiny(
         DeepseekV2Config(
-            **_shape(64, 4, 4, 112, 268, tied=False),
+            **_shape(64, 4, 4, 112, 304, tied=False),
             **_LATENT,
             q_lora_rank=None,
             rope_parameters={**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
@@ -194,7 +194,7 @@ TINY: dict[str, Tiny] = {
     ),
     "deepseek-v3": Tiny(
         DeepseekV3Config(
-            **_shape(64, 4, 4, 112, 269, tied=False),
+            **_shape(64, 4, 4, 112, 305, tied=False),
             **_LATENT,
             q_lora_rank=40,
             rope_parameters={**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2},
