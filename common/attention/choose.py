@@ -10,6 +10,8 @@ from typing import Any
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, unsupported_reason
+from common.attention.flashinfer_latent import FlashInferLatent
+from common.attention.flashinfer_latent import unsupported_reason as latent_unsupported_reason
 from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
@@ -49,8 +51,17 @@ def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBack
 
 
 def _choose_latent(kv: GroupStorage, shape: LatentShape) -> AttentionBackend:
-    """The usual backends for the absorbed part. flashinfer's usual kernels have no heads of a latent's width."""
-    return LatentBackend(kv, shape, _choose_multi_head(kv, shape))
+    """The backends of several heads over one plane for the absorbed part; on a GPU flashinfer if it has a kernel for these
+    latents, else PyTorch's SDPA, with a warning in the log."""
+    if kv.device.type == "cpu":
+        return LatentBackend(kv, shape, _choose_multi_head(kv, shape))
+    flashinfer = find_flashinfer(kv.device).flashinfer
+    reason = "" if flashinfer is None else latent_unsupported_reason(shape, kv.dtype)
+    if reason:
+        _warn_once(reason)
+    if flashinfer is None or reason:
+        return LatentBackend(kv, shape, SdpaAttention(kv, shape))
+    return LatentBackend(kv, shape, FlashInferLatent(kv, shape, flashinfer))
 
 
 BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {

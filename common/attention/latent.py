@@ -27,6 +27,8 @@ from common.kv.storage import GroupStorage
 _MAX_SCORES = {"cpu": 2**21, "cuda": 2**26}
 """Maximum scores per query block: rows times heads times context."""
 _FEWEST_ROWS = 16
+_MAX_EXPANDED = 2**26
+"""Maximum numbers of expanded keys and values; a single head's may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ def is_expanded(shape: LatentShape, rows: int, context_len: int) -> bool:
     up = shape.latent_dim * (shape.nope_dim + shape.v_head_dim)
     absorbed = rows * up + rows * context_len * 2 * shape.head_dim
     return context_len * up + rows * context_len * (shape.q_head_dim + shape.v_head_dim) < absorbed
+
+
+def append_rows(kv: GroupStorage, layer: int, slots: Tensor, rows: Tensor) -> None:
+    """Write a step's rows to a layer, counted from this rank's first. slots: [T] int64; rows: [T, 1, width]."""
+    (plane,), (scale,) = kv.planes.values(), kv.scales[layer]
+    by_slot = words_of(plane[layer]).flatten(0, 2)
+    by_slot.index_copy_(0, slots, words_of(narrow(rows[:, 0], plane.dtype, scale)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class LatentBackend:
         """
         if not self._prompts:
             return self._attend_absorbed(layer, q, row, up)
-        self._append(layer, row)
+        append_rows(self._kv, layer, self._slots, row)
         out = q.new_empty(q.size(0), q.size(1), self._shape.v_head_dim)
         if self._absorbed_rows is not None:
             rows = self._absorbed_rows
@@ -127,11 +136,6 @@ class LatentBackend:
     def for_graph(self, rows: int) -> LatentBackend:
         """A backend over the same cache for batches of exactly `rows` decode rows, in static memory: `AttentionBackend`."""
         return LatentBackend(self._kv, self._shape, self.absorbed.for_graph(rows))
-
-    def _append(self, layer: int, row: Tensor) -> None:
-        (scale,) = self._kv.scales[layer]
-        by_slot = words_of(self._plane[layer]).flatten(0, 2)
-        by_slot.index_copy_(0, self._slots, words_of(narrow(row[:, 0], self._plane.dtype, scale)))
 
     def _attend_absorbed(self, layer: int, q: Tensor, row: Tensor, up: Tensor) -> Tensor:
         shape = self._shape
@@ -149,11 +153,16 @@ class LatentBackend:
         dtype = torch.float32 if q.device.type == "cpu" else q.dtype
         blocks = words_of(self._plane[layer]).index_select(0, prompt.blocks).view(self._plane.dtype)
         cached = widen(blocks.flatten(0, 2)[: prompt.context_len]).mul_(scale)
-        latents, key = cached.split((shape.latent_dim, shape.head_dim - shape.latent_dim), 1)
-        made = F.linear(latents.to(up.dtype), up.flatten(0, 1)).view(prompt.context_len, q.size(1), -1)
-        keys = torch.cat((made[..., : shape.nope_dim].to(dtype), key.to(dtype)[:, None].expand(-1, q.size(1), -1)), 2)
-        keys, values = keys.transpose(0, 1), made[..., shape.nope_dim :].transpose(0, 1).to(dtype)
-        return _attend_causally(q.transpose(0, 1).to(dtype), keys, values, shape.scale).transpose(0, 1)
+        latents, key = cached.to(up.dtype).split((shape.latent_dim, shape.head_dim - shape.latent_dim), 1)
+        key = key.to(dtype)
+        parts: list[Tensor] = []
+        at_once = max(1, _MAX_EXPANDED // (prompt.context_len * (shape.q_head_dim + shape.v_head_dim)))
+        for own_up, rows in zip(up.split(at_once), q.to(dtype).transpose(0, 1).split(at_once), strict=True):
+            made = F.linear(latents, own_up.flatten(0, 1)).view(prompt.context_len, len(rows), -1).transpose(0, 1)
+            keys, values = made.to(dtype).split((shape.nope_dim, shape.v_head_dim), 2)
+            keys = torch.cat((keys, key.expand(len(rows), -1, -1)), 2)
+            parts.append(_attend_causally(rows, keys, values, shape.scale))
+        return torch.cat(parts).transpose(0, 1)
 
 
 def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

@@ -20,7 +20,9 @@ class LatentAttention:
     def __init__(self, build: Build, prefix: str, attention: LatentDescription) -> None:
         """`prefix`: the layer's name and a dot. Raises: ConfigError for what has no implementation."""
         if attention.window is not None or attention.norm.kind != "rms":
-            raise ConfigError("the model needs a sliding window or another norm than 'rms' over latents: not implemented")
+            raise ConfigError(
+                "the model needs a sliding window or another norm than 'rms' over latents: not implemented"
+            )
         hidden, names, place = build.config.hidden_size, build.names, build.mesh.place
         self._heads = attention.num_heads // place.tp_size
         self._description, self._dtype, self._mesh = attention, build.precision.wide, build.mesh
@@ -40,7 +42,9 @@ class LatentAttention:
             self._q_norm = _Norm(build, prefix + attention.q_norm, q_latent, attention.norm)
             self._q_up = build.column_linear([prefix + attention.q_up], [q], q_latent, bias=False)
         self._kv_norm = _Norm(build, prefix + attention.kv_norm, attention.latent_dim, attention.norm)
-        self._up = _read_up(build, prefix + attention.kv_up, of_own_heads(attention.nope_dim + attention.v_head_dim), attention)
+        self._up = _read_up(
+            build, prefix + attention.kv_up, of_own_heads(attention.nope_dim + attention.v_head_dim), attention
+        )
         self._out = build.row_linear(prefix + names.output, of_own_heads(attention.v_head_dim), hidden, bias=False)
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:

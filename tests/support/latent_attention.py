@@ -108,7 +108,9 @@ class LatentAttention:
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         width = self._description.width
-        return AttentionShape(self._own, 1, width, self._dtype, block_size, max_context, width**-0.5, kind="small_latent")
+        return AttentionShape(
+            self._own, 1, width, self._dtype, block_size, max_context, width**-0.5, kind="small_latent"
+        )
 
 
 class LatentBackend:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import LENS, LatentCase
+from support import fake_flashinfer
+from support.attention_cases import LENS, NOPE_DIM, ROPE_DIM, V_DIM, LatentCase
 from support.native_variants import VARIANTS, native
 
 from common.attention import latent
 from common.attention.base import AttentionBackend
 from common.attention.choose import worth_capturing
 from common.attention.cpu import CpuAttention
+from common.attention.flashinfer_latent import FlashInferLatent, unsupported_reason
 from common.attention.latent import LatentBackend, LatentShape, is_expanded
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
@@ -35,6 +38,10 @@ def _over(usual: Any, kv: Any, shape: LatentShape) -> AttentionBackend:
 BACKENDS: dict[str, Any] = {name: partial(_over, usual) for name, usual in USUAL.items()}
 
 
+def _flashinfer(kv: Any, shape: LatentShape) -> AttentionBackend:
+    return LatentBackend(kv, shape, FlashInferLatent(kv, shape, fake_flashinfer))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.fixture(params=[None, True, False], ids=["by work", "expanded", "absorbed"])
 def expands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How rows of prompts are computed."""
@@ -51,6 +58,25 @@ def test_attends_causally_over_blocks(backend: str, lens: list[tuple[int, int]])
         torch.testing.assert_close(out.double(), case.expected(i), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("numbers", "products"), [(1, 4), (2 * 300 * (NOPE_DIM + ROPE_DIM + V_DIM), 2), (2**26, 1)])
+def test_a_long_context_is_expanded_for_some_heads_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, numbers: int, products: int
+) -> None:
+    monkeypatch.setattr(latent, "_MAX_EXPANDED", numbers)
+    made: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        made.append(len(args[1]))
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    case = LatentCase(BACKENDS["cpu"], [(200, 300)], "float32")
+    (out,) = case.run(layer=1)
+    torch.testing.assert_close(out.double(), case.expected(0), atol=1e-5, rtol=1e-5)
+    assert made == [4 // products * (NOPE_DIM + V_DIM)] * products
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [1, 16, 20])
 def test_any_number_of_heads_reads_the_rows_of_a_published_width(backend: str, heads: int) -> None:
@@ -62,7 +88,9 @@ def test_any_number_of_heads_reads_the_rows_of_a_published_width(backend: str, h
 
 @pytest.mark.usefixtures("expands")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", ()), ("float8_e4m3", ()), ("float8_e4m3", ((2.0,), (0.5,)))])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("bfloat16", ()), ("float8_e4m3", ()), ("float8_e4m3", ((2.0,), (0.5,)))]
+)
 def test_a_narrow_cache_costs_no_more_than_the_rounding_of_its_rows(backend: str, dtype: str, scales: Any) -> None:
     case = LatentCase(BACKENDS[backend], [(1, 40), (1, 300), (40, 60), (3, 200)], dtype, scales=scales)
     for i, out in enumerate(case.run(layer=1)):
@@ -102,9 +130,10 @@ def test_result_has_the_dtype_of_the_queries(backend: str) -> None:
         torch.testing.assert_close(out.double(), case.expected(i), atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+@pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name != "cpu"), "flashinfer"])
 def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str) -> None:
-    case = LatentCase(BACKENDS[backend], [(1, 40), (1, 3), (1, 300)], "float32")
+    make = BACKENDS.get(backend, _flashinfer)
+    case = LatentCase(make, [(1, 40), (1, 3), (1, 300)], "float32", latent_dim=512, rope_dim=64)
     planned = case.backend.for_graph(3)
     captured = copy.copy(planned)  # A replayed graph runs no Python of later plans.
     case.backend = SimpleNamespace(plan=planned.plan, forward=captured.forward)  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,6 +143,23 @@ def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str)
         case.kv = [kv[:, :context] for kv, context in zip(whole, contexts, strict=True)]
         for i, out in enumerate(case.run(layer=1)):
             torch.testing.assert_close(out.double(), case.expected(i), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("expands")
+@pytest.mark.parametrize("lens", [LENS["decode with one long context"], LENS["decode and chunks interleaved"]], ids=str)
+def test_flashinfer_attends_causally_over_blocks(lens: list[tuple[int, int]]) -> None:
+    """By a stand-in of plain operations."""
+    case = LatentCase(_flashinfer, lens, "float32", latent_dim=512, rope_dim=64)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=1e-5, rtol=1e-5)
+
+
+def test_flashinfer_takes_16_bit_latents_of_published_widths_only() -> None:
+    published = LatentShape(16, 1, 576, torch.bfloat16, 16, latent_dim=512, nope_dim=128, v_head_dim=128)
+    assert not unsupported_reason(published, torch.bfloat16)
+    assert "no latents of torch.float8_e4m3fn" in unsupported_reason(published, torch.float8_e4m3fn)
+    assert "torch.float32" in unsupported_reason(replace(published, dtype=torch.float32), torch.float32)
+    assert "(256, 320)" in unsupported_reason(replace(published, latent_dim=256), torch.bfloat16)
 
 
 def test_prompts_are_expanded_and_few_rows_of_a_long_context_are_not() -> None:

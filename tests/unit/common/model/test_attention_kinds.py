@@ -92,6 +92,7 @@ def test_a_kind_that_nothing_implements_is_refused_when_the_model_loads(
 ) -> None:
     monkeypatch.delitem(latent_attention.ATTENTIONS, "small_latent")
     with pytest.raises(
-        ConfigError, match="needs the attention 'small_latent', which is not implemented; implemented: multi_head, latent"
+        ConfigError,
+        match="needs the attention 'small_latent', which is not implemented; implemented: multi_head, latent",
     ):
         make_runner(folder)
