@@ -1,13 +1,22 @@
-"""DeepSeek V2 (Lite), V3, R1 and Kimi K2: latent attention. The rotary embedding's YaRN also scales the scores. No torch."""
+"""DeepSeek V2 (Lite), V3, R1 and Kimi K2: latent attention, a few dense layers, then experts chosen in groups, and shared
+ones. YaRN also scales the scores of attention. No torch."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 
 from common.model.config_file import ConfigFile
-from common.model.description import LatentDescription, LayerDescription, MlpDescription, NormDescription
-from common.model.families.base import Family, read_mlp, read_norm
+from common.model.description import LatentDescription, LayerDescription, MixtureDescription, NormDescription
+from common.model.families.base import Family, read_mlp, read_norm, repeated
+from common.model.families.mixtures import (
+    read_biased_router,
+    read_mixture,
+    read_router,
+    with_groups,
+    with_mixtures,
+)
 from common.model.rope import read_rope
 
 _LATENT_EPS = 1e-6
@@ -43,20 +52,50 @@ def _read_latent_attention(config: ConfigFile, *, has_adjacent_pairs: bool) -> L
     )
 
 
-def _read_mlp(config: ConfigFile, number: int) -> MlpDescription:
-    """The MLP of a layer: the first ones are dense."""
-    return read_mlp(config, bias=config.flag("mlp_bias", False))
+def _describe(
+    config: ConfigFile, read_mixture_of: Callable[[ConfigFile], MixtureDescription], *, has_adjacent_pairs: bool
+) -> tuple[LayerDescription, ...]:
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise config.error("moe_layer_freq must be 1: dense layers among the mixtures are not supported")
+    attention = _read_latent_attention(config, has_adjacent_pairs=has_adjacent_pairs)
+    dense = read_mlp(config, bias=config.flag("mlp_bias", False))
+    layers = repeated(config, LayerDescription(attention, dense, read_norm(config), read_rope(config)))
+    first = config.count("first_k_dense_replace", 0)
+    if first >= len(layers):
+        return layers
+    return with_mixtures(layers, read_mixture_of(config), lambda number: number < first)
 
 
-def _describe(config: ConfigFile, *, chooses_pairs: bool) -> tuple[LayerDescription, ...]:
-    """`chooses_pairs`: whether config.json can say that rope rotates halves of heads."""
-    adjacent = config.flag("rope_interleave", True) if chooses_pairs else True
-    attention = _read_latent_attention(config, has_adjacent_pairs=adjacent)
-    norm, rope = read_norm(config), read_rope(config)
-    return tuple(
-        LayerDescription(attention, _read_mlp(config, number), norm, rope) for number in range(config.num_layers())
-    )
+def _read_v2_mixture(config: ConfigFile) -> MixtureDescription:
+    """Softmax scores; the large model scores groups by their best expert, the small one has none."""
+    router = read_router(config)
+    method = config.raw.get("topk_method", "greedy")
+    if method == "group_limited_greedy":
+        router = with_groups(config, router, score_of=1)
+    elif method == "greedy":
+        router = replace(router, scaling=config.number("routed_scaling_factor", 1.0))
+    else:
+        raise config.error(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
+    return read_mixture(config, router, default_shared=2)
 
 
-DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), partial(_describe, chooses_pairs=False), default_max_position=2048)
-DEEPSEEK_V3 = Family(("DeepseekV3ForCausalLM",), partial(_describe, chooses_pairs=True), default_max_position=4096)
+def _read_v3_mixture(config: ConfigFile) -> MixtureDescription:
+    router = read_biased_router(config, default_experts=256, default_groups=8, default_kept=4)
+    return read_mixture(config, router, default_inner=2048, default_shared=1)
+
+
+def _describe_v2(config: ConfigFile) -> tuple[LayerDescription, ...]:
+    return _describe(config, _read_v2_mixture, has_adjacent_pairs=True)
+
+
+def _describe_v3(config: ConfigFile) -> tuple[LayerDescription, ...]:
+    return _describe(config, _read_v3_mixture, has_adjacent_pairs=config.flag("rope_interleave", True))
+
+
+DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), _describe_v2, default_max_position=2048)
+DEEPSEEK_V3 = Family(
+    ("DeepseekV3ForCausalLM",),
+    _describe_v3,
+    default_max_position=4096,
+    config_defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
+)
