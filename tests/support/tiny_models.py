@@ -264,6 +264,16 @@ TINY: dict[str, Tiny] = {
             rope_parameters={**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
         )
     ),
+    "deepseek-v2-groups": Tiny(
+        DeepseekV2Config(
+            **_shape(64, 4, 4, 112, 306, tied=False),
+            **_LATENT,
+            q_lora_rank=40,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+        )
+    ),
     "deepseek-v3": Tiny(
         DeepseekV3Config(
             **_shape(64, 4, 4, 112, 305, tied=False),
