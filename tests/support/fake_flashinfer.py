@@ -7,6 +7,7 @@ planned before they are read) strictly enough that every call it accepts is acce
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -330,7 +331,7 @@ class BatchMLAPagedAttentionWrapper:
         backend: str = "auto",
     ) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
-        self._buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._buffers: tuple[Any, ...] = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         assert all(isinstance(buffer, Tensor) == use_cuda_graph for buffer in self._buffers)
 
     def plan(
@@ -348,7 +349,7 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
-        planned = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        planned = qo_indptr, kv_indptr, kv_indices, kv_len_arr
         _int32(*planned)
         assert causal
         assert qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1
@@ -371,12 +372,8 @@ class BatchMLAPagedAttentionWrapper:
         assert q_nope.shape[1:] == (num_heads, 512)
         assert ckv_cache.shape[1:] == (page_size, 512)
         assert all(each.stride(-1) == 1 for each in (q_nope, q_pe, ckv_cache, kpe_cache))
-        out = torch.empty(q_nope.shape, dtype=dtype) if out is None else out
+        out = torch.empty(q_nope.shape, dtype=dtype)
         rows, pages, indices, lens = self._read
-        assert rows is not None
-        assert pages is not None
-        assert indices is not None
-        assert lens is not None
         for i, length in enumerate(lens.tolist()):
             own = indices[pages[i] : pages[i + 1]].long()
             latents, keys = (side[own].flatten(0, 1)[:length].float() for side in (ckv_cache, kpe_cache))
