@@ -354,8 +354,7 @@ class BatchMLAPagedAttentionWrapper:
         assert causal
         assert qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1
         assert (head_dim_ckv, head_dim_kpe) == (512, 64)
-        assert q_data_type == kv_data_type
-        assert q_data_type in _FLOATS
+        assert q_data_type == kv_data_type in _FLOATS
         for i, (buffer, values) in enumerate(zip(self._buffers, planned, strict=True)):
             if buffer is not None:
                 assert buffer.numel() == values.numel() or (i == 2 and buffer.numel() > values.numel())
@@ -363,24 +362,20 @@ class BatchMLAPagedAttentionWrapper:
         self._read = planned if self._buffers[0] is None else self._buffers
         self._settings = (num_heads, page_size, sm_scale, q_data_type)
 
-    def run(
-        self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor | None = None
-    ) -> Tensor:
+    def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
         num_heads, page_size, sm_scale, dtype = self._settings
-        _same_dtype(q_nope, q_pe, ckv_cache, kpe_cache)
-        assert q_nope.dtype == dtype
-        assert q_nope.shape[1:] == (num_heads, 512)
-        assert ckv_cache.shape[1:] == (page_size, 512)
+        _same_dtype(q_nope, q_pe, ckv_cache, kpe_cache, torch.empty(0, dtype=dtype))
+        assert (q_nope.shape[1:], ckv_cache.shape[1:]) == ((num_heads, 512), (page_size, 512))
         assert all(each.stride(-1) == 1 for each in (q_nope, q_pe, ckv_cache, kpe_cache))
-        out = torch.empty(q_nope.shape, dtype=dtype)
+        out = torch.empty_like(q_nope)
         rows, pages, indices, lens = self._read
         for i, length in enumerate(lens.tolist()):
             own = indices[pages[i] : pages[i + 1]].long()
             latents, keys = (side[own].flatten(0, 1)[:length].float() for side in (ckv_cache, kpe_cache))
             lo, hi = rows[i : i + 2].tolist()
-            q = torch.cat((q_nope[lo:hi], q_pe[lo:hi]), -1).float()
-            scores = torch.einsum("rhd,td->hrt", q, torch.cat((latents, keys), 1)) * sm_scale
+            q, k = torch.cat((q_nope[lo:hi], q_pe[lo:hi]), -1).float(), torch.cat((latents, keys), 1)
             hidden = torch.arange(length) > torch.arange(length - (hi - lo), length)[:, None]
+            scores = torch.einsum("rhd,td->hrt", q, k) * sm_scale
             out[lo:hi] = (scores.masked_fill_(hidden, -math.inf).softmax(-1) @ latents).transpose(0, 1)
         return out
 
