@@ -17,8 +17,9 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
-from common.model.description import AttentionDescription, LatentDescription, MultiHeadDescription, implementation
+from common.model.description import AttentionDescription, MultiHeadDescription, implementation
 from common.model.latent_attention import LatentAttention
+from common.model.latent_description import LatentDescription
 from common.model.norms import make_qk_norm
 from common.model.tensor_files import Part
 

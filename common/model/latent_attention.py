@@ -10,7 +10,8 @@ from common.attention.latent import LatentShape
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
-from common.model.description import LatentDescription, NormDescription
+from common.model.description import NormDescription
+from common.model.latent_description import LatentDescription
 from common.model.tensor_files import Part
 
 

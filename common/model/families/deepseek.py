@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.model.config_file import ConfigFile
-from common.model.description import LatentDescription, LayerDescription, MixtureDescription, NormDescription
+from common.model.description import LayerDescription, MixtureDescription, NormDescription
 from common.model.families.base import Family, read_mlp, read_norm, repeated
 from common.model.families.mixtures import (
     read_biased_router,
@@ -17,6 +17,7 @@ from common.model.families.mixtures import (
     with_groups,
     with_mixtures,
 )
+from common.model.latent_description import LatentDescription
 from common.model.rope import read_rope
 
 _LATENT_EPS = 1e-6

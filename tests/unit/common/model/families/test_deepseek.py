@@ -12,8 +12,9 @@ import pytest
 from common.base.errors import ConfigError
 from common.kv.spec import KVPlane
 from common.model.config import load_model_config
-from common.model.description import LatentDescription, MixtureDescription
+from common.model.description import MixtureDescription
 from common.model.kv_spec import kv_spec
+from common.model.latent_description import LatentDescription
 
 _YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
 _HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
