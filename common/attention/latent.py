@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from common.kernels.float8 import narrow, widen, words_of
+from common.kernels.native.linear import NativeLinear
 from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
@@ -53,6 +54,49 @@ def is_expanded(shape: LatentShape, rows: int, context_len: int) -> bool:
     up = shape.latent_dim * (shape.nope_dim + shape.v_head_dim)
     absorbed = rows * up + rows * context_len * 2 * shape.head_dim
     return context_len * up + rows * context_len * (shape.q_head_dim + shape.v_head_dim) < absorbed
+
+
+class LatentMatrices:
+    """What takes a rank's queries to latents, and latents to keys and values."""
+
+    def __init__(self, up: Tensor, nope_dim: int) -> None:
+        """up: [heads/tp, nope_dim + v_head_dim, latent_dim], of one dtype for all steps."""
+        self.up = up
+        self.nope_dim = nope_dim
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """q: [T, heads/tp, nope_dim + rope_dim]. Returns [T, heads/tp, latent_dim + rope_dim]."""
+        heads_first = q[..., : self.nope_dim].transpose(0, 1).to(self.up.dtype)
+        over_latents = torch.bmm(heads_first, self.up[:, : self.nope_dim]).transpose(0, 1).to(q.dtype)
+        return torch.cat((over_latents, q[..., self.nope_dim :]), 2)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """attended: [T, heads/tp, latent_dim]. Returns [T, heads/tp, v_head_dim]."""
+        heads_first = attended.transpose(0, 1).to(self.up.dtype)
+        return torch.bmm(heads_first, self.up[:, self.nope_dim :].transpose(1, 2)).transpose(0, 1).to(attended.dtype)
+
+
+class NativeLatentMatrices(LatentMatrices):
+    """The same with products of decode rows in the native CPU kernels: of few rows, PyTorch's take as long as all attention."""
+
+    def __init__(self, up: Tensor, nope_dim: int, to_latents: NativeLinear, to_values: NativeLinear) -> None:
+        """to_latents: [heads/tp * latent_dim, nope_dim]; to_values: [heads/tp * v_head_dim, latent_dim]."""
+        super().__init__(up, nope_dim)
+        self._to_latents, self._to_values = to_latents, to_values
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """`LatentMatrices.absorb`."""
+        latent_dim = self.up.size(2)
+        out = q.new_empty(q.size(0), q.size(1), latent_dim + q.size(2) - self.nope_dim)
+        out[..., latent_dim:] = q[..., self.nope_dim :]
+        self._to_latents.multiply_heads(q[..., : self.nope_dim], out[..., :latent_dim])
+        return out
+
+    def values(self, attended: Tensor) -> Tensor:
+        """`LatentMatrices.values`."""
+        out = attended.new_empty(attended.size(0), attended.size(1), self.up.size(1) - self.nope_dim)
+        self._to_values.multiply_heads(attended, out)
+        return out
 
 
 def append_rows(kv: GroupStorage, layer: int, slots: Tensor, rows: Tensor) -> None:
@@ -114,37 +158,31 @@ class LatentBackend:
             self.absorbed.plan(AttentionMetadata(lens, contexts, tables, slots, metadata.num_decode_rows))
         return None
 
-    def forward(self, layer: int, q: Tensor, row: Tensor, up: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, row: Tensor, matrices: LatentMatrices) -> Tensor:
         """Append `row` to layer `layer` (counted from this rank's first), then attend causally.
 
-        q: [T, heads/tp, nope_dim + rope_dim], row: [T, 1, latent_dim + rope_dim], rope applied; up: [heads/tp,
-        nope_dim + v_head_dim, latent_dim], what makes keys and values of latents, of one dtype for all steps.
+        q: [T, heads/tp, nope_dim + rope_dim], row: [T, 1, latent_dim + rope_dim], rope applied.
         Returns [T, heads/tp, v_head_dim], q's dtype.
         """
         if not self._prompts:
-            return self._attend_absorbed(layer, q, row, up)
+            return self._attend_absorbed(layer, q, row, matrices)
         append_rows(self._kv, layer, self._slots, row)
         out = q.new_empty(q.size(0), q.size(1), self._shape.v_head_dim)
         if self._absorbed_rows is not None:
             rows = self._absorbed_rows
-            out[rows] = self._attend_absorbed(layer, q[rows], row[rows], up)
+            out[rows] = self._attend_absorbed(layer, q[rows], row[rows], matrices)
         for prompt in self._prompts:
             rows = slice(prompt.row_lo, prompt.row_hi)
-            out[rows] = self._attend_expanded(layer, prompt, q[rows], up)
+            out[rows] = self._attend_expanded(layer, prompt, q[rows], matrices.up)
         return out
 
     def for_graph(self, rows: int) -> LatentBackend:
         """A backend over the same cache for batches of exactly `rows` decode rows, in static memory: `AttentionBackend`."""
         return LatentBackend(self._kv, self._shape, self.absorbed.for_graph(rows))
 
-    def _attend_absorbed(self, layer: int, q: Tensor, row: Tensor, up: Tensor) -> Tensor:
-        shape = self._shape
-        heads_first = q[..., : shape.nope_dim].transpose(0, 1).to(up.dtype)
-        over_latents = torch.bmm(heads_first, up[:, : shape.nope_dim]).transpose(0, 1).to(q.dtype)
-        queries = torch.cat((over_latents, q[..., shape.nope_dim :]), 2)
-        attended = self.absorbed.forward(layer, queries, row, row)[..., : shape.latent_dim]
-        values = torch.bmm(attended.transpose(0, 1).to(up.dtype), up[:, shape.nope_dim :].transpose(1, 2))
-        return values.transpose(0, 1).to(q.dtype)
+    def _attend_absorbed(self, layer: int, q: Tensor, row: Tensor, matrices: LatentMatrices) -> Tensor:
+        attended = self.absorbed.forward(layer, matrices.absorb(q), row, row)
+        return matrices.values(attended[..., : self._shape.latent_dim])
 
     def _attend_expanded(self, layer: int, prompt: _Prompt, q: Tensor, up: Tensor) -> Tensor:
         """q: [C, heads, q_head_dim], the last C positions of the context. Returns [C, heads, v_head_dim]."""

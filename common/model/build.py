@@ -231,6 +231,13 @@ class Build:
         key = f"dense {name} {part} {self.precision}"
         return self.packed.get(key, lambda: PackedTensors({"dense": read()})).tensors["dense"]
 
+    def computed_linear(self, key: str, weight: Callable[[], Tensor]) -> Linear | None:
+        """A layer of weights, [out, in], that are computed of others, where the native kernels pack it; else None. `key` tells
+        it from others."""
+        if not isinstance(self.kernels, NativeKernels):
+            return None
+        return self._shared(key, None, lambda: float_linear(weight(), None, self.precision, self.kernels))
+
     def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
         """The LM head on this rank's rows of the matrix `name`, which `tied` holds if it is the embedding's; int8 suffices
         for its share of a step, and int4 would show."""

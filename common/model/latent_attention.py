@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.attention.latent import LatentShape
+from common.attention.latent import LatentMatrices, LatentShape, NativeLatentMatrices
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
+from common.kernels.native.linear import PANEL, NativeLinear
 from common.model.build import Build, Share
 from common.model.description import NormDescription
 from common.model.latent_description import LatentDescription
@@ -43,7 +44,7 @@ class LatentAttention:
             self._q_norm = _Norm(build, prefix + attention.q_norm, q_latent, attention.norm)
             self._q_up = build.column_linear([prefix + attention.q_up], [q], q_latent, bias=False)
         self._kv_norm = _Norm(build, prefix + attention.kv_norm, attention.latent_dim, attention.norm)
-        self._up = _read_up(
+        self._matrices = _matrices(
             build, prefix + attention.kv_up, of_own_heads(attention.nope_dim + attention.v_head_dim), attention
         )
         self._out = build.row_linear(prefix + names.output, of_own_heads(attention.v_head_dim), hidden, bias=False)
@@ -65,7 +66,7 @@ class LatentAttention:
         rope.rotate_(rotated, heads)
         q = torch.cat((q[..., : described.nope_dim], rotated[:, :heads]), 2)
         row = torch.cat((self._kv_norm.forward(latent), rotated[:, heads]), 1)
-        return backend.forward(layer, q, row[:, None], self._up).flatten(1)
+        return backend.forward(layer, q, row[:, None], self._matrices).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
         """[T, hidden], after an all-reduce: the sum over all heads of the model."""
@@ -101,7 +102,15 @@ class _Norm:
         return self._kernels.rms_norm(x, self._weight, self._eps)
 
 
-def _read_up(build: Build, name: str, share: Share, attention: LatentDescription) -> Tensor:
-    """[heads/tp, nope_dim + v_head_dim, latent_dim], of the dtype of queries: what makes keys and values of latents."""
-    own = build.dense(f"{name}.weight", (share.size, attention.latent_dim), Part(0, share.lo, share.hi))
-    return own.view(-1, attention.nope_dim + attention.v_head_dim, attention.latent_dim)
+def _matrices(build: Build, name: str, share: Share, attention: LatentDescription) -> LatentMatrices:
+    """Those of this rank's heads."""
+    shape, part = (share.size, attention.latent_dim), Part(0, share.lo, share.hi)
+    up = build.dense(f"{name}.weight", shape, part).view(-1, attention.nope_dim + attention.v_head_dim, shape[1])
+    if attention.latent_dim % PANEL or attention.v_head_dim % PANEL:
+        return LatentMatrices(up, attention.nope_dim)
+    keys, values = up.split((attention.nope_dim, attention.v_head_dim), 1)
+    to_latents = build.computed_linear(f"{name} {part} to latents", lambda: keys.transpose(1, 2).flatten(0, 1))
+    to_values = build.computed_linear(f"{name} {part} to values", lambda: values.flatten(0, 1))
+    if not isinstance(to_latents, NativeLinear) or not isinstance(to_values, NativeLinear):
+        return LatentMatrices(up, attention.nope_dim)
+    return NativeLatentMatrices(up, attention.nope_dim, to_latents, to_values)

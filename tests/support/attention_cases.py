@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from common.attention.latent import LatentShape
+from common.attention.latent import LatentMatrices, LatentShape
 from common.base.device import CPU
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.rank_layout import KVLayout, blocks_for
@@ -151,7 +151,7 @@ class Case:
             lens, [c for _, c in self.lens], self.tables, torch.tensor(slots, device=self.device), num_decode_rows
         )
 
-    def rows(self) -> tuple[Tensor, ...]:
+    def rows(self) -> tuple[Any, ...]:
         """q, k and v of the step, as a model gives them: parts of one tensor."""
         k, v = (torch.cat([kv[j, c - n :] for kv, (n, c) in zip(self.kv, self.lens, strict=True)]) for j in (0, 1))
         q = torch.cat(self.q)
@@ -211,11 +211,11 @@ class LatentCase(Case):
         drawn = torch.randn(heads, NOPE_DIM + V_DIM, latent_dim, generator=generator)
         self.up = (drawn / latent_dim**0.5).to(query_dtype).to(device)
 
-    def rows(self) -> tuple[Tensor, ...]:
-        """q and the new rows of the step, and the matrix."""
+    def rows(self) -> tuple[Any, ...]:
+        """q and the new rows of the step, and the matrices."""
         row = torch.cat([kv[0, c - n :] for kv, (n, c) in zip(self.kv, self.lens, strict=True)])
         q = torch.cat(self.q)
-        return q.to(self.device), row.to(q.dtype).to(self.device), self.up
+        return q.to(self.device), row.to(q.dtype).to(self.device), LatentMatrices(self.up, NOPE_DIM)
 
     def expected(self, i: int) -> Tensor:
         """Expected results of the last layer: keys and values of all heads, made of latents."""

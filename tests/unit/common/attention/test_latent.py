@@ -13,16 +13,17 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.attention_cases import LENS, NOPE_DIM, ROPE_DIM, V_DIM, LatentCase
-from support.native_variants import VARIANTS, native
+from support.native_variants import DISTINCT, VARIANTS, native
 
 from common.attention import latent
 from common.attention.base import AttentionBackend
 from common.attention.choose import worth_capturing
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer_latent import FlashInferLatent, unsupported_reason
-from common.attention.latent import LatentBackend, LatentShape, is_expanded
+from common.attention.latent import LatentBackend, LatentMatrices, LatentShape, NativeLatentMatrices, is_expanded
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
+from common.kernels.native.linear import NativeLinear, pack_float
 
 USUAL: dict[str, Any] = {
     "cpu": CpuAttention,
@@ -160,6 +161,20 @@ def test_flashinfer_takes_16_bit_latents_of_published_widths_only() -> None:
     assert "no latents of torch.float8_e4m3fn" in unsupported_reason(published, torch.float8_e4m3fn)
     assert "torch.float32" in unsupported_reason(replace(published, dtype=torch.float32), torch.float32)
     assert "(256, 320)" in unsupported_reason(replace(published, latent_dim=256), torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", DISTINCT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_products_take_queries_to_latents_and_latents_to_values(variant: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    q, attended = torch.randn(5, 3, 24 + 16).to(dtype), torch.randn(5, 3, 64 + 16).to(dtype)[..., :64]
+    up = (torch.randn(3, 24 + 32, 64) / 8).to(dtype)
+    packed = (up[:, :24].transpose(1, 2).flatten(0, 1), up[:, 24:].flatten(0, 1))
+    layers = (NativeLinear(native(variant), pack_float(each, is_paired=False), None) for each in packed)
+    plain, ours = LatentMatrices(up, 24), NativeLatentMatrices(up, 24, *layers)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(ours.absorb(q), plain.absorb(q), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours.values(attended), plain.values(attended), atol=tolerance, rtol=tolerance)
 
 
 def test_prompts_are_expanded_and_few_rows_of_a_long_context_are_not() -> None:
