@@ -236,7 +236,7 @@ class Build:
         it from others."""
         if not isinstance(self.kernels, NativeKernels):
             return None
-        return self._shared(key, None, lambda: float_linear(weight(), None, self.precision, self.kernels))
+        return self._shared(key, [None], lambda: [float_linear(weight(), None, self.precision, self.kernels)])[0]
 
     def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
         """The LM head on this rank's rows of the matrix `name`, which `tied` holds if it is the embedding's; int8 suffices
