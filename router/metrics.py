@@ -5,62 +5,23 @@ Updated on the router's event loop; node metrics are read from the last pongs at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from common.base.transitions import unlisted_counts
 from common.control.messages import AttemptStats, FinishReason, Role
-from common.control.node_load import STEP_TOKENS, NodeLoad
-from router.counters import Counter, Histogram
+from router.counters import Counter, Histogram, HistogramSeries
+from router.node_metrics import NodeCollector
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
-_NODE_GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
-    "vllm:num_requests_running": ("Sequences in the running batch.", lambda load: load.running),
-    "vllm:num_requests_waiting": ("Requests waiting for their first step.", lambda load: load.waiting),
-    "vllm:kv_cache_usage_perc": (
-        "Used share of the KV blocks, 0 to 1.",
-        lambda load: load.kv_blocks_used / max(1, load.kv_blocks_total),
-    ),
-    "kvrelay_node_queued_tokens": ("Prompt tokens accepted but not computed yet.", lambda load: load.queued_tokens),
-    "kvrelay_node_kv_blocks_cached": ("KV blocks kept only for prefix hits.", lambda load: load.kv_blocks_cached),
-    "kvrelay_node_draining": (
-        "1 while the node drains: it finishes its requests and gets no new ones.",
-        lambda load: load.draining,
-    ),
-    "kvrelay_node_step_age_seconds": (
-        "Seconds since the engine loop's last iteration or the end of the last asynchronous step.",
-        lambda load: load.step_age_s,
-    ),
-    "kvrelay_node_speculation_saved_seconds": (
-        "Estimated seconds of decode steps that drafts saved, less what wrong ones took.",
-        lambda load: load.speculation_saved_s,
-    ),
-}
-_NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
-    "vllm:num_preemptions": ("Sequences preempted.", lambda load: load.preemptions),
-    "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda load: load.prefix_queries),
-    "vllm:prefix_cache_hits": ("Tokens found in the prefix cache.", lambda load: load.prefix_hits),
-    "kvrelay_node_prompt_tokens": ("Prompt tokens computed.", lambda load: load.prompt_tokens),
-    "kvrelay_node_generated_tokens": ("Tokens generated.", lambda load: load.generated_tokens),
-    "kvrelay_node_relayed_bytes": ("KV bytes relayed.", lambda load: load.relayed_bytes),
-    "kvrelay_node_local_prefills": ("Prompts prefilled locally by a decode node.", lambda load: load.local_prefills),
-    "kvrelay_node_transfers_failed": ("KV transfers that failed.", lambda load: load.transfers_failed),
-}
-
-
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 
 
 @dataclass(slots=True)
@@ -73,98 +34,41 @@ class Finished:
     max_tokens: int = 0
     decode_s: float = 0.0
     """From the first token to the last."""
+    prefill_s: float = 0.0
+    """From the last attempt's first step to its first token."""
+    preemptions: int = 0
 
 
-class _NodeCollector(Collector):
-    """Turns the last pongs into metrics; a node that is gone leaves no stale series, only a zero of its model and role.
+class _RequestHistograms(NamedTuple):
+    """What requests ask for, and what becomes of them."""
 
-    A node's counters are exported only after its first load report: zeros before it would look like a counter reset if
-    the node was forgotten and is listed again.
-    """
+    n: Histogram
+    max_tokens: Histogram
+    preemptions: Histogram
+    inference_s: Histogram
 
-    def __init__(
-        self,
-        nodes: Callable[[], Iterable[Node]],
-        breakers: Breakers,
-        roles: Callable[[], Iterable[tuple[str, Role]]],
-    ) -> None:
-        self._nodes = nodes
-        self._roles = roles
-        self._breakers = breakers
-
-    def collect(self) -> Iterable[Metric]:
-        nodes = list(self._nodes())
-        labels = ["model_name", "node", "role"]
-        usable = GaugeMetricFamily("kvrelay_node_usable", "1 if the node may get new work.", labels=labels)
-        breaker = GaugeMetricFamily(
-            "kvrelay_node_breaker", "The node's circuit breaker: 0 closed, 1 half-open, 2 open.", labels=labels
+    @staticmethod
+    def make(histogram: Callable[..., Histogram]) -> _RequestHistograms:
+        """All of them, made by `histogram(name, text, buckets)`."""
+        return _RequestHistograms(
+            histogram("vllm:request_params_n", "Answers that a request asks for.", _COUNTS),
+            histogram("vllm:request_params_max_tokens", "Tokens that a request allows for an answer.", _TOKENS),
+            histogram("vllm:request_num_preemptions", "Preemptions of a request.", _COUNTS),
+            histogram("vllm:request_inference_time_seconds", "Time from a request's first step to its last token."),
         )
-        opened = CounterMetricFamily("kvrelay_breakers_opened", "Times that a node's circuit breaker opened.")
-        opened.add_metric([], self._breakers.times_opened)
-        unlisted = CounterMetricFamily(
-            "kvrelay_unlisted_transitions", "Events that a state machine's table does not have: bugs of the router."
-        )
-        unlisted.add_metric([], sum(unlisted_counts.values()))
-        families: list[Metric] = [usable, breaker, opened, unlisted]
-        names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
-        for node, values in zip(nodes, names, strict=True):
-            usable.add_metric(values, 1.0 if node.usable else 0.0)
-            breaker.add_metric(values, _BREAKER_STATES[self._breakers.view(node.incarnation).state])
-        families.append(self._usable_nodes(nodes))
-        relayed = CounterMetricFamily(
-            "kvrelay_relay_bytes", "KV bytes relayed, by transport.", labels=[*labels, "transport"]
-        )
-        for node, values in zip(nodes, names, strict=True):
-            for transport, size_bytes in node.load.relayed_by.items():
-                relayed.add_metric([*values, transport], size_bytes)
-        families += [relayed, *_drafts(nodes, names, labels), _step_sizes(nodes, names, labels)]
-        for table, family_type in ((_NODE_GAUGES, GaugeMetricFamily), (_NODE_COUNTERS, CounterMetricFamily)):
-            for name, (text, read) in table.items():
-                family = family_type(name, text, labels=labels)
-                for node, values in zip(nodes, names, strict=True):
-                    load = node.load
-                    if table is _NODE_GAUGES or load.kv_blocks_total or (node.pools and load.prompt_tokens):
-                        family.add_metric(values, read(node.load))
-                families.append(family)
-        return families
 
-    def _usable_nodes(self, nodes: list[Node]) -> Metric:
-        family = GaugeMetricFamily(
-            "kvrelay_usable_nodes", "Nodes that may get new work.", labels=["model_name", "role"]
-        )
-        counts = dict.fromkeys(self._roles(), 0)
-        for node in nodes:
-            key = (node.record.model.name, node.record.role)
-            counts[key] = counts.get(key, 0) + node.usable
-        for labels, count in counts.items():
-            family.add_metric(labels, count)
-        return family
+    def labels(self, name: str) -> _RequestSeries:
+        """Those of one model."""
+        return _RequestSeries(*(each.labels(name) for each in self))
 
 
-def _drafts(nodes: list[Node], names: list[list[str]], labels: list[str]) -> list[Metric]:
-    """Counts of draft tokens, under vLLM's names and with the method as a label."""
-    labels = [*labels, "method"]
-    drafted = CounterMetricFamily(
-        "vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified.", labels=labels
-    )
-    accepted = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right.", labels=labels
-    )
-    for node, values in zip(nodes, names, strict=True):
-        for family, counts in ((drafted, node.load.drafted), (accepted, node.load.drafts_accepted)):
-            for method, count in counts.items():
-                family.add_metric([*values, method], count)
-    return [drafted, accepted]
+class _RequestSeries(NamedTuple):
+    """The same of one model."""
 
-
-def _step_sizes(nodes: list[Node], names: list[list[str]], labels: list[str]) -> Metric:
-    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of an engine's step.", labels=labels)
-    bounds = [floatToGoString(bound) for bound in (*STEP_TOKENS, math.inf)]
-    for node, values in zip(nodes, names, strict=True):
-        counts = node.load.steps_by_tokens
-        if len(counts) == len(bounds):
-            family.add_metric(values, list(zip(bounds, accumulate(counts), strict=True)), node.load.step_tokens)
-    return family
+    n: HistogramSeries
+    max_tokens: HistogramSeries
+    preemptions: HistogramSeries
+    inference_s: HistogramSeries
 
 
 class Metrics:
@@ -198,6 +102,7 @@ class Metrics:
         self.request_max = histogram(
             "vllm:request_max_num_generation_tokens", "Tokens that a request may have generated.", _TOKENS
         )
+        self.of_requests = _RequestHistograms.make(histogram)
         self.pooled = Counter(
             "kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", named, registry=registry
         )
@@ -243,7 +148,7 @@ class Metrics:
         """Export the nodes that `nodes` returns at each scrape, and for the (model, role) pairs of `roles` how many are
         usable, even if none is.
         """
-        self.registry.register(_NodeCollector(nodes, breakers, roles))
+        self.registry.register(NodeCollector(nodes, breakers, roles))
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int], held: Callable[[], int]) -> None:
         """Export the router's own queue lengths."""
@@ -290,6 +195,7 @@ class ModelMetrics:
         self._request_prompt = metrics.request_prompt.labels(name)
         self._request_generated = metrics.request_generated.labels(name)
         self._request_max = metrics.request_max.labels(name)
+        self._of_requests = metrics.of_requests.labels(name)
         self._queue, self._prefill = metrics.queue.labels(name), metrics.prefill.labels(name)
         self._pooled = metrics.pooled.labels(name)
 
@@ -298,6 +204,10 @@ class ModelMetrics:
         self._all.attempts_by_mode[mode].value += 1
         if number > 1:
             self._all.retries.value += 1
+
+    def asked(self, answers: int) -> None:
+        """A request for this many answers to each prompt was accepted."""
+        self._of_requests.n.observe(answers)
 
     def first_tokens(self, count: int, ttft_s: float) -> None:
         """The first `count` tokens of a request were sent to the client, `ttft_s` after its arrival."""
@@ -335,6 +245,9 @@ class ModelMetrics:
         if numbers.max_tokens:
             self._request_generated.observe(numbers.tokens)
             self._request_max.observe(numbers.max_tokens)
+            self._of_requests.max_tokens.observe(numbers.max_tokens)
+            self._of_requests.inference_s.observe(numbers.prefill_s + numbers.decode_s)
+            self._of_requests.preemptions.observe(numbers.preemptions)
         if numbers.tokens > 1:
             self._decode.observe(numbers.decode_s)
             self._per_token.observe(numbers.decode_s / (numbers.tokens - 1))

@@ -10,7 +10,10 @@ from typing import Any
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, unsupported_reason
+from common.attention.flashinfer_latent import FlashInferLatent
+from common.attention.flashinfer_latent import unsupported_reason as latent_unsupported_reason
 from common.attention.grouped import GroupedAttention, attention_of_groups
+from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
@@ -47,7 +50,24 @@ def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBack
     return FlashInferAttention(kv, shape, flashinfer)
 
 
-BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {"multi_head": _choose_multi_head}
+def _choose_latent(kv: GroupStorage, shape: LatentShape) -> AttentionBackend:
+    """The backends of several heads over one plane for the absorbed part; on a GPU flashinfer if it has a kernel for these
+    latents, else PyTorch's SDPA, with a warning in the log."""
+    if kv.device.type == "cpu":
+        return LatentBackend(kv, shape, _choose_multi_head(kv, shape))
+    flashinfer = find_flashinfer(kv.device).flashinfer
+    reason = "" if flashinfer is None else latent_unsupported_reason(shape, kv.dtype)
+    if reason:
+        _warn_once(reason)
+    if flashinfer is None or reason:
+        return LatentBackend(kv, shape, SdpaAttention(kv, shape))
+    return LatentBackend(kv, shape, FlashInferLatent(kv, shape, flashinfer))
+
+
+BACKENDS: dict[str, Callable[[GroupStorage, Any], AttentionBackend]] = {
+    "multi_head": _choose_multi_head,
+    "latent": _choose_latent,
+}
 """For each kind of attention, what chooses a backend for layers of one group that have one shape."""
 
 
@@ -64,4 +84,6 @@ def worth_capturing(attention: AttentionBackend, max_context: int) -> bool:
     """
     if isinstance(attention, GroupedAttention):
         return all(worth_capturing(backend, max_context) for backend in attention.backends)
+    if isinstance(attention, LatentBackend):
+        return worth_capturing(attention.absorbed, max_context)
     return not isinstance(attention, SdpaAttention) or max_context <= _SHORT_CONTEXT

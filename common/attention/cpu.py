@@ -35,7 +35,7 @@ class _DecodeGroup:
     rows: Tensor | None
     """[B] rows of the batch; None if the group is the whole batch in order."""
     blocks: Tensor
-    """[2 * B * kv_heads * max_blocks] rows of a layer viewed as [2 * num_blocks * kv_heads, block_size, head_dim]."""
+    """[planes * B * kv_heads * max_blocks] rows of a layer viewed as [planes * num_blocks * kv_heads, block_size, head_dim]."""
     bias: Tensor
     """[B, 1, 1, max_blocks * block_size] float32, -inf past each sequence's end and before its window."""
 
@@ -53,7 +53,8 @@ class _Prefill:
 
 
 class CpuAttention:
-    """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows.
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows. A group's only
+    plane is both.
 
     Not thread-safe; `forward` calls belong to the latest `plan`.
     """
@@ -66,9 +67,9 @@ class CpuAttention:
         self._scale = 1.0 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
         self._sinks = [sinks.view(shape.num_kv_heads, -1) for sinks in shape.sinks]
         self._heads = torch.arange(shape.num_kv_heads)
-        planes = torch.arange(2)[:, None, None, None] * kv.num_blocks * shape.num_kv_heads
+        planes = torch.arange(len(kv.planes))[:, None, None, None] * kv.num_blocks * shape.num_kv_heads
         self._first_rows = planes + self._heads[:, None]
-        """[2 (K, V), 1, kv_heads, 1]: the rows of block 0."""
+        """[planes (K, V), 1, kv_heads, 1]: the rows of block 0."""
         self._slots = torch.empty(0, dtype=torch.int64)
         """[T * kv_heads] rows of K (or V) of a layer viewed as [num_blocks * kv_heads * block_size, head_dim]."""
         self._groups: list[_DecodeGroup] = []
@@ -111,7 +112,7 @@ class CpuAttention:
         return _DecodeGroup(None if rows == list(range(num_rows)) else torch.tensor(rows), blocks, bias)
 
     def _rows_of_blocks(self, tables: list[list[int]]) -> Tensor:
-        """Rows of all heads of a group's blocks, [2 (K, V), B, kv_heads, max_blocks] flattened."""
+        """Rows of all heads of a group's blocks, [planes, B, kv_heads, max_blocks] flattened."""
         return (torch.tensor(tables)[:, None] * self._shape.num_kv_heads + self._first_rows).flatten()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -121,10 +122,10 @@ class CpuAttention:
         Returns [T, q_heads/tp, head_dim], q's dtype.
         """
         cache = self._data[layer]
-        k_scale, v_scale = self._kv_scales[layer]
-        slots = words_of(cache).flatten(1, 3)
-        slots[0].index_copy_(0, self._slots, words_of(narrow(k.flatten(0, 1), cache.dtype, k_scale)))
-        slots[1].index_copy_(0, self._slots, words_of(narrow(v.flatten(0, 1), cache.dtype, v_scale)))
+        scales = self._kv_scales[layer]
+        k_scale, v_scale = scales[0], scales[-1]
+        for plane, rows, scale in zip(words_of(cache).flatten(1, 3), (k, v), scales, strict=False):
+            plane.index_copy_(0, self._slots, words_of(narrow(rows.flatten(0, 1), cache.dtype, scale)))
         if k_scale == v_scale == 1.0:
             return self._attend(layer, cache, q)
         # Scores are linear in K and results in V: scaling queries and results avoids scaling every number read.
@@ -145,13 +146,14 @@ class CpuAttention:
         return out
 
     def _gather(self, cache: Tensor, blocks: Tensor, batch: int) -> Tensor:
-        """K and V of `blocks`, widened: [2, batch, kv_heads, slots, head_dim] float32."""
+        """The planes of `blocks`, widened: [planes, batch, kv_heads, slots, head_dim] float32."""
         gathered = widen(cache.flatten(0, 2).index_select(0, blocks))
-        return gathered.view(2, batch, self._shape.num_kv_heads, -1, self._shape.head_dim)
+        return gathered.view(len(cache), batch, self._shape.num_kv_heads, -1, self._shape.head_dim)
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor, sinks: Tensor | None) -> Tensor:
         """q: [B, q_heads, head_dim]; sinks: [kv_heads, group]. Returns the shape of q, float32."""
-        keys, values = self._gather(cache, group.blocks, q.size(0))
+        gathered = self._gather(cache, group.blocks, q.size(0))
+        keys, values = gathered[0], gathered[-1]
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
         out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap, sinks)
         if not out.sum().isfinite():
@@ -168,8 +170,8 @@ class CpuAttention:
         Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row, or before
         the window of its first.
         """
-        keys, values = self._gather(cache, seq.blocks, 1)[:, 0]
-        keys = keys.transpose(1, 2)
+        gathered = self._gather(cache, seq.blocks, 1)[:, 0]
+        keys, values = gathered[0].transpose(1, 2), gathered[-1]
         q = q.float() * self._scale
         heads, dim = self._shape.num_kv_heads, self._shape.head_dim
         window, soft_cap = self._shape.window, self._shape.soft_cap

@@ -82,7 +82,7 @@ class _Cache:
         )
 
 
-class _Fence:
+class Fence:
     """Makes the next plan wait for the copies of the previous one."""
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class FlashInferAttention:
         self._cache = _Cache(kv, flashinfer)
         device = self._cache.device
         self._pinned = device.type == "cuda"
-        self._fence = _Fence(device)
+        self._fence = Fence(device)
         split = max(_SPLIT_BYTES, eager_split_bytes(shape, _num_processors(device)))
         self._split = torch.zeros(split, dtype=torch.uint8, device=device)
         self._plan = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
@@ -216,7 +216,7 @@ class FlashInferDecode:
         self._shape = shape
         self._cache = cache
         self._pinned = cache.device.type == "cuda"
-        self._fence = _Fence(cache.device)
+        self._fence = Fence(cache.device)
         self._blocks = blocks
         self._slots = torch.zeros(rows, dtype=torch.int32, device=cache.device)
         self._sequence = torch.zeros_like(self._slots)

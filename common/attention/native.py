@@ -24,7 +24,8 @@ _WRONG = {
 
 
 class NativeAttention:
-    """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows.
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows. A group's only
+    plane is both.
 
     Not thread-safe; `forward` calls belong to the latest `plan`.
     """
@@ -39,12 +40,13 @@ class NativeAttention:
         self._caches = [
             CacheStruct(
                 data[layer, 0].data_ptr(),
-                data[layer, 1].data_ptr(),
+                data[layer, -1].data_ptr(),
                 DTYPES[kv.dtype],
                 shape.num_kv_heads,
                 shape.head_dim,
                 shape.block_size,
-                *kv.scales[layer],
+                kv.scales[layer][0],
+                kv.scales[layer][-1],
                 shape.window or 0,
                 shape.soft_cap or 0.0,
                 shape.sinks[layer].data_ptr() if shape.sinks else None,

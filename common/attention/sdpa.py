@@ -62,12 +62,12 @@ class _Cache:
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [T, kv_heads, head_dim]; slots: [T] int64."""
         where = (slots // self.block_size, slots % self.block_size)
-        for side, rows, scale in zip(self.data[layer], (k, v), self.scales[layer], strict=True):
+        for side, rows, scale in zip(self.data[layer], (k, v), self.scales[layer], strict=False):
             by_slot = words_of(side).transpose(1, 2)
             by_slot.index_put_(where, words_of(narrow(rows, side.dtype, scale)))
 
     def gather(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """blocks: [B, max_blocks]. Returns [2 (K, V), B, kv_heads, max_blocks * block_size, head_dim], unscaled."""
+        """blocks: [B, max_blocks]. Returns [planes, B, kv_heads, max_blocks * block_size, head_dim], unscaled."""
         cache = words_of(self.data[layer])
         taken = cache.index_select(1, blocks.flatten()).view(self.data.dtype)
         values = widen(taken) if self.data.dtype == E4M3 else taken
@@ -75,7 +75,7 @@ class _Cache:
 
     def attend_decodes(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
         """q: [B, q_heads, head_dim]. Returns the same shape. Takes some rows at a time to bound the gathered memory."""
-        each = 2 * decodes.hidden.size(1) * self.data.size(3) * self.data.size(5)
+        each = len(self.data[0]) * decodes.hidden.size(1) * self.data.size(3) * self.data.size(5)
         parts = [
             self._attend_gathered(layer, _Decodes(blocks, hidden), rows)
             for blocks, hidden, rows in zip(
@@ -88,8 +88,9 @@ class _Cache:
     def _attend_gathered(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
         gathered = self.gather(layer, decodes.blocks, q.dtype)
         # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is NaN.
-        keys, values = gathered.masked_fill_(decodes.hidden[:, None, :, None], 0.0)
-        k_scale, v_scale = self.scales[layer]
+        gathered.masked_fill_(decodes.hidden[:, None, :, None], 0.0)
+        keys, values = gathered[0], gathered[-1]
+        k_scale, v_scale = self.scales[layer][0], self.scales[layer][-1]
         rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
         seen = ~decodes.hidden[:, None, None]
         sinks = self.sinks(layer)
@@ -98,7 +99,7 @@ class _Cache:
 
 
 class SdpaAttention:
-    """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`."""
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V, or of one plane that is both. Not thread-safe; `forward` calls belong to the latest `plan`."""
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._shape = shape
@@ -140,8 +141,9 @@ class SdpaAttention:
     def _attend_prompt(self, layer: int, seq: _Prefill, q: Tensor) -> Tensor:
         """q: [C, q_heads, head_dim], the last C positions of the context. Returns the same shape."""
         shape, num_rows = self._shape, q.size(0)
-        keys, values = self._cache.gather(layer, seq.blocks[None], q.dtype)[:, 0, :, : seq.context_len]
-        k_scale, v_scale = self._cache.scales[layer]
+        gathered = self._cache.gather(layer, seq.blocks[None], q.dtype)[:, 0, :, : seq.context_len]
+        keys, values = gathered[0], gathered[-1]
+        k_scale, v_scale = self._cache.scales[layer][0], self._cache.scales[layer][-1]
         group = shape.num_q_heads // shape.num_kv_heads
         sinks = self._cache.sinks(layer)
         block = max(16, _MAX_SCORES // (shape.num_q_heads * seq.context_len))

@@ -117,9 +117,11 @@ class Registrar:
                     await self._changed.wait()
             self._changed.clear()
 
-    def update(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
-        """Register the LoRA adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
-        self._record, self._loaded = replace(self._record, adapters=list(adapters)), loaded
+    def update(self, adapters: Sequence[Adapter], paths: Mapping[str, str], loaded: LoadedAdapters | None) -> None:
+        """Register the LoRA adapters that the node now serves, and where each was read from, by name. `loaded`: those that
+        were loaded while the node ran."""
+        self._record = replace(self._record, adapters=list(adapters), adapter_paths=dict(paths))
+        self._loaded = loaded
         self._outdated = True
         self._changed.set()
 

@@ -102,6 +102,20 @@ class ClientOptions:
         "Clients",
         several=True,
     )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "Name tokens in log-probabilities `token_id:N`, unless a request says otherwise.",
+        "Clients",
+    )
+    enable_force_include_usage: bool = option(
+        False, "End every stream with its usage, as if each request had set stream_options.include_usage.", "Clients"
+    )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "Show the tokenizer's configuration and the chat template at /tokenizer_info.", "Clients"
+    )
+    root_path: str = option(
+        "", "Path under which a proxy shows this router, such as /llm; requests may have it or not.", "Clients"
+    )
     allowed_origins: str = option(
         "",
         "Origins of web pages whose scripts may use the API (CORS); * allows all, by default none may.",

@@ -88,6 +88,8 @@ class RouterConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError("--root-path must begin with / and not end with it")
         if self.allow_runtime_lora and not self.admin_token:
             raise ConfigError(
                 "--allow-runtime-lora needs --admin-token: adapters are loaded through nodes' admin ports"

@@ -22,7 +22,7 @@ from common.base.fail_fast import fail_fast
 from common.control.item_count import check_item_count
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of control messages, records and data headers. It also changes when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens takes 4 MB."""

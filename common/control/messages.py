@@ -79,6 +79,8 @@ class SamplingParams(NamedTuple):
     grammar: Grammar | None = None
     """At each position it allows the tokens with which the answer can still match it. It overrides `min_tokens` if it leaves
     only stop tokens."""
+    logprob_token_ids: list[int] = []
+    """If not empty, log-probabilities are those of these tokens, of which there are `logprobs`, instead of the most likely ones."""
 
 
 class EngineRequest(NamedTuple):
@@ -214,6 +216,8 @@ class TokenChunk(NamedTuple):
     """Draft tokens that the step verified for the attempt."""
     accepted: int = 0
     """Those of `drafted` that were right. They are among `token_ids`."""
+    preemptions: int = 0
+    """How often the sequence was preempted; in the attempt's last message."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +355,8 @@ class NodeRecord:
     """Name of the kernels that compute the node's steps, for operators."""
     adapters: list[Adapter] = field(default_factory=list[Adapter])
     """The LoRA adapters that the node serves."""
+    adapter_paths: dict[str, str] = field(default_factory=dict[str, str])
+    """Where the node has read each of them from, by name."""
     lease_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """The node's `--lease-s`, in which it renews this record at least three times."""
 

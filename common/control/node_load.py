@@ -51,6 +51,8 @@ class NodeLoad:
     """Estimated seconds of decode steps that drafts saved, less what wrong ones took."""
     draining: bool = False
     """The node finishes its requests and must get no new ones."""
+    deferred: int = 0
+    """Those of `waiting` that wait for something else than room: KV that is relayed, a grammar, an adapter."""
 
     @property
     def idle(self) -> bool:

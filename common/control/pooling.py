@@ -22,6 +22,7 @@ class PoolRequest(NamedTuple):
     key: AttemptKey
     inputs: list[PoolInput]
     normalize: bool = True
+    """Whether vectors are scaled to length 1, and the scores of a cross-encoder pass its activation function."""
     dimensions: int = 0
     """Leading dimensions to keep; 0: all."""
     per_token: bool = False

@@ -134,7 +134,7 @@ class SequenceTokens:
     def draft(self, proposed: Seq[int], limit: int, max_model_len: int) -> None:
         """Draft at most `limit` tokens: those that its grammar forces, then those of `proposed` that the grammar allows, up to
         the first one that would end the answer."""
-        limit = min(limit, self.max_drafts(max_model_len))
+        limit = max(0, min(limit, self.max_drafts(max_model_len)))
         stops = self.sampling.stop_token_ids
         self.num_forced = min(limit, len(self.forced))
         proposed = list(takewhile(lambda token_id: token_id not in stops, proposed))

@@ -18,6 +18,8 @@ from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.model.build import Build, Share
 from common.model.description import AttentionDescription, MultiHeadDescription, implementation
+from common.model.latent_attention import LatentAttention
+from common.model.latent_description import LatentDescription
 from common.model.norms import make_qk_norm
 from common.model.tensor_files import Part
 
@@ -122,7 +124,10 @@ def _check_implemented(attention: MultiHeadDescription) -> None:
             raise ConfigError(f"the model needs {what}, which attention does not implement")
 
 
-ATTENTIONS: dict[str, Callable[[Build, str, Any], Attention]] = {MultiHeadDescription.kind: MultiHeadAttention}
+ATTENTIONS: dict[str, Callable[[Build, str, Any], Attention]] = {
+    MultiHeadDescription.kind: MultiHeadAttention,
+    LatentDescription.kind: LatentAttention,
+}
 """By `AttentionDescription.kind`. Each takes the layer's name and a dot, and the description."""
 
 

@@ -219,6 +219,25 @@ class Build:
         part = None if stored.part is None else replace(stored.part, dim=1 - stored.part.dim)
         return self.read(stored.name, *reversed(stored.shape), part=part).t().contiguous()
 
+    def dense(self, name: str, shape: tuple[int, ...], part: Part) -> Tensor:
+        """A part of a matrix as floating-point numbers of the dtype of activations, whatever its format. It must not be
+        written: where packed weights are shared, it is one copy in memory."""
+
+        def read() -> Tensor:
+            return self.read(name, *shape, part=part).to(self.precision.wide)
+
+        if self.packed is None or self.device.type != "cpu":
+            return read()
+        key = f"dense {name} {part} {self.precision}"
+        return self.packed.get(key, lambda: PackedTensors({"dense": read()})).tensors["dense"]
+
+    def computed_linear(self, key: str, weight: Callable[[], Tensor]) -> Linear | None:
+        """A layer of weights, [out, in], that are computed of others, where the native kernels pack it; else None. `key` tells
+        it from others."""
+        if not isinstance(self.kernels, NativeKernels):
+            return None
+        return self._shared(key, [None], lambda: [float_linear(weight(), None, self.precision, self.kernels)])[0]
+
     def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
         """The LM head on this rank's rows of the matrix `name`, which `tied` holds if it is the embedding's; int8 suffices
         for its share of a step, and int4 would show."""

@@ -121,7 +121,7 @@ class AdministeredNode(Protocol):
         """Run `question` on the engine's thread."""
         ...
 
-    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
+    def adapters_changed(self, sources: Sequence[AdapterSource], loaded: LoadedAdapters | None) -> None:
         """Register at once the adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
         ...
 
@@ -166,7 +166,7 @@ class AdapterAdmin:
     def _changed(self, name: str) -> None:
         """Register at once that an adapter of this name was loaded or unloaded."""
         self._missing = {other: each for other, each in (self._missing or {}).items() if other != name}
-        self._node.adapters_changed(self._table.adapters, self.loaded)
+        self._node.adapters_changed(self._table.sources, self.loaded)
 
     def load_first(self) -> None:
         """Begin to load the first `max_loras` of the registered adapters."""

@@ -45,8 +45,8 @@ def token_chunk(done: SequenceOutput, stats: AttemptStats | None) -> TokenChunk:
     seq, tokens = done.seq, done.tokens
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None] or None
     token_ids = [token.token_id for token in tokens]
-    start = seq.tokens.num_generated - len(tokens)
-    chunk = TokenChunk(seq.key, start, token_ids, logprobs, done.finish_reason, stats)
+    start, preemptions = seq.tokens.num_generated - len(tokens), seq.preemptions if done.finish_reason else 0
+    chunk = TokenChunk(seq.key, start, token_ids, logprobs, done.finish_reason, stats, preemptions=preemptions)
     return chunk._replace(drafted=done.drafted, accepted=done.accepted) if done.drafted else chunk
 
 

@@ -360,6 +360,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         return NodeLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + waiting,
+            deferred=waiting,
             queued_tokens=unstarted + begun,
             kv_blocks_used=-(-pool.num_used // pool.num_tables),
             kv_blocks_cached=pool.num_cached // pool.num_tables,

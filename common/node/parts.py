@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.control.messages import Adapter, NodeRecord, PeerRef, Role, SamplingParams
+from common.control.messages import NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.drafting import Drafting, IndexProposer
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
+from common.node.adapter_table import AdapterSource
 from common.node.plan import NodePlan
 from common.security.sealed_endpoints import without_keys
 
 
 def make_record(
-    role: Role, me: PeerRef, plan: NodePlan, num_blocks: int, kernels: str, adapters: Sequence[Adapter] = ()
+    role: Role, me: PeerRef, plan: NodePlan, num_blocks: int, kernels: str, sources: Sequence[AdapterSource] = ()
 ) -> NodeRecord:
     """Make the node's record for Redis, without the keys of its data sockets, because every service can read it."""
     return NodeRecord(
@@ -29,7 +30,8 @@ def make_record(
         time.time(),
         max_num_seqs=plan.steps.max_num_seqs,
         kernels=kernels,
-        adapters=list(adapters),
+        adapters=[source.adapter for source in sources],
+        adapter_paths={source.adapter.name: source.path for source in sources},
     )
 
 

@@ -25,7 +25,6 @@ from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
 from common.control.messages import (
-    Adapter,
     AttemptFailed,
     Message,
     NodeLoad,
@@ -40,6 +39,7 @@ from common.control.self_report import SelfReport
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
 from common.node.adapter_admin import AdapterAdmin
+from common.node.adapter_table import AdapterSource
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
@@ -144,10 +144,11 @@ class NodeServer:
         assert self._engine is not None
         return self._engine.ask(question)
 
-    def adapters_changed(self, adapters: Sequence[Adapter], loaded: LoadedAdapters | None) -> None:
+    def adapters_changed(self, sources: Sequence[AdapterSource], loaded: LoadedAdapters | None) -> None:
         """Register at once the LoRA adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
         if self._registrar is not None:
-            self._registrar.update(adapters, loaded)
+            paths = {source.adapter.name: source.path for source in sources}
+            self._registrar.update([source.adapter for source in sources], paths, loaded)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
         """Ask the core for `describe_attempts` between two steps. Only while `run` runs."""

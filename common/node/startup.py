@@ -94,7 +94,7 @@ async def _serve(role: NodeRole[Any], options: ServerOptions, plan: NodePlan, fo
             )
             await server.run(
                 role.core(plan, parts, transfers),
-                make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, adapters.adapters),
+                make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, adapters.sources),
                 parts.scheduler.pool.journal,
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},

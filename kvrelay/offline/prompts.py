@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or as in vLLM `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+log = logging.getLogger(__name__)
 
 _CALLER = Caller()
 _one_grammar_check = threading.Lock()
@@ -150,6 +153,8 @@ def _each(
                 with _one_grammar_check:
                     run_async(model.grammars.check(grammar.source, jobs[-1].request.grammar_param))
                 checked.add(grammar.source)
+                if jobs[-1].request.relaxed:
+                    log.warning("the answers are not held to %s of the schema", ", ".join(jobs[-1].request.relaxed))
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
+from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 
@@ -145,6 +146,14 @@ class Tokens(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class TokenizerInfo(TypedDict):
+    """tokenizer_config.json, with each special token as a text, and the chat template that is used."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    tokenizer_class: str
+    chat_template: NotRequired[str]
 
 
 class Prompt(TypedDict):

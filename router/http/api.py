@@ -89,7 +89,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "chatcmpl-")
         body, size = await parse(request, services, ChatRequest)
         chat = await prepare_chat(request, services, body, size)
-        options = format_options(request, body, chat.model)
+        options = format_options(request, services, body, chat.model)
         form = ChatFormat(options, chat.model.tokenizer, chat.parsers(body.n or 1))
         return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
 
@@ -111,7 +111,9 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
             size,
             lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt],
         )
-        form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
+        form = CompletionFormat(
+            format_options(request, services, body, model), model.tokenizer, len(generations) * (body.n or 1)
+        )
         return await serve(request, services, model, generations, form, stream=bool(body.stream))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.base.errors import KvRelayError, Unauthorized
-from router.http.client import Client, has_client, note_client, used_tokens
+from router.http.client import Client, has_client, note_client, when_over
 from router.http.key_limits import ApiKeys, KeyUse
 from router.http.request_headers import api_key
 from router.http.responses import error_response
@@ -58,7 +58,7 @@ class KeyGuard:
         try:
             await self._app(scope, receive, with_limits)
         finally:
-            use.end(used_tokens(scope))
+            when_over(scope, use.end)
 
     async def _refuse(
         self, refusal: KvRelayError, scope: Scope, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]]

@@ -1,11 +1,12 @@
-"""The client of a request and the tokens that it used, kept in the request's ASGI scope. Pure."""
+"""The client of a request and the tokens that it used, kept in the request's ASGI scope. No I/O."""
 
 from __future__ import annotations
 
 import ipaddress
+from asyncio import Future
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import Scope
 
@@ -13,6 +14,8 @@ _CLIENT = "kvrelay.client"
 """Key of a request's `Client` in its ASGI scope."""
 _USED_TOKENS = "kvrelay.used_tokens"
 """Key of a function that returns the tokens which a request has used."""
+_GOES_ON = "kvrelay.goes_on"
+"""Key of a request's work in the background, and of the tokens that it has used."""
 
 
 class Client(NamedTuple):
@@ -53,6 +56,21 @@ def has_client(scope: Scope) -> bool:
 def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
     """Register the function `used`: when the request is over, its key is charged with `used()` tokens."""
     scope[_USED_TOKENS] = used
+
+
+def go_on(scope: Scope, work: Future[Any], used: Callable[[], int]) -> None:
+    """The request goes on behind its answer until `work` ends, and has then used `used()` tokens."""
+    scope[_GOES_ON] = work, used
+
+
+def when_over(scope: Scope, end: Callable[[int], None]) -> None:
+    """Call `end` with the tokens that the request has used: now, or when its work in the background ends."""
+    goes_on: tuple[Future[Any], Callable[[], int]] | None = scope.get(_GOES_ON)
+    if goes_on is None:
+        end(used_tokens(scope))
+    else:
+        work, used = goes_on
+        work.add_done_callback(lambda _: end(used()))
 
 
 def used_tokens(scope: Scope) -> int:

@@ -141,7 +141,7 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": _STARTED_S,
         "owned_by": "kvrelay",
-        "root": model_name(model.folder) if model.adapter is None else model.name,
+        "root": model_name(model.folder) if model.adapter is None else model.adapter_path or model.name,
         "parent": None if model.adapter is None else model.root,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,

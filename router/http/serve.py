@@ -166,7 +166,9 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     return chat
 
 
-def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
+def format_options(
+    request: Request, services: Services, body: CompletionRequestBase, model: ServedModel
+) -> FormatOptions:
     """The response options of a parsed body."""
     given = vars(body)  # quicker to read than attributes
     return FormatOptions(
@@ -176,15 +178,28 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
         with_token_ids=bool(given["return_token_ids"]) or given["detokenize"] is False,
         with_prompt_logprobs=given["prompt_logprobs"] is not None,
         echo=bool(given["echo"]),
-        tokens_as_ids=bool(given["return_tokens_as_token_ids"]),
+        tokens_as_ids=services.tokens_as_ids
+        if given["return_tokens_as_token_ids"] is None
+        else given["return_tokens_as_token_ids"],
         skip_special_tokens=given["skip_special_tokens"] is not False,
-        usage_in_stream=body.usage_in_stream,
+        usage_in_stream=body.usage_in_stream or services.always_usage,
         continuous_usage=body.continuous_usage,
         samples=body.num_samples,
         returned=given["n"] or 1,
         token_limit=body.token_limit,
         created=int(time.time()),
     )
+
+
+async def _check_grammars(request: Request, model: ServedModel, wanted: list[GenerationRequest]) -> None:
+    """Raises: BadRequest, Overloaded. Warns of keywords that grammars do not enforce."""
+    for each in wanted:
+        grammar = each.engine.sampling.grammar
+        if grammar is not None:
+            await model.grammars.check(grammar.source, each.grammar_param)
+    relaxed = dict.fromkeys(name for each in wanted for name in each.relaxed)
+    if relaxed:
+        _warn(request, b"x-kvrelay-relaxed", names_in_header(relaxed))
 
 
 async def serve(
@@ -200,13 +215,7 @@ async def serve(
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping keep their
     HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
     """
-    for each in wanted:
-        grammar = each.engine.sampling.grammar
-        if grammar is not None:
-            await model.grammars.check(grammar.source, each.grammar_param)
-    relaxed = dict.fromkeys(name for each in wanted for name in each.relaxed)
-    if relaxed:
-        _warn(request, b"x-kvrelay-relaxed", names_in_header(relaxed))
+    await _check_grammars(request, model, wanted)
     options = form.options
     if options.samples > 1:
         ranked = options.returned < options.samples
@@ -216,7 +225,9 @@ async def serve(
     ids: RequestIds = request.scope[_IDS]
     warnings = warnings_of(request)
     handed_over = False
-    services.dispatcher.state(model.base).metrics.set_name(model.root)
+    metrics = services.dispatcher.state(model.base).metrics
+    metrics.set_name(model.root)
+    metrics.asked(options.returned)
     try:
         answer.generations = services.dispatcher.submit(
             model.base, ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client

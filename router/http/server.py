@@ -34,6 +34,7 @@ from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
 from router.http.responses import error_response
+from router.http.root_path import WithRootPath
 from router.models.adapter_control import AdapterControl
 from router.router import Router
 
@@ -88,9 +89,10 @@ def _refusal(on_error: Callable[[int], None], scope: Scope) -> ASGIApp:
 
 
 def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
-    """`app`; with allowed origins, behind a middleware that answers preflights, which carry no key, and adds the headers to
+    """`app`, also under the root path; with allowed origins, behind a middleware that answers preflights, which carry no key, and adds the headers to
     every answer.
     """
+    app = WithRootPath(app, config.root_path) if config.root_path else app
     origins = listed("allowed_origins", config.allowed_origins)
     if not origins:
         return app
@@ -104,9 +106,10 @@ def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     )
 
 
-def _add_root(app: FastAPI, dashboard: ASGIApp | None) -> None:
+def _add_root(app: FastAPI, root_path: str, dashboard: ASGIApp | None) -> None:
     """`GET /`, by which ollama's clients find out whether there is a server. With a dashboard, which is served at `/ui`, it leads
-    a browser there."""
+    a browser there. `root_path`: where a proxy shows the router."""
+    app.root_path = root_path
     if dashboard is not None:
         app.mount("/ui", dashboard)
 
@@ -117,18 +120,11 @@ def _add_root(app: FastAPI, dashboard: ASGIApp | None) -> None:
         return PlainTextResponse("kvrelay is running")
 
 
-def http_server(
-    router: Router,
-    config: RouterConfig,
-    directory: Directory | None,
-    responses: ResponseStore | None = None,
-    dashboard: ASGIApp | None = None,
-) -> HttpServer:
-    """The HTTP server of a router; not started. `dashboard` is served at `/ui` unless API keys are set.
-
-    Raises: ConfigError if the files for HTTPS cannot be used.
-    """
-    services = Services(
+def _services(
+    router: Router, config: RouterConfig, directory: Directory | None, responses: ResponseStore | None
+) -> Services:
+    """What the routes work with."""
+    return Services(
         dispatcher=router.dispatcher,
         catalog=router.catalog,
         metrics=router.metrics,
@@ -150,10 +146,27 @@ def http_server(
         responses=responses,
         strict_parameters=config.strict_parameters,
         stream_ping_s=config.stream_ping_s,
+        tokens_as_ids=config.return_tokens_as_token_ids,
+        always_usage=config.enable_force_include_usage,
+        shows_tokenizer=config.enable_tokenizer_info_endpoint,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
+
+
+def http_server(
+    router: Router,
+    config: RouterConfig,
+    directory: Directory | None,
+    responses: ResponseStore | None = None,
+    dashboard: ASGIApp | None = None,
+) -> HttpServer:
+    """The HTTP server of a router; not started. `dashboard` is served at `/ui` unless API keys are set.
+
+    Raises: ConfigError if the files for HTTPS cannot be used.
+    """
+    services = _services(router, config, directory, responses)
     app = build(services)
-    _add_root(app, None if services.api_keys else dashboard)
+    _add_root(app, config.root_path, None if services.api_keys else dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
     names = [*listed("allowed_hosts", config.allowed_hosts), config.host]
     hosts = HostGuard(direct, services.api_keys, names, services.metrics.http_error)

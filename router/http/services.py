@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.http.background_responses import BackgroundResponses
 from router.http.body_work import BodyWork
 from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
@@ -34,9 +35,16 @@ class Services:
     api_keys: ApiKeys
     responses: ResponseStore | None = None
     """Where responses of `/v1/responses` are stored; None: nowhere."""
+    background: BackgroundResponses = field(default_factory=BackgroundResponses)
     strict_parameters: bool = False
     """Refuse fields that no known API has."""
     stream_ping_s: float = 0.0
     """Pause after which a stream sends a ping; 0: never."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids, unless a request says otherwise."""
+    always_usage: bool = False
+    """Every stream ends with its usage."""
+    shows_tokenizer: bool = False
+    """Whether `/tokenizer_info` answers."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The options that `/server_info` shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import lru_cache
 from typing import Annotated
 
@@ -9,13 +10,14 @@ from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from common.base.errors import BadRequest
-from router.http.answer_types import Prompt, Tokens
+from common.base.errors import BadRequest, NotFound
+from common.model.added_tokens import read_if_there
+from router.http.answer_types import Prompt, TokenizerInfo, Tokens
 from router.http.body_model import BodyModel
 from router.http.json_body import Json, large_json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.checks import MAX_INT
+from router.http.openai.checks import MAX_INT, as_object
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
@@ -51,7 +53,7 @@ class DetokenizeRequest(_Request):
 
 
 def add_tokenize_routes(app: FastAPI, services: Services) -> None:
-    """Add both to the application."""
+    """Add them to the application."""
 
     @app.post(
         "/tokenize", openapi_extra=described(Tokens, body=TokenizeRequest | TokenizeChatRequest, errors=OF_BODIES)
@@ -72,6 +74,23 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
             raise BadRequest(f"token ids must be below {model.vocab_size}", param="tokens")
         text = await services.body_work.run(request, size, lambda: model.tokenizer.decode(body.tokens))
         return JsonResponse({"prompt": text}, headers=warnings_of(request))
+
+    @app.get("/tokenizer_info", openapi_extra=described(TokenizerInfo, errors=(404, 503)))
+    async def tokenizer_info(model: str | None = None) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The tokenizer's configuration and the chat template, if the router shows them (`--enable-tokenizer-info-endpoint`)."""
+        if not services.shows_tokenizer:
+            raise NotFound("this router does not show its tokenizer; --enable-tokenizer-info-endpoint lets it")
+        found = services.catalog.get(model)
+        return JsonResponse(await asyncio.to_thread(_tokenizer_info, found))
+
+
+def _tokenizer_info(model: ServedModel) -> Json:
+    """tokenizer_config.json without objects that say how tokens are stripped, and the template that is used."""
+    config = read_if_there(model.folder / "tokenizer_config.json")
+    shown: Json = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    named = {key: fields["content"] for key, value in shown.items() if "content" in (fields := as_object(value) or {})}
+    template = model.tokenizer.template_source
+    return {**shown, **named, **({"chat_template": template} if template else {})}
 
 
 def _kind_of(fields: Json) -> type[TokenizeRequest] | type[TokenizeChatRequest]:

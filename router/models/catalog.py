@@ -258,5 +258,13 @@ class ModelCatalog:
             parent = self._main_model if model is self._main else model.served
             for adapter in model.adapters if parent is not None else ():
                 assert parent is not None
-                by_name.setdefault(adapter.name, replace(parent, name=adapter.name, adapter=adapter))
+                by_name.setdefault(
+                    adapter.name,
+                    replace(
+                        parent,
+                        name=adapter.name,
+                        adapter=adapter,
+                        adapter_path=model.adapter_paths.get(adapter.name, ""),
+                    ),
+                )
         self._by_name = by_name

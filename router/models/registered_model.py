@@ -44,6 +44,8 @@ class RegisteredModel:
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
         self.adapters: list[Adapter] = []
+        self.adapter_paths: dict[str, str] = {}
+        """Where a node has read each from, by name."""
         """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.roles: set[Role] = set()
         """The roles of all nodes that it has had; with a generating model also decode."""
@@ -95,6 +97,7 @@ class RegisteredModel:
         if self.records:
             self._learn(_decoding(self.records))
             self.adapters = _adapters(self.records)
+            self.adapter_paths = {name: path for record in self.records for name, path in record.adapter_paths.items()}
         elif self.is_refused:
             self.close()
         return self.records

@@ -49,6 +49,8 @@ class ServedModel:
     """The first of its names, also for an adapter of it: that of its metrics."""
     adapter: Adapter | None = None
     """The LoRA adapter with this name; None for a model without adapter."""
+    adapter_path: str = ""
+    """Where a node has read the adapter from."""
     path: str = ""
     """Where it was loaded from: a folder, a file or a name."""
     hidden_size: int = 0

@@ -220,7 +220,7 @@ def _measured(observed: Observed, needed: Need | None) -> str:
 
 def _cause(observed: Observed, needed: Need, counts: NodeCounts) -> str:
     if counts.total < observed.wanted.total:
-        return "fewer nodes suffice"
+        return "fewer nodes suffice, or no more are allowed"
     have = _effective(observed, observed.wanted)
     role = "prefill" if _ratio_of(needed, have, 0) >= _ratio_of(needed, have, 1) else "decode"
     return f"{role} nodes are short"

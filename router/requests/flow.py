@@ -63,6 +63,8 @@ class Flow(PlacedRequest):
         """Prompt tokens whose log-probabilities are wanted and not yet emitted."""
         self._outgrown = False
         """The last attempt's decode node had no room for another token in its context."""
+        self.preemptions = 0
+        """How often its sequences were preempted, as far as attempts have told at their end."""
 
     def _open(self, timeout_s: float) -> Instructions:
         self.state = State.PREFILL
@@ -143,6 +145,7 @@ class Flow(PlacedRequest):
             self.token_ids += fresh
             instructions.append(Emit(fresh, logprobs, ended))
         if chunk.finish_reason is not None:
+            self.preemptions += chunk.preemptions
             instructions += [*self._close_leg(leg), *self._on_finished(leg, chunk.finish_reason)]
         return instructions
 

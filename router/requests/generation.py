@@ -82,7 +82,7 @@ class Generation(RunningRequest[Flow]):
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._on_news = on_news
         self._arrived_s = time.perf_counter()
-        self._first_token_s = self._last_token_s = 0.0
+        self._first_token_s = self._last_token_s = self._prefill_s = 0.0
         self._cached_known = False
         self._expected_hit: int | None = None
         """Prompt tokens whose KV the first attempt's node was expected to have."""
@@ -216,6 +216,7 @@ class Generation(RunningRequest[Flow]):
 
     def _take_report(self, report: f.Report) -> None:
         stats = report.stats
+        self._prefill_s = stats.prefill_s or self._prefill_s
         # Later attempts hit blocks that the first one left in the caches, so the client is told the first one's hits. If
         # the first attempt ended without a report, these are the hits that its placement expected.
         if not self._cached_known and (report.role == "prefill" or self.flow.prefill_peer is None):
@@ -280,6 +281,8 @@ class Generation(RunningRequest[Flow]):
                 self.completion_tokens,
                 engine.sampling.max_tokens,
                 self._last_token_s - self._first_token_s,
+                self._prefill_s,
+                self.flow.preemptions,
             )
             metrics.finished(outcome.finish_reason, numbers)
 

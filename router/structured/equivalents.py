@@ -20,6 +20,15 @@ _FORMATS = frozenset(
     }
 )
 """Formats that JSON Schema defines."""
+_BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_EQUAL_TO_FORMATS: dict[str, dict[str, Any]] = {
+    "byte": {"pattern": _BASE64},
+    "base64": {"pattern": _BASE64},
+    "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
+    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+    **{f"uuid{version}": {"format": "uuid", "pattern": f"^.{{14}}{version}"} for version in range(1, 9)},
+}
+"""Schemas that mean the same as a format of OpenAPI's, pydantic's or JSON Schema's."""
 _NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -50,7 +59,7 @@ class Equivalents:
             schema.clear()
             schema["enum"] = []
         use_unions(schema)
-        _drop_format(schema)
+        _use_format(schema)
         _use_patterns(schema)
         self._use_numbers(schema)
         listed = not schema.keys().isdisjoint(("properties", "patternProperties"))
@@ -109,9 +118,13 @@ def _use_patterns(schema: Schema) -> None:
             schema["allOf"] += [{"pattern": each} for each in others]
 
 
-def _drop_format(schema: Schema) -> None:
-    """Drop a format that any string has, or that is none of JSON Schema's and said by a pattern, too."""
+def _use_format(schema: Schema) -> None:
+    """Replace a format by what means the same; drop one that any string has, or that is none of JSON Schema's and said by a pattern, too."""
     kind, further = schema.get("format"), schema.get("allOf")
+    if isinstance(kind, str) and kind in _EQUAL_TO_FORMATS and isinstance(schema.setdefault("allOf", []), list):
+        del schema["format"]
+        schema["allOf"].append(copy.deepcopy(_EQUAL_TO_FORMATS[kind]))
+        return
     if not isinstance(kind, str) or kind in _FORMATS:
         return
     parts = [schema, *(cast("list[Any]", further) if isinstance(further, list) else [])]

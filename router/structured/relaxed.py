@@ -48,10 +48,10 @@ class Relaxed:
         """Something was left out."""
         self._names.update(dict.fromkeys(names))
 
-    def relax(self, schema: Schema, least_properties: int | None) -> None:
+    def relax(self, schema: Schema, largest_minimum: int | None) -> None:
         """Leave out of one schema, not of those within it, what no grammar enforces.
 
-        `least_properties`: the largest `minProperties` that can be held; None: any.
+        `largest_minimum`: the largest `minProperties` that can be held; None: any is.
         """
         found = [key for key in NOT_ENFORCED if key in schema]
         for key in found:
@@ -63,8 +63,8 @@ class Relaxed:
         if isinstance(schema.get("pattern"), str) and not is_supported(schema["pattern"]):
             self._leave_out(schema, "pattern")
         self._relax_names(schema)
-        if least_properties is not None and _number(schema.get("minProperties")) > least_properties:
-            schema["minProperties"] = least_properties
+        if largest_minimum is not None and _number(schema.get("minProperties")) > largest_minimum:
+            schema["minProperties"] = largest_minimum
             self.note(["minProperties"])
         if "required" in schema and not isinstance(schema["required"], list):
             self._leave_out(schema, "required")

@@ -25,7 +25,7 @@ _FIRST_AND_LAST = re.compile(r"^(\^?)((?:[^\\$^]|\\.|\[\^)*)(\$?)$", re.DOTALL)
 
 
 class TextValue(NamedTuple):
-    """`texts`: a regular expression of the values that are plain text; None: there are none. `json_schema`: that of the values
+    """`texts`: the expression of a Lark terminal for the values that are plain text; None: there are none. `json_schema`: that of the values
     that are JSON; None: there are none."""
 
     texts: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from llguidance import LLMatcher
@@ -20,6 +21,8 @@ from router.structured.tool_markup import Keyed
 _NO_KEYWORD = re.compile(r"""[\s=:"'()\[\]{},<>\\/]|^$""")
 _NO_KEY = re.compile(r"""[\n<>"]|^\s|\s$|^$""")
 _ANY_KEY = r"[^\n<>\"\s]+"
+_MAX_KEPT_CHARS = 16_384
+"""Whether llguidance takes longer schemas is not remembered."""
 _OF_ALL_ARGUMENTS = [
     "$ref",
     "$dynamicRef",
@@ -94,8 +97,8 @@ class ArgumentRules:
             raise BadRequest(f"a function's parameters: {error.message}", param="tools") from error
         self._schema_chars += len(term)
         if self._schema_chars > MAX_SOURCE_CHARS:  # each parameter by itself has a copy of the definitions
-            raise _TooLarge
-        if relaxed is not None and (problem := LLMatcher.validate_grammar(f"start: {term}", limits=LIMITS)):
+            raise BadRequest(f"the parameters take more than {MAX_SOURCE_CHARS} characters of grammar", param="tools")
+        if relaxed is not None and (problem := _problem(term)):
             raise BadRequest(problem)
         self._lark.rules.append(f"{rule}: {term}")
         return rule
@@ -171,11 +174,14 @@ class ArgumentRules:
         return f"({' | '.join(ways)}) {self._lark.parts(after)}"
 
 
-class _TooLarge(BadRequest):
-    """The grammar of all functions is too large; leaving one's keywords out does not help."""
+def _problem(term: str) -> str:
+    """Why llguidance refuses a term; empty if it takes it."""
+    return (_validated if len(term) <= _MAX_KEPT_CHARS else _validated.__wrapped__)(term)
 
-    def __init__(self) -> None:
-        super().__init__(f"the parameters take more than {MAX_SOURCE_CHARS} characters of grammar", param="tools")
+
+@lru_cache(1024)
+def _validated(term: str) -> str:
+    return LLMatcher.validate_grammar(f"start: {term}", limits=LIMITS)
 
 
 def object_schema(function: Schema) -> dict[str, Any]:

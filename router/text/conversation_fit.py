@@ -21,6 +21,10 @@ Message = Mapping[str, Any]
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call a message's reasoning."""
 _SYSTEM = ("system", "developer")
+ROLES = frozenset({*_SYSTEM, "user", "assistant", "tool"})
+"""OpenAI's."""
+_MAX_ROLES = 256
+"""Further roles that clients invent are refused."""
 _SHAPES = {
     "system": ["system user"],
     "systems": ["system system user"],
@@ -45,6 +49,7 @@ class ConversationFit:
     def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
         self._render = render
         self._taken: dict[str, bool] = {}
+        self._roles: dict[str, bool] = {}
 
     def fit(self, messages: Sequence[Message]) -> FittedMessages:
         """The messages in the nearest form that the template takes; unchanged where it takes them as they are."""
@@ -71,6 +76,12 @@ class ConversationFit:
                 changes += [f"neighbouring {role} messages merged"] if len(merged) < len(fitted) else []
                 fitted = merged
         return FittedMessages(fitted, tuple(changes))
+
+    def takes_role(self, role: str) -> bool:
+        """The template shows messages of this role, which is none of OpenAI's, somewhere in a conversation."""
+        if role not in self._roles and len(self._roles) < _MAX_ROLES:
+            self._roles[role] = any(self._shows(roles.split()) for roles in (f"{role} user", f"user {role}"))
+        return self._roles.get(role, False)
 
     def _takes(self, shape: str) -> bool:
         """The template shows every message of small conversations of this shape, in whatever order."""

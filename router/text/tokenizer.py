@@ -18,7 +18,7 @@ from common.base.errors import BadRequest, ConfigError, as_config_error
 from common.engine.grammar.compile import checking_tokenizer, is_special, without_space
 from common.model.added_tokens import complete, named_tokens, read_if_there, special_tokens
 from router.text.chat_template import ChatTemplate
-from router.text.conversation_fit import FittedMessages
+from router.text.conversation_fit import ROLES, FittedMessages
 from router.text.detokenizer import TokenPieces
 from router.text.pair_layout import SAMPLE, PairIds, PairLayout
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
@@ -282,8 +282,14 @@ class Tokenizer:
         return self._grammar_ids.get(token)
 
     def fit_chat(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool = False) -> FittedMessages:
-        """The messages for `render_chat`, changed where the chat template does not take their sequence of roles."""
+        """The messages for `render_chat`, changed where the chat template does not take their sequence of roles.
+
+        Raises: BadRequest for a role that is none of OpenAI's, and that the template does not show.
+        """
         template = self._tool_template if with_tools else self._template
+        for role in {str(message.get("role")) for message in messages} - ROLES:
+            if template is not None and not template.conversations.takes_role(role):
+                raise BadRequest(f"the chat template has no role {role!r}", param="messages")
         if template is None or not self._fits_conversations:
             return FittedMessages(messages)
         return template.conversations.fit(messages)

@@ -80,7 +80,7 @@ class ToolFit:
             shown = self._render(messages, tools=tools)
         except BadRequest:
             return False
-        # The tool's own description has its name, too.
+        # The name may come from the list of tools; the argument's value and the result cannot.
         return all(text in shown for text in texts)
 
     def fit(self, messages: Sequence[Message], tools: Sequence[Tool], write: WriteCalls) -> FittedTools:

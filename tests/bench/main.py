@@ -29,6 +29,7 @@ BENCHES = {
     "lora": "bench.lora:run",
     "prefill": "bench.prefill:run",
     "attention": "bench.attention:run",
+    "latents": "bench.latents:run",
     "engine_overhead": "bench.overhead:run",
     "small_step": "bench.small_step:run",
     "neighbours": "bench.neighbours:run",

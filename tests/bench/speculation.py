@@ -69,9 +69,9 @@ class Speculating:
 
         return sample_rows
 
-    def run(self, method: str, streams: int, tokens: int, repeats: bool) -> dict[str, float]:
+    def run(self, speculate: str, streams: int, tokens: int, repeats: bool) -> dict[str, float]:
         """Tokens/s of so many streams of `tokens` tokens each, after their prompts; and what became of the guesses."""
-        scheduler = self._schedulers[method]
+        scheduler = self._schedulers[speculate]
         for number in range(streams):
             seed, draw = next(self._numbers), random.Random(number)
             prompt, answer = _texts(draw, tokens, repeats)
@@ -81,12 +81,12 @@ class Speculating:
             scheduler.add(Sequence(key, request, prompt, root_hash(str(seed)), 0.0))
         while scheduler.waiting or any(seq.num_uncomputed > 1 for seq in scheduler.running.values()):
             self._step(scheduler)
-        before = _counts(scheduler, method)
+        before = _counts(scheduler, speculate)
         started, generated = time.perf_counter(), 0
         while not scheduler.is_idle():
             generated += self._step(scheduler)
         seconds = time.perf_counter() - started
-        drafted, accepted = (now - then for now, then in zip(_counts(scheduler, method), before, strict=True))
+        drafted, accepted = (now - then for now, then in zip(_counts(scheduler, speculate), before, strict=True))
         return {"rate": generated / seconds, "drafted": drafted, "accepted": accepted}
 
     def _step(self, scheduler: Scheduler) -> int:
@@ -155,9 +155,9 @@ def run(session: Session) -> Result:
             ratios: dict[str, list[float]] = {"suffix": [], "ngram": []}
             shares: list[float] = []
             for round_ in range(session.repeats(5, 1) + 1):
-                plain = worker.call("run", method="off", streams=streams, tokens=tokens, repeats=repeats)
+                plain = worker.call("run", speculate="off", streams=streams, tokens=tokens, repeats=repeats)
                 for method, found in ratios.items():
-                    ours = worker.call("run", method=method, streams=streams, tokens=tokens, repeats=repeats)
+                    ours = worker.call("run", speculate=method, streams=streams, tokens=tokens, repeats=repeats)
                     if round_ or session.options.quick:  # the first one is the warm-up
                         found.append(ours["rate"] / plain["rate"])
                         shares += [ours["accepted"] / ours["drafted"]] if ours["drafted"] and method == "suffix" else []

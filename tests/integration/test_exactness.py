@@ -21,7 +21,6 @@ from support.system import System, running_system
 from common.engine.kv_allocator import first_kept
 from common.kv.rank_layout import blocks_for
 from common.model.config import load_model_config
-from common.model.description import multi_head
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 15, 16, 17, 100, 1000)
@@ -48,6 +47,7 @@ CASES = [
     Case("mistral", chunk=16, kv_blocks=400, ahead=True),
     Case("qwen2", chunk=64, kv_blocks=400, local_prefill_tokens=2000),
     Case("qwen3", chunk=2048, kv_blocks=400),
+    Case("deepseek-v2", chunk=64, kv_blocks=80, ahead=True),
 ]
 LATER = [
     Case("phi3", chunk=64, kv_blocks=400, ahead=True),
@@ -67,6 +67,7 @@ LATER = [
     Case("gpt-oss", chunk=64, kv_blocks=600, ahead=True),
     Case("glm4-moe", chunk=2048, kv_blocks=400),
     Case("granite-moe", chunk=1, kv_blocks=400),
+    Case("deepseek-v3", chunk=2048, kv_blocks=400, local_prefill_tokens=32),
 ]
 """Families that the tests of the runner cover by default."""
 PARAMS = [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in LATER)]
@@ -140,8 +141,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers(served: tuple[Case, Path,
 def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, Path, System]) -> None:
     case, model, system = served
     config = load_model_config(model)
-    heads = multi_head(config.layers[0])
-    block_bytes = 2 * 16 * heads.num_kv_heads * heads.head_dim * 4  # of one layer
+    attention = config.layers[0].attention
+    block_bytes = 16 * attention.plane_heads * sum(plane.width for plane in attention.planes) * 4  # of one layer
 
     def needed(num_tokens: int, held: int = 0) -> int:
         """Bytes of the blocks to keep of `num_tokens`, without the first `held` blocks."""

@@ -64,10 +64,15 @@ FAMILIES: list[Layout] = [
     )
 ]
 
-CASES = [
-    *COVERING,
-    *(pytest.param(*layout, marks=pytest.mark.thorough) for layout in [*ALL, *FAMILIES] if layout not in COVERING),
+LATENT: list[Layout] = [("deepseek-v3", 2, 2, 2, "shm"), ("deepseek-v2", 1, 4, 1, "zmq")]
+"""Planes without heads, which every rank of a stage holds whole."""
+ALL_LATENT: list[Layout] = [
+    (("deepseek-v2", "deepseek-v3")[number % 2], *sizes, tuple(TRANSPORTS)[number % 3])
+    for number, sizes in enumerate(itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 3)))
 ]
+
+_THOROUGH = [layout for layout in [*ALL, *FAMILIES, *ALL_LATENT] if layout not in [*COVERING, *LATENT]]
+CASES = [*COVERING, *LATENT, *(pytest.param(*layout, marks=pytest.mark.thorough) for layout in _THOROUGH)]
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:

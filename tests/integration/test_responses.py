@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from common.base.errors import NotFound
 from common.cluster.redis_keys import Keys
 from common.config.service_configs import RouterConfig
+from router.http.background_responses import BackgroundResponses
 from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
 from router.text.tokenizer import Tokenizer as ServedTokenizer
 
@@ -159,11 +160,12 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
             for field, said in (
                 ({"input": image}, "input_image"),
                 ({"tools": [{"type": "web_search"}]}, "tools"),
-                ({"background": True}, "background"),
+                ({"background": True, "store": False}, "background"),
+                ({"background": True, "stream": True}, "background"),
+                ({"top_logprobs": 21}, "top_logprobs"),
                 ({"conversation": "c"}, "conversation"),
                 ({"prompt": {"id": "p"}}, "prompt"),
                 ({"truncation": "auto"}, "truncation"),
-                ({"top_logprobs": 2}, "top_logprobs"),
                 ({"text": {"format": unknown_type}}, "text.format: the grammar"),
                 ({"input": "hi " * 2 * MAX_LEN}, "maximum context length"),
                 ({"min_tokens": 9, "max_output_tokens": 2}, "min_tokens is 9"),
@@ -177,6 +179,67 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
             assert (await http.put("/v1/responses/resp_0")).headers["allow"] == "DELETE, GET, HEAD"
 
     _play(folder, "sun", scene, None)
+
+
+async def _ended(client: AsyncOpenAI, response_id: str) -> Any:
+    while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+    return found
+
+
+def test_background_answers_are_fetched_later(folder: Path, redis_server: RedisServer, cluster: str) -> None:
+    async def scene(bench: Bench) -> None:
+        create = bench.client.responses.create
+        bench.node.gate.clear()
+        begun = await create(model="stub-model", input="one?", background=True)
+        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+        with pytest.raises(openai.BadRequestError, match="has not ended"):
+            await create(model="stub-model", input="two?", previous_response_id=begun.id)
+        with pytest.raises(openai.NotFoundError):
+            await bench.other.responses.cancel(begun.id)
+        bench.node.gate.set()
+        done = await _ended(bench.client, begun.id)
+        assert (done.status, done.output_text) == ("completed", "sun")
+        assert (await bench.client.responses.cancel(begun.id)).status == "completed"
+        await create(model="stub-model", input="two?", previous_response_id=begun.id, store=False)
+        assert "<|assistant|>sun</s><|user|>two?" in bench.prompt()
+        plain = await create(model="stub-model", input="x")
+        with pytest.raises(openai.BadRequestError, match="background=true"):
+            await bench.client.responses.cancel(plain.id)
+        failed = await create(
+            model="stub-model",
+            input="x",
+            background=True,
+            extra_body={"structured_outputs": {"grammar": "start: nothing"}},
+        )
+        assert (await _ended(bench.client, failed.id)).error is not None
+
+    _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_background_answers_are_cancelled_by_any_router(
+    folder: Path, redis_server: RedisServer, cluster: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.background_responses._LOOK_S", 0.05)
+    store = ResponseStore(redis_server.url, cluster, 10)
+
+    async def scene(bench: Bench) -> None:
+        bench.node.gate.clear()
+        begun = await bench.client.responses.create(model="stub-model", input="one?", background=True)
+        await bench.node.until(lambda: bool(bench.node.running))
+        if here:
+            cancelled = await bench.client.responses.cancel(begun.id)
+        else:
+            (name,) = [key.decode() async for key in store._client.scan_iter(f"*{begun.id}")]
+            tenant = name.removesuffix(f":{begun.id}").rpartition(":")[2]
+            await BackgroundResponses().cancel(tenant, store, begun.id)
+            cancelled = await _ended(bench.client, begun.id)
+        assert cancelled.status == "cancelled"
+        await bench.node.until(lambda: not bench.node.running)
+        bench.node.gate.set()
+
+    _play(folder, "sun", scene, store)
 
 
 def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: RedisServer, cluster: str) -> None:

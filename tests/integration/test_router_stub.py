@@ -597,7 +597,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     ("chat/completions", {"messages": [1] * 4097}, 400, "messages", "at most 4096"),
     ("chat/completions", {"messages": [{"role": "user", "content": [1] * 4097}]}, 400, "messages", "at most 4096"),
-    ("chat/completions", {"messages": [{"role": "pope", "content": "a"}]}, 400, "messages", "role"),
+    ("chat/completions", {"messages": [{"role": "a pope", "content": "a"}]}, 400, "messages", "role"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from common.attention.latent import LatentMatrices, LatentShape
 from common.base.device import CPU
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.rank_layout import KVLayout, blocks_for
-from common.kv.spec import KVSpec
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import GroupStorage, KVStorage
 
 MakeBackend = Callable[[GroupStorage, AttentionShape], AttentionBackend]
 
 NUM_BLOCKS = 160
 LAYERS = 2
+BLOCK_SIZE = 16
 
 LENS: dict[str, list[tuple[int, int]]] = {
     "a single token": [(1, 1)],
@@ -78,28 +80,38 @@ class Case:
     ) -> None:
         """shape: query heads, KV heads, head size; dtype: of the cache; scores: fields of `AttentionShape`."""
         q_heads, kv_heads, dim = shape
+        attention = AttentionShape(q_heads, kv_heads, dim, query_dtype, BLOCK_SIZE, **scores)
+        self._fill(make_backend, KVSpec.uniform(LAYERS, kv_heads, dim, dtype), attention, lens, scales, device)
+        self.scores = scores
         generator = torch.Generator().manual_seed(len(lens))
-        layout = KVLayout("f", KVSpec.uniform(LAYERS, kv_heads, dim, dtype))
+        self.kv = [self.kept(torch.randn(2, c, kv_heads, dim, generator=generator)) for _, c in lens]
+        self.q = [torch.randn(n, q_heads, dim, generator=generator).to(query_dtype) for n, _ in lens]
+
+    def _fill(
+        self,
+        make_backend: Callable[[GroupStorage, Any], AttentionBackend],
+        spec: KVSpec,
+        shape: AttentionShape,
+        lens: list[tuple[int, int]],
+        scales: tuple[tuple[float, ...], ...],
+        device: torch.device,
+    ) -> None:
+        """Make the cache, a backend of `shape` over it, and block tables for `lens`."""
+        layout = KVLayout("f", spec)
         self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, str(device), scales=[scales])
         [self.cache] = self.storage.groups
         self.cache.stacked.copy_(torch.full((), min(1e4, torch.finfo(self.cache.dtype).max)))
         self.block_size = layout.spec.block_size
         self.device = device
-        self.scores = scores
-        self.backend = make_backend(
-            self.cache,
-            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.spec.block_size, **scores),
-        )
+        self.backend = make_backend(self.cache, shape)
         free = list(range(NUM_BLOCKS))
         random.Random(1).shuffle(free)
         self.lens = lens
         # One block more than needed, as a scheduler that allocates ahead would give.
         self.tables = [[free.pop() for _ in range(blocks_for(context) + 1)] for _, context in lens]
-        self.kv = [self.kept(torch.randn(2, c, kv_heads, dim, generator=generator)) for _, c in lens]
-        self.q = [torch.randn(n, q_heads, dim, generator=generator).to(query_dtype) for n, _ in lens]
 
     def kept(self, kv: Tensor) -> Tensor:
-        """What the cache's dtype keeps of K and V of the last layer, where its scales put them. kv: [2, T, ...]."""
+        """What the cache's dtype keeps of the planes of the last layer, where its scales put them. kv: [planes, T, ...]."""
         sides = [
             widen(narrow(x * scale, self.cache.dtype, scale)) * scale
             for x, scale in zip(kv, self.cache.scales[-1], strict=True)
@@ -110,7 +122,7 @@ class Case:
         return [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in range(lo, hi)]
 
     def stored(self, layer: int) -> Tensor:
-        """[2, num_blocks * block_size, kv_heads, head_dim]: a copy of the layer in host memory, slot by slot."""
+        """[planes, num_blocks * block_size, kv_heads, head_dim]: a copy of the layer in host memory, slot by slot."""
         return self.cache.stacked[layer].cpu().transpose(2, 3).flatten(1, 2)
 
     def put(self, layer: int) -> None:
@@ -139,14 +151,13 @@ class Case:
             lens, [c for _, c in self.lens], self.tables, torch.tensor(slots, device=self.device), num_decode_rows
         )
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self) -> tuple[Any, ...]:
         """q, k and v of the step, as a model gives them: parts of one tensor."""
         k, v = (torch.cat([kv[j, c - n :] for kv, (n, c) in zip(self.kv, self.lens, strict=True)]) for j in (0, 1))
         q = torch.cat(self.q)
         qkv = torch.cat((q, k.to(q.dtype), v.to(q.dtype)), 1).to(self.device)
         heads = (q.size(1), k.size(1), v.size(1))
-        parts = qkv.split(heads, 1)
-        return parts[0], parts[1], parts[2]
+        return qkv.split(heads, 1)
 
     def split(self, out: Tensor) -> list[Tensor]:
         return list(out.cpu().split([n for n, _ in self.lens]))
@@ -162,3 +173,56 @@ class Case:
         n, context = self.lens[i]
         scores = {**self.scores, "sinks": self.scores["sinks"][-1] if "sinks" in self.scores else None}
         return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, **scores)
+
+
+LATENT_DIM, ROPE_DIM, NOPE_DIM, V_DIM = 32, 16, 24, 20
+
+
+class LatentCase(Case):
+    """Sequences with known latents and rotated keys in such a cache, and the matrix that makes keys and values of latents."""
+
+    def __init__(
+        self,
+        make_backend: Callable[[GroupStorage, Any], AttentionBackend],
+        lens: list[tuple[int, int]],
+        dtype: str,
+        *,
+        heads: int = 4,
+        latent_dim: int = LATENT_DIM,
+        rope_dim: int = ROPE_DIM,
+        scales: tuple[tuple[float], ...] = (),
+        query_dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
+        """`dtype`: of the cache."""
+        width = latent_dim + rope_dim
+        self.shape = LatentShape(
+            *(heads, 1, width, query_dtype, BLOCK_SIZE),
+            scale=0.3,
+            latent_dim=latent_dim,
+            nope_dim=NOPE_DIM,
+            v_head_dim=V_DIM,
+        )
+        spec = KVSpec((LayerGroup(tuple(range(LAYERS)), (KVPlane("latent", width),), 1, dtype),))
+        self._fill(make_backend, spec, self.shape, lens, scales, device)
+        generator = torch.Generator().manual_seed(len(lens))
+        self.kv = [self.kept(torch.randn(1, c, 1, width, generator=generator)) for _, c in lens]
+        self.q = [torch.randn(n, heads, NOPE_DIM + rope_dim, generator=generator).to(query_dtype) for n, _ in lens]
+        drawn = torch.randn(heads, NOPE_DIM + V_DIM, latent_dim, generator=generator)
+        self.up = (drawn / latent_dim**0.5).to(query_dtype).to(device)
+
+    def rows(self) -> tuple[Any, ...]:
+        """q and the new rows of the step, and the matrices."""
+        row = torch.cat([kv[0, c - n :] for kv, (n, c) in zip(self.kv, self.lens, strict=True)])
+        q = torch.cat(self.q)
+        return q.to(self.device), row.to(q.dtype).to(self.device), LatentMatrices(self.up, NOPE_DIM)
+
+    def expected(self, i: int) -> Tensor:
+        """Expected results of the last layer: keys and values of all heads, made of latents."""
+        n, context = self.lens[i]
+        latents, key = self.kv[i][0, :, 0].double().split((self.shape.latent_dim, self.q[i].size(2) - NOPE_DIM), 1)
+        made = torch.einsum("tl,hdl->thd", latents, self.up.cpu().double())
+        keys = torch.cat((made[..., :NOPE_DIM], key[:, None].expand(-1, made.size(1), -1)), 2)
+        values = made[..., NOPE_DIM:]
+        padded = torch.nn.functional.pad(values, (0, keys.size(2) - values.size(2)))
+        return reference(self.q[i], keys, padded, context - n, scale=self.shape.scale)[..., :V_DIM]

@@ -7,6 +7,7 @@ planned before they are read) strictly enough that every call it accepts is acce
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -314,6 +315,69 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
     ) -> Tensor:
         out = torch.empty_like(q) if out is None else out
         return self._attend(q, list(range(q.size(0) + 1)), paged_kv_cache, _scale(k_scale), _scale(v_scale), out)
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Latents and rotated keys of one head, which are key; the latents are value too."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        self._buffers: tuple[Any, ...] = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert all(isinstance(buffer, Tensor) == use_cuda_graph for buffer in self._buffers)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        planned = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        _int32(*planned)
+        assert causal
+        assert qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64)
+        assert q_data_type == kv_data_type in _FLOATS
+        for i, (buffer, values) in enumerate(zip(self._buffers, planned, strict=True)):
+            if buffer is not None:
+                assert buffer.numel() == values.numel() or (i == 2 and buffer.numel() > values.numel())
+                buffer[: values.numel()].copy_(values)
+        self._read = planned if self._buffers[0] is None else self._buffers
+        self._settings = (num_heads, page_size, sm_scale, q_data_type)
+
+    def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
+        num_heads, page_size, sm_scale, dtype = self._settings
+        _same_dtype(q_nope, q_pe, ckv_cache, kpe_cache, torch.empty(0, dtype=dtype))
+        assert (q_nope.shape[1:], ckv_cache.shape[1:]) == ((num_heads, 512), (page_size, 512))
+        assert all(each.stride(-1) == 1 for each in (q_nope, q_pe, ckv_cache, kpe_cache))
+        out = torch.empty_like(q_nope)
+        rows, pages, indices, lens = self._read
+        for i, length in enumerate(lens.tolist()):
+            own = indices[pages[i] : pages[i + 1]].long()
+            latents, keys = (side[own].flatten(0, 1)[:length].float() for side in (ckv_cache, kpe_cache))
+            lo, hi = rows[i : i + 2].tolist()
+            q, k = torch.cat((q_nope[lo:hi], q_pe[lo:hi]), -1).float(), torch.cat((latents, keys), 1)
+            hidden = torch.arange(length) > torch.arange(length - (hi - lo), length)[:, None]
+            scores = torch.einsum("rhd,td->hrt", q, k) * sm_scale
+            out[lo:hi] = (scores.masked_fill_(hidden, -math.inf).softmax(-1) @ latents).transpose(0, 1)
+        return out
 
 
 def _scale(scale: float | None) -> float:

@@ -43,8 +43,8 @@ LATENT, ROPE = 24, 8
 
 
 @dataclass(frozen=True)
-class LatentDescription(AttentionDescription):
-    kind = "latent"
+class SmallLatentDescription(AttentionDescription):
+    kind = "small_latent"
     num_heads: int
     latent_dim: int
     rope_dim: int
@@ -81,7 +81,7 @@ class LatentDescription(AttentionDescription):
 class LatentAttention:
     """`Attention` of the kind."""
 
-    def __init__(self, build: Build, prefix: str, attention: LatentDescription) -> None:
+    def __init__(self, build: Build, prefix: str, attention: SmallLatentDescription) -> None:
         place, hidden, names = build.mesh.place, build.config.hidden_size, build.names
         self._own = attention.num_heads // place.tp_size
         self._description, self._dtype, self._mesh = attention, build.precision.wide, build.mesh
@@ -108,7 +108,9 @@ class LatentAttention:
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         width = self._description.width
-        return AttentionShape(self._own, 1, width, self._dtype, block_size, max_context, width**-0.5, kind="latent")
+        return AttentionShape(
+            self._own, 1, width, self._dtype, block_size, max_context, width**-0.5, kind="small_latent"
+        )
 
 
 class LatentBackend:
@@ -144,15 +146,15 @@ class LatentBackend:
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     usual = LayerDescription(read_attention(config), read_mlp(config), read_norm(config), read_rope(config))
-    latent = replace(usual, attention=LatentDescription(config.integer("num_attention_heads"), LATENT, ROPE))
+    latent = replace(usual, attention=SmallLatentDescription(config.integer("num_attention_heads"), LATENT, ROPE))
     return tuple(latent if number % 2 else usual for number in range(config.num_layers()))
 
 
 def register(set_item: Any = dict.__setitem__) -> None:
     """Make the kind and the model's family known. `set_item`: that of pytest's monkeypatch, to undo it."""
     set_item(FAMILIES, ARCHITECTURE, Family((ARCHITECTURE,), _describe, default_max_position=512))
-    set_item(ATTENTIONS, "latent", LatentAttention)
-    set_item(BACKENDS, "latent", LatentBackend)
+    set_item(ATTENTIONS, "small_latent", LatentAttention)
+    set_item(BACKENDS, "small_latent", LatentBackend)
 
 
 def write_model(folder: Path) -> Path:

@@ -13,16 +13,18 @@ from support.oracle import agreed, first_difference, greedy, prompt_logprobs
 from support.recording import Recorder
 from torch import Tensor
 
+from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.choose import choose_attention
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
+from common.attention.latent import LatentBackend, LatentShape
 from common.config.option_groups import ModelImpl, Quantization
 from common.control.messages import PromptLogprobs, SamplingParams
 from common.engine.kv_allocator import first_seen
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, ScoredRows, StepInput, StepOutput
 from common.kv.rank_layout import KVLayout, blocks_for
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage, KVStorage
 from common.model.choose import choose_model
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
@@ -65,7 +67,13 @@ def make_runner(
     shapes = model.attention_shapes(BLOCK)
     if chooses_attention:
         return ModelRunner(model, storage, choose_attention(storage, shapes))
-    return ModelRunner(model, storage, attention_of_groups(storage, shapes, CpuAttention))
+    return ModelRunner(model, storage, attention_of_groups(storage, shapes, by_tensor_operations))
+
+
+def by_tensor_operations(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
+    """The reference backends."""
+    usual = CpuAttention(kv, shape)
+    return LatentBackend(kv, shape, usual) if isinstance(shape, LatentShape) else usual
 
 
 @dataclass

@@ -25,6 +25,7 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
     draw = random.Random(seed)
     specs = []
     for row in range(rows):
+        logprobs = draw.choice([None, None, 0, 1, 20])
         params = SamplingParams(
             seed=draw.randrange(2**63),
             max_tokens=100,
@@ -34,7 +35,8 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
             min_p=draw.choice([0.0, 0.0, 0.001, 0.1, 1.0]),
             stop_token_ids=[draw.randrange(VOCAB) for _ in range(draw.choice([0, 3]))] + [10**6],
             min_tokens=draw.choice([0, 50]),
-            logprobs=draw.choice([None, None, 0, 1, 20]),
+            logprobs=logprobs,
+            logprob_token_ids=draw.sample(range(VOCAB), logprobs or 0) if draw.random() < 0.5 else [],
             presence_penalty=draw.choice([0.0, 0.0, 1.5]),
             frequency_penalty=draw.choice([0.0, 0.0, -0.7]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.3]),

@@ -124,9 +124,7 @@ SERVERS: dict[str, Seen] = {
     "postgres: query": Seen(
         _object({"sql": TEXT, "params": {"type": "array", "items": {}}}, "sql"), {"sql": "a", "params": [1, "b"]}, {}
     ),
-    "sqlite: write_query": Seen(
-        {"type": "object", "properties": {"query": TEXT}, "required": ["query"]}, {"query": "a"}, {}
-    ),
+    "sqlite: write_query": Seen(_object({"query": TEXT}, "query", closed=False), {"query": "a"}, {}),
     "brave search: brave_web_search": Seen(
         _object({"query": {**TEXT, "maxLength": 400}, "count": {**NUMBER, "minimum": 1, "maximum": 20}}, "query"),
         {"query": "a", "count": 2.5},
@@ -289,7 +287,14 @@ PYDANTIC: dict[str, Seen] = {
     "`bytes`, `SecretStr`, `Path`": Seen({"type": "string", "format": "binary"}, "a", 1),
     "`datetime`, `date`, `timedelta`": Seen({"type": "string", "format": "date-time"}, "2024-02-29T00:00:00Z", "today"),
     "`EmailStr`, `UUID`, `AnyUrl`": Seen({"type": "string", "format": "email"}, "a@b.org", "a"),
-    "`IPvAnyAddress`, `Base64Str`": Seen({"type": "string", "format": "ipvanyaddress"}, "a", 1, ("format",)),
+    "`IPvAnyAddress`": Seen({"type": "string", "format": "ipvanyaddress"}, "::1", "a"),
+    "`UUID4`": Seen(
+        {"type": "string", "format": "uuid4"},
+        "0e37df36-f698-41e6-8dd4-cb9ced3df976",
+        "0e37df36-f698-11e6-8dd4-cb9ced3df976",
+    ),
+    "`Base64Str`, OpenAPI's `byte`": Seen({"type": "string", "format": "base64"}, "YWI=", "YWI"),
+    "`NameEmail`, `Color`": Seen({"type": "string", "format": "name-email"}, "a", 1, ("format",)),
     "`conint(multiple_of=5)`": Seen({"type": "integer", "multipleOf": 5, "minimum": 0}, 15, 16),
     "`Json[...]`": Seen({"type": "string", "contentMediaType": "application/json", "contentSchema": NUMBER}, "1", 1),
     "`Any`, `object`": Seen({}, {"a": [None]}),

@@ -147,6 +147,7 @@ class StubNode:
     hidden_size: int = 0
     model_name: str = "stub-model"
     adapters: list[Adapter] = field(default_factory=list)
+    adapter_paths: dict[str, str] = field(default_factory=dict)
     fail_with: tuple[str, str] | None = None
     """(code, message) with which every request is refused."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
@@ -175,17 +176,10 @@ class StubNode:
     @property
     def record(self) -> NodeRecord:
         layout = KVLayout(self.fingerprint, KVSpec.uniform(2, 2, 16, "float32"))
-        model = ModelInfo(
-            self.model_name,
-            self.model_path,
-            self.vocab_size,
-            self.max_len,
-            task=self.task,
-            hidden_size=self.hidden_size,
-        )
-        return NodeRecord(
-            self.role, self.peer, model, layout, 1000, self.started_at, self.max_num_seqs, adapters=list(self.adapters)
-        )
+        of_model = {"task": self.task, "hidden_size": self.hidden_size}
+        model = ModelInfo(self.model_name, self.model_path, self.vocab_size, self.max_len, **of_model)
+        lora = {"adapters": list(self.adapters), "adapter_paths": self.adapter_paths}
+        return NodeRecord(self.role, self.peer, model, layout, 1000, self.started_at, self.max_num_seqs, **lora)
 
     def requests(self) -> list[PrefillRequest | DecodeRequest]:
         """The requests received, in order."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -93,6 +95,18 @@ _GEMMA3 = {
     "attn_logit_softcapping": 2.0,  # which its classes ignore
     "final_logit_softcapping": 20.0,
     "pad_token_id": 0,
+}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.3,
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
 
@@ -239,6 +253,35 @@ TINY: dict[str, Tiny] = {
             attention_multiplier=0.2,
             residual_multiplier=0.6,
             logits_scaling=0.7,
+        )
+    ),
+    "deepseek-v2": Tiny(
+        DeepseekV2Config(
+            **_shape(64, 4, 4, 112, 304, tied=False),
+            **_LATENT,
+            q_lora_rank=None,
+            topk_method="greedy",
+            rope_parameters={**_YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        )
+    ),
+    "deepseek-v2-groups": Tiny(
+        DeepseekV2Config(
+            **_shape(64, 4, 4, 112, 306, tied=False),
+            **_LATENT,
+            q_lora_rank=40,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+        )
+    ),
+    "deepseek-v3": Tiny(
+        DeepseekV3Config(
+            **_shape(64, 4, 4, 112, 305, tied=False),
+            **{**_LATENT, "v_head_dim": 32},
+            q_lora_rank=40,
+            n_group=4,
+            topk_group=2,
+            rope_parameters={**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2},
         )
     ),
     "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),

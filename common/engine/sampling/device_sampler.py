@@ -111,4 +111,5 @@ def _logprobs(logits: Tensor, highest: Tensor, tokens: Tensor, specs: list[Sampl
     index = to_device(wanting, logits.device)
     count = max(specs[row].params.logprobs or 0 for row in wanting)
     rows = [each.index_select(0, index) for each in (logits, highest, tokens)]
-    return [*logprobs_of(rows[0], rows[1], rows[2], count)]
+    named = {at: ids for at, row in enumerate(wanting) if (ids := specs[row].params.logprob_token_ids)}
+    return [*logprobs_of(rows[0], rows[1], rows[2], count, named)]

@@ -132,7 +132,8 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | Draw
 
 
 def _logprobs(row: Row, highest: float, found: Sum, token: int, spec: SampleSpec) -> TokenLogprobs:
-    """log-softmax of `row` at `token` and at the most likely tokens that the request asks for, ties by lower id."""
-    norm = highest + found.value
-    top_ids = most_likely(row, found.maxima, spec.params.logprobs or 0)
+    """log-softmax of `row` at `token`, and at the tokens that the request names, or at the most likely ones that it asks for, ties
+    by lower id."""
+    norm, params = highest + found.value, spec.params
+    top_ids = list(params.logprob_token_ids) or most_likely(row, found.maxima, params.logprobs or 0)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
+from common.engine.device_inputs import to_device
 from common.engine.sampling.top_k_top_p import ordered
 
 
-def logprobs_of(rows: Tensor, highest: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_of(
+    rows: Tensor, highest: Tensor, tokens: Tensor, count: int, named: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each row's token [m]; ids [m, k] and log-probabilities [m, k] of the most likely tokens, k the
     lesser of `count` and the vocabulary, ties by lower id. The log-probabilities are float64.
 
+    `named`: the first ids of a row instead, at most k, by the row.
     rows: [m, vocab] float32, raw logits; highest: [m], their maxima; tokens: [m] int64.
     """
     top, vocab = highest[:, None], rows.size(1)
@@ -21,6 +28,8 @@ def logprobs_of(rows: Tensor, highest: Tensor, tokens: Tensor, count: int) -> tu
         return own, tokens.new_empty((len(rows), 0)), norm.new_empty((len(rows), 0))
     later = torch.arange(vocab - 1, -1, -1, device=rows.device)
     ids = ((ordered(rows).long() << 32) | later).topk(min(vocab, count)).indices
+    for row, wanted in named.items():
+        ids[row, : len(wanted)] = to_device(list(wanted), rows.device)
     return own, ids, rows.gather(1, ids).double() - norm
 
 

@@ -14,7 +14,7 @@ import torch
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -139,6 +139,7 @@ _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES = {
     "kv_scatter_rows": [_P, _L, _I, _P, _I, _L, _P, _L],
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
+    "kv_heads_forward": [_P, _P, _I, _P, _L, _L, _P, _L, _L, _I, _I],
     "kv_experts_forward": [_P, _P, _P, _P, _I, _P],
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
@@ -183,6 +184,7 @@ class NativeLibrary:
         self.check_batch = library.kv_check_batch
         self.scatter_rows = library.kv_scatter_rows
         self.linear_forward = library.kv_linear_forward
+        self.heads_forward = library.kv_heads_forward
         self.experts_forward = library.kv_experts_forward
         self.rotation_angles = library.kv_rotation_angles
         self.attention_forward = library.kv_attention_forward

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.kernels.native.library import BFLOAT16, DTYPES, FLOAT32, FP4, INT4, INT8, LinearStruct, NativeLibrary
 
-_PANEL = 32
+PANEL = 32
 """Outputs of a panel; of a paired one, 16 of each half."""
 
 
@@ -59,7 +59,7 @@ def pack_fp4(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> Packed
 
 def _pack_groups(form: int, codes: Tensor, scale: Tensor, zero: Tensor | None, is_paired: bool) -> PackedWeight:
     panels = _panels(codes, is_paired)
-    eights = panels.view(panels.size(0), _PANEL, -1, 8).int()
+    eights = panels.view(panels.size(0), PANEL, -1, 8).int()
     shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
     packed = (eights << shifts).sum(3, dtype=torch.int32).transpose(1, 2).contiguous()
     scales, zeros = (
@@ -72,10 +72,10 @@ def _pack_groups(form: int, codes: Tensor, scale: Tensor, zero: Tensor | None, i
 def _panels(rows: Tensor, is_paired: bool) -> Tensor:
     """`rows` [out, n] as [panels, 32, n]."""
     halves = rows.view(2, -1, rows.size(1)) if is_paired else rows[None]
-    height = _PANEL // halves.size(0)
+    height = PANEL // halves.size(0)
     missing = -halves.size(1) % height
     padded = torch.nn.functional.pad(halves, (0, 0, 0, missing)) if missing else halves
-    return padded.unflatten(1, (-1, height)).transpose(0, 1).reshape(-1, _PANEL, rows.size(1))
+    return padded.unflatten(1, (-1, height)).transpose(0, 1).reshape(-1, PANEL, rows.size(1))
 
 
 def _interleave(panels: Tensor, unit: int) -> Tensor:
@@ -121,6 +121,30 @@ class NativeLinear:
             0,
         )
         return y
+
+    def multiply_heads(self, x: Tensor, y: Tensor) -> None:
+        """y[t, h] = x[t, h] times the matrix of head h: the layer has those of all heads, one after the other, without bias.
+
+        x: [T, heads, in], y: [T, heads, out / heads], of one dtype; out / heads is a multiple of `PANEL`.
+        """
+        rows, heads, inputs = x.shape
+        assert (heads * y.size(2), inputs) == self.packed.shape
+        assert y.size(2) % PANEL == 0
+        assert x.stride(2) == y.stride(2) == 1
+        native = self._native
+        native.heads_forward(
+            native.team,
+            self._struct_address,
+            heads,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            y.data_ptr(),
+            y.stride(0),
+            y.stride(1),
+            DTYPES[x.dtype],
+            rows,
+        )
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.model.families.base import Family
+from common.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from common.model.families.gemma2 import GEMMA2
 from common.model.families.gemma3 import GEMMA3, GEMMA3_TEXT_PART
 from common.model.families.glm4_moe import GLM4_MOE
@@ -44,6 +45,8 @@ _ALL = (
     GPT_OSS,
     GLM4_MOE,
     GRANITE_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
 )
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}
 _HEADS = ("ForCausalLM", "LMHeadModel")

@@ -120,11 +120,14 @@ class Encoder:
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The scores of pairs, [inputs], from their hidden states."""
+        """The scores of pairs, [inputs], from their hidden states, before the activation function."""
         assert self._head is not None
         dense, last = self._head
-        found = last.forward(torch.tanh(dense.forward(hidden[starts(lengths)])))[:, 0]
-        return found if self.config.score_activation == "identity" else torch.sigmoid(found)
+        return last.forward(torch.tanh(dense.forward(hidden[starts(lengths)])))[:, 0]
+
+    def activated(self, scores: Tensor) -> Tensor:
+        """Scores behind the activation function that the model's files name."""
+        return scores if self.config.score_activation == "identity" else torch.sigmoid(scores)
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return fn.layer_norm(x, (x.size(-1),), norm.weight, norm.bias, self.config.norm_eps)

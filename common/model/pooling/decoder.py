@@ -65,6 +65,9 @@ class PoolingDecoder:
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         raise NotImplementedError("decoders embed, they do not score")
 
+    def activated(self, scores: Tensor) -> Tensor:
+        raise NotImplementedError("decoders embed, they do not score")
+
 
 class _AttentionWithin:
     """`AttentionBackend` of one batch of whole texts, causal within each, without a cache."""

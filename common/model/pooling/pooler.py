@@ -43,7 +43,12 @@ class PoolingModel(Protocol):
         ...
 
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The scores of pairs, [inputs], from their hidden states; only of models whose task that is."""
+        """The scores of pairs, [inputs], from their hidden states, before the activation function; only of models whose task
+        that is."""
+        ...
+
+    def activated(self, scores: Tensor) -> Tensor:
+        """Scores behind the model's activation function."""
         ...
 
 
@@ -58,7 +63,10 @@ class Pooler:
         """The vector of each input, as `PoolResult` carries it, as its request asks for it."""
         hidden, lengths = self._model.hidden([each for _, each in batch])
         if self._model.config.task == "score":
-            return [score.numpy().tobytes() for score in self._model.scores(hidden, lengths).split(1)]
+            scores = self._model.scores(hidden, lengths)
+            activated = self._model.activated(scores)
+            chosen = (activated if request.normalize else scores for request, _ in batch)
+            return [each[index : index + 1].numpy().tobytes() for index, each in enumerate(chosen)]
         pooled = pool(self._model.config.pooling, hidden, lengths)
         tokens = hidden.split(lengths)
         found: list[bytes] = []

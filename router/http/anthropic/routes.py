@@ -38,7 +38,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, OF_MESSAGES)
         body, size = await parse_as(request, services, MessagesRequest, _chat_request)
         chat = await prepare_chat(request, services, body, size)
-        form = MessagesFormat(format_options(request, body, chat.model), chat.model.tokenizer, chat.parsers())
+        form = MessagesFormat(format_options(request, services, body, chat.model), chat.model.tokenizer, chat.parsers())
         return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
 
     @app.post(

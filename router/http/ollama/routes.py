@@ -57,7 +57,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         wanted = await services.body_work.run(
             request, size, lambda: completion_generation(raw, model, raw.prompt[0], caller)
         )
-        form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
+        form = OllamaFormat(format_options(request, services, raw, model), model.tokenizer, [], chat=False)
         return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))
 
 
@@ -85,7 +85,7 @@ async def _serve_chat(
     wanted = await services.body_work.run(request, size, lambda: completion_request(body.chat_request(), ChatRequest))
     as_far_as_there_is_room(wanted)
     prepared = await prepare_chat(request, services, wanted, size)
-    options = format_options(request, wanted, prepared.model)
+    options = format_options(request, services, wanted, prepared.model)
     form = OllamaFormat(options, prepared.model.tokenizer, prepared.parsers(), chat=chat)
     return await serve(
         request, services, prepared.model, [prepared.generation.request], form, stream=bool(wanted.stream)

@@ -240,7 +240,7 @@ def _generation_request(
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
         raise BadRequest(f"token ids must be at least 0 and below {model.vocab_size}", param=param)
     given = vars(body)  # quicker to read than attributes
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         beyond = [token_id for token_id in given[name] or () if not 0 <= token_id < model.vocab_size]
         if beyond:
             raise BadRequest(f"token id {beyond[0]} is not at least 0 and below {model.vocab_size}", param=name)
@@ -264,8 +264,9 @@ def _generation_request(
         bad_words=_bad_words(body, model) if given["bad_words"] else [],
         defaults=defaults,
     )
-    if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
-        raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
+    beyond = [token_id for token_id, _ in sampling.logit_bias if token_id >= model.vocab_size]
+    if beyond:
+        raise BadRequest(f"the token ids must be below {model.vocab_size}; {beyond[0]} is not", param="logit_bias")
     return GenerationRequest(
         EngineRequest(
             pack_ids(prompt_ids),

@@ -66,7 +66,8 @@ class Message(BodyModel):
     """One turn of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[-.\w]{1,64}$")]
+    """One of OpenAI's, or another one that the chat template shows."""
     content: str | None = None
     """Null where the client sends none."""
     name: str | None = None

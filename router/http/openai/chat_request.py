@@ -106,7 +106,7 @@ class ChatRequest(CompletionRequestBase):
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return super().num_logprobs or ((self.top_logprobs or 0) if self.logprobs else None)
 
     @property
     def token_limit(self) -> int | None:

@@ -40,7 +40,7 @@ class CompletionRequest(CompletionRequestBase):
 
     @property
     def num_logprobs(self) -> int | None:
-        return self.logprobs
+        return super().num_logprobs or self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -92,9 +92,8 @@ class TextLogprobs:
                 continue
             values.append(max(found.logprob, LOWEST))
             pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-            top = {self._name(other): max(logprob, LOWEST) for other, logprob in pairs}
-            top.setdefault(text, max(found.logprob, LOWEST))
-            tops.append(top)
+            top = {text: max(found.logprob, LOWEST)}  # as in vLLM, the token itself comes first
+            tops.append(top | {self._name(other): max(logprob, LOWEST) for other, logprob in pairs})
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _take_offset(self, token_id: int) -> int:

@@ -57,4 +57,5 @@ def sampling_params(
         allowed_token_ids=pack_ids(given["allowed_token_ids"] or ()),
         bad_words=bad_words,
         prompt_logprobs=body.num_prompt_logprobs,
+        logprob_token_ids=given["logprob_token_ids"] or [],
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, FieldsError, as_object, bounded, items
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, FieldsError, as_object, bounded, items, shorten
 from router.http.openai.structured_fields import StructuredFields
 
 MAX_STOPS = 64
@@ -89,6 +89,10 @@ class CompletionRequestBase(StructuredFields):
     bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = None
     """Texts that must not be generated, as tokenized with and without a space before them."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 0
+    logprob_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, max_length=MAX_LOGPROBS)] | None
+    ) = None
+    """Log-probabilities of these tokens at each position, instead of those of the most likely ones."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = 1
     """Answers to each prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -103,8 +107,8 @@ class CompletionRequestBase(StructuredFields):
     """Begin the answer with the prompt's text (chat: with that of the last message, if the assistant's)."""
     detokenize: bool | None = True
     """False: the answer has token ids instead of text."""
-    return_tokens_as_token_ids: bool | None = False
-    """Log-probabilities name tokens `token_id:N`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens `token_id:N`; by default as the router's option says."""
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     stream: bool | None = False
@@ -150,8 +154,9 @@ class CompletionRequestBase(StructuredFields):
         biases = as_object(value) or {}
         if len(biases) > MAX_LOGIT_BIAS:
             raise ValueError(f"at most {MAX_LOGIT_BIAS} biases are allowed")
-        if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in biases):
-            raise ValueError("the keys must be token ids, as decimal numbers")
+        wrong = next((key for key in biases if not (key.isascii() and key.isdecimal() and len(key) <= 10)), None)
+        if wrong is not None:
+            raise ValueError(f"the keys must be token ids, as decimal numbers; {shorten(wrong)} is not")
         return value
 
     @model_validator(mode="after")
@@ -177,7 +182,7 @@ class CompletionRequestBase(StructuredFields):
     @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives per token with log-probabilities; None: no log-probabilities."""
-        return None
+        return None if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def num_samples(self) -> int:

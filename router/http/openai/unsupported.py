@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
             "kv_transfer_params",
             "thinking_token_budget",
             "vllm_xargs",
-            "logprob_token_ids",
             "repetition_detection",
             "return_prompt_text",
             "return_token_offsets",

@@ -183,7 +183,7 @@ def _pair_work(
             if not ids:
                 raise BadRequest(f"pair {first_numbers[1] + len(inputs)} is empty", param=param)
             inputs.append(PoolInput(pack_ids(ids), second_at))
-    return PoolWork(model.base, inputs, 1, tenant=caller.tenant, priority=caller.priority)
+    return PoolWork(model.base, inputs, 1, normalize=body.activates, tenant=caller.tenant, priority=caller.priority)
 
 
 def _compared_work(

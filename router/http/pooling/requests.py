@@ -90,7 +90,22 @@ class Document(BodyModel):
     text: str
 
 
-class RerankRequest(PoolingFields):
+class ComparisonFields(PoolingFields):
+    """Fields of the calls that compare texts."""
+
+    use_activation: bool | None = None
+    """False: the score of a cross-encoder before its activation function; true, the default: behind it."""
+    softmax: Annotated[bool | None, Field(exclude=True)] = None
+    activation: Annotated[bool | None, Field(exclude=True)] = None
+    """Both: former names of `use_activation`."""
+
+    @property
+    def activates(self) -> bool:
+        """Whether the scores of a cross-encoder pass its activation function."""
+        return False not in (self.use_activation, self.softmax, self.activation)
+
+
+class RerankRequest(ComparisonFields):
     """Body of `POST /v1/rerank`, in the shape that Cohere and Jina use. `documents` are texts once validated."""
 
     query: str
@@ -113,7 +128,7 @@ _NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data
 """vLLM's names of the two fields of `/v1/score`."""
 
 
-class ScoreRequest(PoolingFields):
+class ScoreRequest(ComparisonFields):
     """Body of `POST /v1/score`: one text against each of several, or two lists of the same length pair by pair. Both are lists
     once validated.
     """

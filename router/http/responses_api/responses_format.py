@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.base.errors import ClientError, KvRelayError, Overloaded
 from router.http.format import FormatOptions
 from router.http.json_body import Json
+from router.http.openai.logprobs import chat_logprobs
 from router.http.parsed_format import ParsedFormat
 from router.http.response_headers import serving_details
 from router.http.responses_api.item_references import item_id
@@ -28,7 +30,9 @@ class ResponsesFormat(ParsedFormat):
     def __init__(
         self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser], shown: Json
     ) -> None:
-        super().__init__(options, tokenizer, parsers)
+        # Items have their log-probabilities in them: nothing is to be filled in.
+        super().__init__(replace(options, with_logprobs=False), tokenizer, parsers)
+        self._with_logprobs = options.with_logprobs
         self.response: Json | None = None
         self._shown = shown
         self._items: list[Json] = []
@@ -36,12 +40,20 @@ class ResponsesFormat(ParsedFormat):
         self._text: list[str] = []
         """The text or the arguments of the open item."""
         self._sequence = 0
+        self._logprobs: list[Json] = []
+        """Of the open item's text so far."""
+        self._new_logprobs: list[Json] = []
+        """Of tokens whose text may still be undecided."""
         self._reasoning_tokens = 0
         self._uncounted = ""
         """The end of the reasoning, whose tokens are not counted yet."""
 
+    def begun(self) -> Json:
+        """The response before there is any output."""
+        return self._response("in_progress")
+
     def opening(self, generation: Generation, index: int) -> list[Json]:
-        begun = self._response("in_progress")
+        begun = self.begun()
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def events(self, part: Part) -> list[Json]:
@@ -51,6 +63,11 @@ class ResponsesFormat(ParsedFormat):
             self._count_reasoning(part.text)
         kind = "reasoning" if part.reasoning else "message"
         return [] if part.between and not self._continues(kind) else self._add_text(kind, part.text)
+
+    def delta(self, delta: Delta, index: int) -> list[Json]:
+        if self._with_logprobs:
+            self._new_logprobs += chat_logprobs(self.tokenizer, delta, tokens_as_ids=self.options.tokens_as_ids)
+        return super().delta(delta, index)
 
     def last_events(self, generation: Generation) -> list[Json]:
         outcome = generation.outcome
@@ -69,8 +86,13 @@ class ResponsesFormat(ParsedFormat):
         return self._event("response.failed", response=failed, kvrelay=serving_details(generation))
 
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
-        text = "".join(delta.text for delta in deltas[0])
-        self.closing(generations[0], 0, Delta(text, [], None))
+        *parts, last = deltas[0] or [Delta("", [], None)]
+        if self._with_logprobs:
+            for part in parts:
+                self.delta(part, 0)
+        else:
+            last = Delta("".join(delta.text for delta in deltas[0]), [], None)
+        self.closing(generations[0], 0, last)
         assert self.response is not None
         return self.response
 
@@ -93,13 +115,17 @@ class ResponsesFormat(ParsedFormat):
             found = self._start(kind, content=[])
             found.append(self._in_item("response.content_part.added", content_index=0, part=_part(kind, "")))
         self._text.append(text)
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        return [*found, self._in_item(name, content_index=0, delta=text, **_logprobs(kind))]
+        shown, self._new_logprobs = self._new_logprobs, []
+        if kind == "reasoning":
+            return [*found, self._in_item("response.reasoning_text.delta", content_index=0, delta=text)]
+        self._logprobs += shown
+        return [*found, self._in_item("response.output_text.delta", content_index=0, delta=text, logprobs=shown)]
 
     def _add_call(self, call: ToolCallDelta) -> list[Json]:
         found: list[Json] = []
         if call.name is not None:
             found = self._start("function_call", call_id=call.id, name=call.name, arguments="")
+        self._new_logprobs = []
         if call.arguments:
             self._text.append(call.arguments)
             found.append(self._in_item("response.function_call_arguments.delta", delta=call.arguments))
@@ -119,16 +145,18 @@ class ResponsesFormat(ParsedFormat):
         if not self._open:
             return []
         text, item = "".join(self._text), self._items[-1]
-        self._open, self._text = False, []
+        logprobs = self._logprobs
+        self._open, self._text, self._logprobs = False, [], []
         kind = item["type"]
         if kind == "function_call":
             done = self._in_item("response.function_call_arguments.done", name=item["name"], arguments=text)
             events, item = [done], {**item, "arguments": text}
         else:
             name = "response.output_text.done" if kind == "message" else "response.reasoning_text.done"
-            part = _part(kind, text)
+            part = _part(kind, text, logprobs)
+            beside = {"logprobs": logprobs} if kind == "message" else {}
             events = [
-                self._in_item(name, content_index=0, text=text, **_logprobs(kind)),
+                self._in_item(name, content_index=0, text=text, **beside),
                 self._in_item("response.content_part.done", content_index=0, part=part),
             ]
             item = {**item, "content": [part]}
@@ -173,14 +201,10 @@ class ResponsesFormat(ParsedFormat):
         }
 
 
-def _part(kind: str, text: str) -> Json:
+def _part(kind: str, text: str, logprobs: Sequence[Json] = ()) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _logprobs(kind: str) -> Json:
-    return {"logprobs": []} if kind == "message" else {}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def _error_code(error: KvRelayError) -> str:

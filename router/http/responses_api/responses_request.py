@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, field_validator
+from pydantic import ConfigDict, Discriminator, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
-from router.http.openai.checks import MAX_INT, as_object, items, shorten, type_of
+from router.http.openai.checks import MAX_INT, FieldsError, as_object, items, shorten, type_of
+from router.http.openai.shared_fields import MAX_LOGPROBS
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages, left_out_items, readable_items
 
@@ -20,7 +21,7 @@ _OF_CHAT = frozenset(
         *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "structured_outputs"),
         *("priority", "cache_salt", "skip_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
-        *("truncation_side", "include_stop_str_in_output"),
+        *("truncation_side", "include_stop_str_in_output", "logprob_token_ids"),
     }
 )
 """Fields of the chat call that this one takes too, although OpenAI's does not."""
@@ -37,6 +38,9 @@ _ABSENT = frozenset(
     }
 )
 """Parts that no answer has, because reasoning is not encrypted and only functions are called. Clients may ask to include them."""
+
+
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class _Body(BodyModel):
@@ -159,7 +163,8 @@ class ResponsesRequest(BodyModel):
     include: list[str] | None = None
     conversation: None = None
     prompt: None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Most likely tokens beside each token of the answer's text, which asks for log-probabilities as `include` does."""
 
     @staticmethod
     def left_out(body: Json) -> list[str]:
@@ -181,18 +186,17 @@ class ResponsesRequest(BodyModel):
     def _leave_out(cls, value: Any) -> Any:
         return _functions_of(value)
 
-    @field_validator("background")
-    @classmethod
-    def _refuse_background(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("answers in the background are not supported")
-        return value
+    @model_validator(mode="after")
+    def _check_background(self) -> ResponsesRequest:
+        if self.background and (self.stream or self.store is False):
+            raise FieldsError("background", "background is only allowed with stream=false and store=true")
+        return self
 
     @field_validator("include")
     @classmethod
     def _refuse_include(cls, value: list[str] | None) -> list[str] | None:
         for each in value or ():
-            if each not in _ABSENT:
+            if each not in _ABSENT and each != _LOGPROBS:
                 raise ValueError(f"{shorten(each)} is not supported")
         return value
 
@@ -228,6 +232,8 @@ class ResponsesRequest(BodyModel):
             body["parallel_tool_calls"] = self.parallel_tool_calls
         if self.text is not None and self.text.format is not None:
             body["response_format"] = _response_format(self.text.format)
+        if self.top_logprobs or _LOGPROBS in (self.include or ()):
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.reasoning is not None and self.reasoning.effort is not None:
             body["reasoning_effort"] = self.reasoning.effort
         return body
@@ -245,6 +251,7 @@ class ResponsesRequest(BodyModel):
         if self.text is not None and self.text.format is not None:
             text = self.text.format.model_dump(by_alias=True)
         return {
+            "background": bool(self.background),
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
@@ -256,6 +263,7 @@ class ResponsesRequest(BodyModel):
             "text": {"format": text},
             "tool_choice": "auto" if self.tool_choice is None else _plain(self.tool_choice),
             "tools": [tool.model_dump() for tool in self.tools or []],
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
             "user": self.user,

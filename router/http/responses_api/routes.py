@@ -43,15 +43,21 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "resp_")
         body, earlier, chat_body, size = await _read(request, services)
         chat = await prepare_chat(request, services, chat_body, size)
-        options = format_options(request, chat_body, chat.model)
+        options = format_options(request, services, chat_body, chat.model)
         form = ResponsesFormat(options, chat.model.tokenizer, chat.parsers(), body.shown())
         keep = None
         if services.responses is not None and body.store is not False:
             tenant, messages = _tenant_of(request, services), [*earlier, *body.chat_messages()]
             keep = partial(_keep, services.responses, tenant, form, messages)
-        return await serve(
-            request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream), before_end=keep
-        )
+
+        def answered(asked: Request) -> Awaitable[Response]:
+            wanted, stream = [chat.generation.request], bool(body.stream)
+            return serve(asked, services, chat.model, wanted, form, stream=stream, before_end=keep)
+
+        if not body.background:
+            return await answered(request)
+        tenant, begun = _tenant_of(request, services), StoredResponse(form.begun(), [*earlier, *body.chat_messages()])
+        return JsonResponse(await services.background.start(request, tenant, _store(services), begun, answered))
 
     @app.post(
         "/v1/responses/input_tokens",
@@ -86,6 +92,12 @@ def _add_stored_routes(app: FastAPI, services: Services) -> None:
             raise BadRequest("a stored response is not streamed again; ask without stream", param="stream")
         return JsonResponse((await stored(request, response_id)).response)
 
+    @app.post("/v1/responses/{response_id}/cancel", openapi_extra=described(ResponseObject, errors=(400, 404, 503)))
+    async def cancel_response(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """End a response that is computed in the background."""
+        tenant, store = _tenant_of(request, services), _store(services)
+        return JsonResponse(await services.background.cancel(tenant, store, response_id))
+
     @app.get("/v1/responses/{response_id}/input_items", openapi_extra=described(InputItemList, errors=(400, 404, 503)))
     async def list_input_items(request: Request, response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The input of a stored response, with the turns before, in pages: `order`, `after`, `limit`."""
@@ -117,6 +129,8 @@ async def _read(request: Request, services: Services) -> _Conversation:
     earlier: list[Json] = []
     if body.previous_response_id is not None:
         stored = await _store(services).get(tenant, body.previous_response_id)
+        if stored.response.get("status") == "in_progress":
+            raise BadRequest("this response has not ended", param="previous_response_id")
         earlier = stored.messages
         size += stored.size_bytes
     if not isinstance(body.input, str) and any(isinstance(item, ItemReference) for item in body.input):

@@ -67,7 +67,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 14; }
+int32_t kv_abi_version(void) { return 15; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -114,6 +114,11 @@ void kv_team_free(kv_team* team) { delete team; }
 void kv_linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                        int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
     chosen->linear_forward(team, l, x, x_dtype, x_stride, y, y_dtype, y_stride, rows, activation);
+}
+
+void kv_heads_forward(kv_team* team, const kv_linear* l, int32_t heads, const void* x, int64_t x_stride, int64_t x_head,
+                      void* y, int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows) {
+    chosen->heads_forward(team, l, heads, x, x_stride, x_head, y, y_stride, y_head, dtype, rows);
 }
 
 void kv_experts_forward(kv_team* team, const kv_experts* experts, const kv_choice* choice, const void* x, int32_t dtype,

@@ -145,6 +145,11 @@ void kv_team_free(kv_team*);
 void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                        int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation);
 
+// y[row][head] = x[row][head] W[head]^T: the layer, of float weights without bias, has the matrices of all heads one after the
+// other, each of a multiple of 32 outputs. x, y: of dtype; rows are x_stride or y_stride numbers apart, heads x_head or y_head.
+void kv_heads_forward(kv_team*, const kv_linear*, int32_t heads, const void* x, int64_t x_stride, int64_t x_head, void* y,
+                      int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows);
+
 // out = the weighted sum of the outputs of each row's experts, those on other ranks left out. x: [rows][hidden] of dtype, out:
 // the same of float32.
 void kv_experts_forward(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);

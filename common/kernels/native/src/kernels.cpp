@@ -74,6 +74,38 @@ void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_
     });
 }
 
+// Rows are made float32, which all variants multiply: few rows are bound by reading the weights.
+void heads_forward(kv_team* team, const kv_linear* l, int32_t heads, const void* x, int64_t x_stride, int64_t x_head,
+                   void* y, int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows) {
+    const int in = l->in, panels = l->out / PANEL / heads;
+    const int64_t stride = padded(int64_t(heads) * in);
+    float* wide = scratch<float>(*team, kv_team::QUERIES, rows * stride);
+    const auto multiply = [&](auto weights, Worker& w) {
+        using Weights = decltype(weights);
+        const int64_t bytes = Weights::panel_bytes(*l), number_bytes = dtype == KV_F32 ? 4 : 2;
+        w.for_each(heads * panels, [&](int p) {
+            const int head = p / panels;
+            // Outputs of a panel are numbered through all heads.
+            const int64_t gap = head * (y_head - int64_t(panels) * PANEL);
+            const Output output{static_cast<char*>(y) + gap * number_bytes, dtype, y_stride};
+            multiply_panel<Weights>(*l, p, static_cast<const char*>(l->weight) + p * bytes, bytes,
+                                    {wide + int64_t(head) * in, stride}, output, 0, rows);
+        });
+    };
+    with_act(dtype, [&](auto model, auto) {
+        using Model = decltype(model);
+        team->run([&](Worker& w) {
+            w.for_each(rows * heads, [&](int i) {
+                const int64_t row = i / heads, head = i % heads;
+                const Model* from = static_cast<const Model*>(x) + row * x_stride + head * x_head;
+                float* to = wide + row * stride + head * in;
+                for_lanes(in, [&](int k, int count) { write(to + k, read(from + k, count), count); });
+            });
+            l->format == KV_LINEAR_F32 ? multiply(Float32Weights{}, w) : multiply(ShiftedWeights{}, w);
+        });
+    });
+}
+
 template <class Model, class Act>
 void experts_forward(kv_team* team, const kv_experts* e, const kv_choice& choice, const Model* x, float* out) {
     const Picks picks = sort_by_expert(*team, *e, choice);
@@ -271,7 +303,7 @@ void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t siz
 }  // namespace KV_VARIANT
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
-    KV_VARIANT::linear_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
+    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
     KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
 };

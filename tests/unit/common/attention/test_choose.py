@@ -14,10 +14,12 @@ import pytest
 import torch
 from support import fake_flashinfer
 
+from common.attention import choose
 from common.attention.base import AttentionShape
 from common.attention.choose import choose_attention, worth_capturing
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
+from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.base.variables import CPU_KERNELS
@@ -109,6 +111,24 @@ def test_a_model_without_kernels_attends_to_gathered_blocks_which_is_logged_once
         "attention uses PyTorch on gathered KV blocks, which is slower: "
         "flashinfer has kernels for heads of (64, 128, 256), the model's have 96"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_latents_are_absorbed_by_flashinfer_where_it_reads_them(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    latents = LatentShape(16, 1, 576, torch.bfloat16, 16, latent_dim=512, nope_dim=128, v_head_dim=128)
+    kv: Any = SimpleNamespace(device=GPU, dtype=dtype, num_blocks=16, block_size=16, scales=((1.0,),))
+    kv.planes, kv.stacked = {"latent": torch.empty(1, 16, 1, 16, 576)}, torch.empty(0)
+    gpu.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    gpu.setattr(choose, "FlashInferLatent", lambda *args: "flashinfer")
+    found = choose.BACKENDS["latent"](kv, latents)
+    assert isinstance(found, LatentBackend)
+    if dtype == torch.bfloat16:
+        assert found.absorbed == "flashinfer"
+    else:
+        assert isinstance(found.absorbed, SdpaAttention)
+        assert "flashinfer reads no latents of torch.float8_e4m3fn for torch.bfloat16 queries" in caplog.text
 
 
 def test_gpus_older_than_bfloat16_do_not_use_flashinfer(

@@ -75,6 +75,7 @@ def test_there_are_never_more_rows_than_allowed_nor_drafts_after_the_last_token(
     assert drafts_of(made, [sequence(max_tokens=3)]) == [2]
     assert drafts_of(made, [sequence(max_tokens=1)]) == [0]
     assert drafts_of(made, [sequence(stop_token_ids=[15])]) == [2], "none from a token on that ends the answer"
+    assert made.draft([sequence()], 70, SchedulerConfig(1000, 80, 64, 64)), "more sequences than rows"
     relayed = sequence()
     relayed.relays = True
     assert drafts_of(made, [relayed]) == [0]

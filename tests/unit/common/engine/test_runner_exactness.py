@@ -20,6 +20,7 @@ from common.model.native_layer import _log_once  # pyright: ignore[reportPrivate
 LATER = (
     *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma2", "gemma3", "gemma3-vision"),
     *("qwen2-window", "qwen2.5-vl", "qwen2-yarn", "qwen3-moe", "mixtral", "gpt-oss", "glm4-moe", "granite-moe"),
+    *("deepseek-v2", "deepseek-v2-groups", "deepseek-v3"),
 )
 """Families that share the code of the others' steps: by default with one chunk size."""
 CASES = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import latent_attention
-from support.latent_attention import LATENT, ROPE, VOCAB, LatentDescription, reference_logits
+from support.latent_attention import LATENT, ROPE, VOCAB, SmallLatentDescription, reference_logits
 from support.rank_processes import Case, run_ranks
 from support.recording import Recorder
 from support.runner_cases import drive, make_runner, prompt
@@ -54,14 +54,14 @@ def test_its_description_says_how_it_is_split_and_what_its_weights_are(folder: P
     assert digest != fingerprint(folder, as_if_other, "dummy", "float32", 0)
 
 
-class _Twin(LatentDescription):
+class _Twin(SmallLatentDescription):
     """A kind with the same fields."""
 
     kind = "twin"
 
     @classmethod
     def of(cls, attention: object) -> object:
-        return cls(**vars(attention)) if isinstance(attention, LatentDescription) else attention
+        return cls(**vars(attention)) if isinstance(attention, SmallLatentDescription) else attention
 
 
 @pytest.mark.parametrize("chunk", [7, 100])
@@ -90,8 +90,9 @@ def test_ranks_share_a_model_of_both_kinds(folder: Path) -> None:
 def test_a_kind_that_nothing_implements_is_refused_when_the_model_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(latent_attention.ATTENTIONS, "latent")
+    monkeypatch.delitem(latent_attention.ATTENTIONS, "small_latent")
     with pytest.raises(
-        ConfigError, match="needs the attention 'latent', which is not implemented; implemented: multi_head"
+        ConfigError,
+        match="needs the attention 'small_latent', which is not implemented; implemented: multi_head, latent",
     ):
         make_runner(folder)

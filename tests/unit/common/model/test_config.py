@@ -86,7 +86,7 @@ def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
     assert ours.tie_word_embeddings == whole.tie_word_embeddings
     assert ours.eos_token_ids == (2,)
     dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert multi_head(ours.layers[0]).head_dim == dim
+    assert ours.layers[0].attention.rotary_dim == dim
 
 
 @pytest.mark.parametrize(

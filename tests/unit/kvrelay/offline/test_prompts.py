@@ -132,6 +132,14 @@ def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
         chat_jobs(model, [hello, [{"role": "wizard", "content": "x"}]], None, {})
 
 
+def test_what_no_grammar_enforces_of_a_schema_is_logged(model: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    generate_jobs(model, ["a", "b"], SamplingParams(structured_outputs={"json": schema}))
+    assert [record.getMessage() for record in caplog.records if "held to" in record.getMessage()] == [
+        "the answers are not held to uniqueItems of the schema"
+    ]
+
+
 def test_one_grammar_of_many_prompts_is_checked_once(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 

@@ -110,6 +110,20 @@ def test_an_adapter_missing_at_a_node_is_found_at_another(folder: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_the_root_of_an_adapter_is_where_it_was_read_from(folder: Path) -> None:
+    async def main() -> None:
+        node = Cluster(folder).node("decode", "d0", "one", A)
+        node.adapter_paths = {A.name: "/adapters/a"}
+        async with (
+            running_stack(RouterConfig(lease_s=1.0), node) as stack,
+            httpx.AsyncClient(base_url=stack.url) as http,
+        ):
+            card = (await http.get(f"/v1/models/{A.name}")).json()
+            assert (card["root"], card["parent"]) == ("/adapters/a", "one")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_the_load_of_one_model_does_not_refuse_requests_for_another(folder: Path) -> None:
     async def main() -> None:
         make = Cluster(folder).node

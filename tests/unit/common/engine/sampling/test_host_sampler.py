@@ -136,6 +136,15 @@ def test_logprobs_are_of_raw_logits_highest_first() -> None:
         assert out.logprobs.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_logprobs_of_named_tokens_come_in_their_order() -> None:
+    logits = random_logits(1, 5.0)
+    expected = logits.double().log_softmax(-1)[0]
+    (out,) = sample(logits, [spec(temperature=0.0, logprobs=2, logprob_token_ids=[7, 3])])
+    assert out.logprobs is not None
+    assert out.logprobs.top_ids == [7, 3]
+    assert out.logprobs.top_logprobs == pytest.approx([expected[7].item(), expected[3].item()], abs=1e-5)
+
+
 def test_equal_logits_are_ranked_by_id_and_greedy_takes_the_first_of_them() -> None:
     logits = torch.zeros(1, 300)
     out = sample(logits, [spec(temperature=0.0, logprobs=4)])[0]

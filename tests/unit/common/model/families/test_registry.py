@@ -167,7 +167,18 @@ def test_rounded_kv_and_weights_change_later_families_as_little_as_llama(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     of_llama = _mean_change(make_tiny("llama", tmp_path / "llama"), **options)
-    for name in ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3"):
+    for name in (
+        "phi3",
+        "granite",
+        "smollm3",
+        "olmo2",
+        "starcoder2",
+        "gpt2",
+        "opt",
+        "gemma3",
+        "deepseek-v2",
+        "deepseek-v3",
+    ):
         change = _mean_change(make_tiny(name, tmp_path / name), **options)
         print(f"{name}: {change:.3f} nats, Llama {of_llama:.3f}")
         assert 0 < change < 1.5 * of_llama, name
@@ -176,7 +187,11 @@ def test_rounded_kv_and_weights_change_later_families_as_little_as_llama(
 @pytest.mark.thorough
 @pytest.mark.parametrize("style", ["fp8 tensor", "fp8 blocks", "awq", "gptq desc_act", "packed asymmetric"])
 @pytest.mark.parametrize(
-    "name", ["phi3", "granite", "smollm3", "olmo2", "starcoder2", "opt", "gemma3", "qwen3-moe", "mixtral", "glm4-moe"]
+    "name",
+    [
+        *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "opt", "gemma3"),
+        *("qwen3-moe", "mixtral", "glm4-moe", "deepseek-v3"),
+    ],
 )
 def test_tokens_of_quantized_checkpoints_are_those_of_the_same_weights_in_float32(
     tmp_path: Path, name: str, style: str

@@ -13,10 +13,12 @@ from support.tiny_encoders import Family, make_encoder
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
+from common.control.identities import AttemptKey
 from common.control.ids import pack_ids
-from common.control.pooling import PoolInput
+from common.control.pooling import PoolInput, PoolRequest
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config
+from common.model.pooling.pooler import Pooler
 
 # RoBERTa's padding token (1) may be in a text.
 INPUTS = [
@@ -67,12 +69,22 @@ def test_scores_are_the_logits_of_transformers_behind_the_activation(tmp_path: P
     (folder / "config.json").write_text(json.dumps({**raw, "sbert_ce_default_activation_function": activation}))
     oracle = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     encoder = load(folder)
-    scores = encoder.scores(*encoder.hidden(INPUTS))
+    scores = encoder.activated(encoder.scores(*encoder.hidden(INPUTS)))
     with torch.no_grad():
         logits = [oracle(torch.tensor([each.token_ids]), token_type_ids=types(each)).logits[0, 0] for each in INPUTS]
     expected = torch.stack(logits)
     expected = expected if activation == "Identity" else torch.sigmoid(expected)
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_request_may_ask_for_scores_before_the_activation(tmp_path: Path) -> None:
+    encoder = load(make_encoder(tmp_path / "model", labels=1))
+    logits = encoder.scores(*encoder.hidden(INPUTS))
+    requests = [PoolRequest(AttemptKey("r", 1), [], normalize=index % 2 == 0) for index in range(len(INPUTS))]
+    found = Pooler(encoder).compute(list(zip(requests, INPUTS, strict=True)))
+    for index, (each, logit) in enumerate(zip(found, logits, strict=True)):
+        expected = torch.sigmoid(logit) if index % 2 == 0 else logit
+        torch.testing.assert_close(torch.frombuffer(bytearray(each), dtype=torch.float32)[0], expected)
 
 
 def test_norms_under_the_names_of_tensorflow_are_read_as_in_transformers(tmp_path: Path) -> None:

@@ -219,6 +219,19 @@ def test_rerank_sorts_by_the_scores_of_pairs(folder: Path) -> None:
     play(folder, scene, "score")
 
 
+@pytest.mark.parametrize(
+    ("fields", "activates"),
+    [({}, True), ({"use_activation": False}, False), ({"softmax": False}, False), ({"activation": True}, True)],
+)
+def test_scores_may_be_asked_for_before_the_activation(folder: Path, fields: dict[str, bool], activates: bool) -> None:
+    async def scene(client: Client) -> None:
+        await client.post("/v1/score", text_1="the fox", text_2="dogs", **fields)
+        await client.post("/v1/rerank", query="the fox", documents=["dogs"], **fields)
+        assert {each.normalize for each in client.seen} == {activates}
+
+    play(folder, scene, "score")
+
+
 def test_an_embedding_model_scores_by_the_cosine(folder: Path) -> None:
     async def scene(client: Client) -> None:
         query, *others = (vectors(encoded(folder, text))[0] for text in ("fox", "dog", "fox", "the"))

@@ -13,6 +13,7 @@ from router.http.openai.parse_body import completion_request, validated
 from router.http.openai.unknown_fields import unknown_fields
 from router.http.responses_api.input_items import OTHER_ITEMS
 from router.http.responses_api.responses_request import ResponsesRequest
+from router.structured.relaxed import Relaxed
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}]
@@ -124,20 +125,27 @@ def test_encrypted_reasoning_and_results_of_hosted_tools_may_be_asked_for_and_ar
 def test_a_field_that_would_change_the_answer_is_refused() -> None:
     for fields in (
         {"thinking_token_budget": 4},
-        {"background": True},
+        {"background": True, "store": False},
         {"truncation": "auto"},
-        {"logprob_token_ids": [1]},
-        {"include": ["message.output_text.logprobs"]},
+        {"use_beam_search": True},
+        {"include": ["message.output_audio.logprobs"]},
     ):
         with pytest.raises(BadRequest):
             _chat(**fields)
+
+
+def test_log_probabilities_are_asked_for_by_include_or_their_number() -> None:
+    assert _chat().num_logprobs is None
+    assert _chat(include=["message.output_text.logprobs"]).num_logprobs == 0
+    assert _chat(top_logprobs=3).num_logprobs == 3
+    assert _chat(logprob_token_ids=[1, 2]).num_logprobs == 2
 
 
 def test_fields_of_the_chat_call_count_and_are_not_reported_as_unknown() -> None:
     fields = {"top_k": 3, "structured_outputs": {"choice": ["a"]}, "include_stop_str_in_output": True}
     chat = _chat(**fields)
     assert (chat.top_k, chat.include_stop_str_in_output) == (3, True)
-    assert chat.grammar_source is not None
+    assert chat.grammar_source(Relaxed()) is not None
     assert unknown_fields({**fields, "input": "x", "top_kk": 1}, ResponsesRequest) == ["top_kk"]
 
 

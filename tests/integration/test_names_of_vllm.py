@@ -1,0 +1,176 @@
+"""What vLLM's own client tests ask for by name, with scripted nodes: one test for each name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.router_bench import Bench, play
+from support.stub_node import make_model_folder
+
+PROMPT = {"prompt": "hi", "max_tokens": 3}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+Ask = Callable[..., Awaitable[httpx.Response]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("names") / "stub-model")
+
+
+def _play(folder: Path, scene: Callable[[httpx.AsyncClient, Bench], Awaitable[None]], **config: Any) -> None:
+    async def with_client(bench: Bench) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url) as http:
+            await scene(http, bench)
+
+    play(folder, with_client, config=config)
+
+
+async def _chunks(http: httpx.AsyncClient, path: str, body: Any) -> list[Any]:
+    text = (await http.post(path, json={**body, "stream": True})).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_enable_force_include_usage(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+            usages = [chunk.get("usage") for chunk in await _chunks(http, path, body)]
+            assert usages[-1]["completion_tokens"] == 3
+            assert not any(usages[:-1])
+
+    _play(folder, scene, enable_force_include_usage=True)
+
+
+def test_return_tokens_as_token_ids(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        body = {**PROMPT, "logprobs": 1}
+        by_option = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]["tokens"]
+        assert all(token.startswith("token_id:") for token in by_option)
+        asked = {**body, "return_tokens_as_token_ids": False}
+        by_request = (await http.post("/v1/completions", json=asked)).json()["choices"][0]["logprobs"]["tokens"]
+        assert not any(token.startswith("token_id:") for token in by_request)
+
+    _play(folder, scene, return_tokens_as_token_ids=True)
+
+
+def test_root_path(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        for path in ("/llm/v1/completions", "/v1/completions"):
+            assert (await http.post(path, json=PROMPT)).status_code == 200, path
+        for path in ("/llm/health", "/llm", "/llm/", "/health"):
+            assert (await http.get(path)).status_code == 200, path
+        for path in ("/llmv1/completions", "/other/v1/completions"):
+            assert (await http.post(path, json=PROMPT)).status_code == 404, path
+        assert {"url": "/llm"} in (await http.get("/openapi.json")).json()["servers"]
+
+    _play(folder, scene, root_path="/llm")
+
+
+def test_tokenizer_info(folder: Path) -> None:
+    async def shown(http: httpx.AsyncClient, bench: Bench) -> None:
+        found = (await http.get("/tokenizer_info")).json()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert found["tokenizer_class"] == config["tokenizer_class"]
+        assert found["chat_template"] == config["chat_template"]
+        assert found["eos_token"] == "</s>"
+
+    async def hidden(http: httpx.AsyncClient, bench: Bench) -> None:
+        refused = await http.get("/tokenizer_info")
+        assert (refused.status_code, "--enable-tokenizer-info-endpoint" in refused.text) == (404, True)
+
+    _play(folder, shown, enable_tokenizer_info_endpoint=True)
+    _play(folder, hidden)
+
+
+def test_the_wrong_key_of_logit_bias_is_named(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        for key in ("five", "407"):
+            refused = await http.post("/v1/completions", json={**PROMPT, "logit_bias": {"1": 1, key: 1}})
+            assert (refused.status_code, key in refused.json()["error"]["message"]) == (400, True)
+
+    _play(folder, scene)
+
+
+def test_the_chosen_token_is_first_in_logprobs(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        found = (await http.post("/v1/completions", json={**PROMPT, "logprobs": 2})).json()["choices"][0]["logprobs"]
+        for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+            assert next(iter(top)) == token
+
+    _play(folder, scene)
+
+
+def test_logprob_token_ids(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+            assert (await http.post(path, json={**body, "logprob_token_ids": [5, 7]})).status_code == 200
+            sampling = bench.decode.requests()[-1].request.sampling
+            assert (sampling.logprobs, sampling.logprob_token_ids) == (2, [5, 7])
+            beyond = await http.post(path, json={**body, "logprob_token_ids": [400]})
+            assert (beyond.status_code, "400" in beyond.json()["error"]["message"]) == (400, True)
+            assert (await http.post(path, json={**body, "logprob_token_ids": list(range(21))})).status_code == 400
+
+    _play(folder, scene)
+
+
+def test_custom_roles(tmp_path: Path) -> None:
+    any_role = make_model_folder(tmp_path / "stub-model")
+
+    async def taken(http: httpx.AsyncClient, bench: Bench) -> None:
+        turns = [{"role": "critic", "content": "no"}, *CHAT["messages"]]  # type: ignore[misc]
+        assert (await http.post("/v1/chat/completions", json={**CHAT, "messages": turns})).status_code == 200
+
+    async def refused(http: httpx.AsyncClient, bench: Bench) -> None:
+        turns = [{"role": "critic", "content": "no"}, *CHAT["messages"]]  # type: ignore[misc]
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "messages": turns})
+        assert (answer.status_code, "no role 'critic'" in answer.json()["error"]["message"]) == (400, True)
+
+    _play(any_role, taken)
+    file = any_role / "tokenizer_config.json"
+    template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    _play(any_role, refused)
+
+
+def test_metrics(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        await http.post("/v1/completions", json={**PROMPT, "n": 2})
+        text = (await http.get("/metrics")).text
+        for line in (
+            'vllm:num_requests_waiting_by_reason{model_name="stub-model",node="d0",reason="capacity",role="decode"} 0.0',
+            'vllm:num_requests_waiting_by_reason{model_name="stub-model",node="d0",reason="deferred",role="decode"} 0.0',
+            'vllm:request_params_n_sum{model_name="stub-model"} 2.0',
+            'vllm:request_params_max_tokens_sum{model_name="stub-model"} 6.0',
+            'vllm:request_num_preemptions_count{model_name="stub-model"} 2.0',
+            'vllm:request_inference_time_seconds_count{model_name="stub-model"} 2.0',
+        ):
+            assert line in text, line
+        (info, *_) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+        for label in ("block_size=", "cache_dtype=", "num_gpu_blocks="):
+            assert label in info
+
+    _play(folder, scene)
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_in_responses(folder: Path, fields: Any) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        body = {"input": "hi", "max_output_tokens": 3, "store": False, **fields}
+        whole = (await http.post("/v1/responses", json=body)).json()
+        (part,) = whole["output"][0]["content"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+        assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {fields.get("top_logprobs", 0)}
+        events = await _chunks(http, "/v1/responses", body)
+        streamed = [
+            entry for each in events if each["type"] == "response.output_text.delta" for entry in each["logprobs"]
+        ]
+        assert streamed == part["logprobs"]
+        assert events[-1]["response"]["output"][0]["content"] == [part]
+        plain = (await http.post("/v1/responses", json={**body, "include": [], "top_logprobs": None})).json()
+        assert plain["output"][0]["content"][0]["logprobs"] == []
+
+    _play(folder, scene)
