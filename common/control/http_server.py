@@ -46,9 +46,11 @@ def listen(
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers and with one wake-up a second instead of ten. Stop it by `stop`, not `should_exit`."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_end: Callable[[], None] = lambda: None) -> None:
+        """on_end: called when `serve` has ended all connections."""
         super().__init__(config)
         self._stopping = asyncio.Event()
+        self._on_end = on_end
 
     @property
     def busy(self) -> int:
@@ -71,6 +73,11 @@ class HttpServer(uvicorn.Server):
         made = partial(new, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         self.servers: list[Any] = [TlsListener(sock, made, partial(context, self.config, None)) for sock in sockets]
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what `startup` began."""
+        await super().shutdown(sockets)
+        self._on_end()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -99,6 +99,10 @@ class BodyWork:
         finally:
             del done  # its exception refers to this frame: the body would wait for the garbage collector
 
+    def close(self) -> None:
+        """End the threads when their work is done."""
+        self._for_large.shutdown(wait=False)
+
     async def _turn(self, client: str, size: int) -> None:
         """Wait until the body may be worked on."""
         waits = any(waiter.client == client for waiter in self._waiters)

@@ -187,6 +187,6 @@ def http_server(
         timeout_keep_alive=cast("int", config.idle_connection_timeout_s),  # passed to `call_later`
         timeout_graceful_shutdown=int(_GRACE_S),
     )
-    server = HttpServer(settings)
+    server = HttpServer(settings, services.body_work.close)
     limited.connections = server.server_state.connections
     return server

@@ -57,7 +57,7 @@ async def stores_responses(url: str) -> None:
     assert (await store.get("a", ids[1])).response == {"id": ids[1]}
     for response_id in ids[1:]:
         await store.delete("a", response_id)
-    assert not await store._client.zrange(store._keys.responses, 0, -1)
+    assert not await store._client.zrange(store._keys.responses("a"), 0, -1)
     await store._client.set(store._key("a", ids[0]), b"[1]")
     with pytest.raises(NotFound):  # damaged
         await store.get("a", ids[0])

@@ -69,7 +69,7 @@ def test_a_long_text_is_tokenized_and_shown_on_a_thread(model_folder: Path, monk
             for prompt, wanted in (("fox", True), ("fox " * 5000, False)):
                 on_loop.clear()
                 shown = (await http.post("/tokenize", json={"prompt": prompt, "return_token_strs": True})).json()
-                assert len(shown["token_strs"]) == shown["count"] == len(on_loop)
+                assert len(shown["token_strs"]) == shown["count"]
                 assert set(on_loop) == {wanted}
 
     play(model_folder, scene)

@@ -17,7 +17,7 @@ UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-setting
 def request(prompt: str, headers: bytes = b"", *, max_tokens: int = 2) -> bytes:
     body = json.dumps({"model": "stub-model", "prompt": prompt, "max_tokens": max_tokens}).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         b"%bcontent-length: %d\r\n\r\n%b" % (headers, len(body), body)
     )
 
@@ -64,7 +64,7 @@ def test_connect_is_refused_whatever_else_it_offers(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         for headers in (b"", UPGRADE):
             reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
-            writer.write(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+            writer.write(b"CONNECT x:1 HTTP/1.1\r\nhost: 127.0.0.1\r\n" + headers + b"\r\n")
             assert (await answer(reader))[0] == 400
             writer.close()
 
@@ -75,7 +75,7 @@ UNFINISHED = {
     "nothing": [b""],
     "half a head": [b"POST /v1/comp"],
     "half a head after an answer": [request("hi"), b"POST /v1/comp"],
-    "a body after its refusal": [b"GET /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n", b"abc"],
+    "a body after its refusal": [b"GET /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 3\r\n\r\n", b"abc"],
 }
 
 
@@ -118,7 +118,7 @@ def test_requests_sent_ahead_are_answered_in_order(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
-BROKEN_BODY = b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+BROKEN_BODY = b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ ENDLESS = {
     "header": [b"GET / HTTP/1.1\r\nx: "],
     "header after an answer": [request("hi"), b"GET / HTTP/1.1\r\nx: "],
     "trailer": [
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: "
     ],
 }
@@ -194,7 +194,7 @@ def test_a_large_head_is_refused_with_words(model_folder: Path) -> None:
 
 
 TOO_LARGE = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
     b"content-length: 900000000000\r\n\r\n"
 )
 
@@ -218,7 +218,7 @@ def test_a_refused_client_that_still_sends_reads_its_refusal(model_folder: Path)
 
 
 def test_a_body_too_large_by_its_length_is_refused_before_it_is_sent(model_folder: Path) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\n%bcontent-length: 900000000000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: %b\r\n%bcontent-length: 900000000000\r\n\r\n"
 
     async def scene(bench: Bench) -> None:
         for kind, more, status in (
@@ -248,7 +248,7 @@ def test_a_body_too_large_by_its_length_is_refused_before_it_is_sent(model_folde
 def test_an_answer_that_needs_no_body_does_not_wait_for_the_one_that_was_announced(
     model_folder: Path, path: bytes, key: bytes, status: int
 ) -> None:
-    head = b"POST %b HTTP/1.1\r\nhost: x\r\n%bexpect: 100-continue\r\ncontent-length: 80\r\n\r\n" % (path, key)
+    head = b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\n%bexpect: 100-continue\r\ncontent-length: 80\r\n\r\n" % (path, key)
 
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)

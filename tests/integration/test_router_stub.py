@@ -507,7 +507,7 @@ def test_body_that_does_not_arrive_is_408_in_openais_shape(model_folder: Path, m
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             b"content-length: 100\r\n\r\n{"
         )
         answer = await asyncio.wait_for(reader.read(), timeout=5)  # to the end: the connection is closed

@@ -163,7 +163,7 @@ def test_a_browser_is_led_to_the_dashboard_and_others_see_a_server(
     dashboard: PlainTextResponse | None, method: str, accept: str, status: int
 ) -> None:
     app = FastAPI()
-    _add_root(app, dashboard)
+    _add_root(app, "", dashboard)
 
     async def ask() -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
