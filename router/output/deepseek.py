@@ -35,23 +35,10 @@ def read_deepseek(reader: TextReader, writer: OutputWriter) -> Steps[None]:
 
 
 def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
-    reader.mark()
-    fenced = False
-    try:
-        yield from reader.expect(CALL_BEGIN)
-        name = yield from reader.take_until(_NAME_END)
-        yield from reader.expect(SEPARATOR)
-        if (yield from reader.peek()) != "{":
-            name = yield from reader.take_until(_NAME_END)
-            yield from reader.skip_space()
-            fenced = yield from reader.accept(_FENCE + "json")
-            yield from reader.skip_space()
-        if not name or (yield from reader.peek()) != "{":
-            raise Malformed
-        reader.release()
-    except Malformed:
-        reader.rewind()
+    head = yield from reader.attempt(_head(reader))
+    if head is None:
         return False
+    name, fenced = head
     writer.call(name)
     yield from read_arguments(reader, writer)
     yield from reader.skip_space()
@@ -60,3 +47,19 @@ def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
     yield from reader.skip_space()
     yield from reader.accept(CALL_END)
     return True
+
+
+def _head(reader: TextReader) -> Steps[tuple[str, bool]]:
+    """A call up to its arguments: the function's name, and whether a fence precedes them. Raises: Malformed."""
+    yield from reader.expect(CALL_BEGIN)
+    name = yield from reader.take_until(_NAME_END)
+    yield from reader.expect(SEPARATOR)
+    fenced = False
+    if (yield from reader.peek()) != "{":
+        name = yield from reader.take_until(_NAME_END)
+        yield from reader.skip_space()
+        fenced = yield from reader.accept(_FENCE + "json")
+        yield from reader.skip_space()
+    if not name or (yield from reader.peek()) != "{":
+        raise Malformed
+    return name, fenced

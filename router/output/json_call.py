@@ -142,27 +142,29 @@ def read_arguments(reader: TextReader, writer: OutputWriter) -> Steps[None]:
 
 def read_named_object(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
     """Read a call of the form `{NAME: {...}}`. False: the text is not a call, and nothing has been read."""
-    reader.mark()
-    try:
-        yield from reader.expect("{")
-        yield from reader.skip_space()
-        key: list[str] = []
-        yield from reader.json_value(key.append)
-        name = _loads("".join(key))
-        yield from reader.skip_space()
-        yield from reader.expect(":")
-        yield from reader.skip_space()
-        if not isinstance(name, str) or not name or (yield from reader.peek()) != "{":
-            raise Malformed
-        reader.release()
-    except Malformed:
-        reader.rewind()
+    name = yield from reader.attempt(_key(reader))
+    if name is None:
         return False
     writer.call(name)
     yield from read_arguments(reader, writer)
     yield from reader.skip_space()
     yield from reader.accept("}")
     return True
+
+
+def _key(reader: TextReader) -> Steps[str]:
+    """The beginning of an object up to its first value, which is an object: the key. Raises: Malformed."""
+    yield from reader.expect("{")
+    yield from reader.skip_space()
+    key: list[str] = []
+    yield from reader.json_value(key.append)
+    name = _loads("".join(key))
+    yield from reader.skip_space()
+    yield from reader.expect(":")
+    yield from reader.skip_space()
+    if not isinstance(name, str) or not name or (yield from reader.peek()) != "{":
+        raise Malformed
+    return name
 
 
 def read_list(

@@ -34,23 +34,25 @@ def read_kimi(reader: TextReader, writer: OutputWriter) -> Steps[None]:
 
 
 def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
-    reader.mark()
-    try:
-        yield from reader.expect(CALL_BEGIN)
-        yield from reader.skip_space()
-        call_id = yield from reader.take_until(_ID_END)
-        name = call_id.removeprefix("functions.").partition(":")[0]
-        yield from reader.skip_space()
-        yield from reader.expect(ARGUMENTS)
-        yield from reader.skip_space()
-        if not name or (yield from reader.peek()) != "{":
-            raise Malformed
-        reader.release()
-    except Malformed:
-        reader.rewind()
+    head = yield from reader.attempt(_head(reader))
+    if head is None:
         return False
-    writer.call(name, call_id if ":" in call_id else None)
+    writer.call(*head)
     yield from read_arguments(reader, writer)
     yield from reader.skip_space()
     yield from reader.accept(CALL_END)
     return True
+
+
+def _head(reader: TextReader) -> Steps[tuple[str, str | None]]:
+    """A call up to its arguments: the function's name and the call's id. Raises: Malformed."""
+    yield from reader.expect(CALL_BEGIN)
+    yield from reader.skip_space()
+    call_id = yield from reader.take_until(_ID_END)
+    name = call_id.removeprefix("functions.").partition(":")[0]
+    yield from reader.skip_space()
+    yield from reader.expect(ARGUMENTS)
+    yield from reader.skip_space()
+    if not name or (yield from reader.peek()) != "{":
+        raise Malformed
+    return name, call_id if ":" in call_id else None

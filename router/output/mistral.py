@@ -32,20 +32,22 @@ def read_mistral(reader: TextReader, writer: OutputWriter) -> Steps[None]:
 
 
 def _read_named(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
-    reader.mark()
-    try:
-        name = yield from reader.take_until(_NOT_NAME)
-        yield from reader.skip_space()
-        if (yield from reader.accept(CALL_ID)):
-            yield from reader.take_until(_NOT_NAME)
-        yield from reader.accept(ARGS)
-        yield from reader.skip_space()
-        if not name or (yield from reader.peek()) != "{":
-            raise Malformed
-        reader.release()
-    except Malformed:
-        reader.rewind()
+    name = yield from reader.attempt(_name(reader))
+    if name is None:
         return False
     writer.call(name)
     yield from read_arguments(reader, writer)
     return True
+
+
+def _name(reader: TextReader) -> Steps[str]:
+    """A call up to its arguments: the function's name. Raises: Malformed."""
+    name = yield from reader.take_until(_NOT_NAME)
+    yield from reader.skip_space()
+    if (yield from reader.accept(CALL_ID)):
+        yield from reader.take_until(_NOT_NAME)
+    yield from reader.accept(ARGS)
+    yield from reader.skip_space()
+    if not name or (yield from reader.peek()) != "{":
+        raise Malformed
+    return name

@@ -76,6 +76,17 @@ class TextReader:
             raise Malformed
         self._mark = None
 
+    def attempt(self, head: Steps[_T]) -> Steps[_T | None]:
+        """Read what `head` reads, such as a call up to its arguments. None: that is malformed, and nothing has been read."""
+        self.mark()
+        try:
+            found = yield from head
+            self.release()
+        except Malformed:
+            self.rewind()
+            return None
+        return found
+
     def _more(self) -> Steps[bool]:
         """Wait for text behind what is there; False: there is none."""
         size = len(self._text) - self._at

@@ -84,24 +84,26 @@ def _read(reader: TextReader, writer: OutputWriter, *, tags: Tags, functions: Fu
 
 def _read_call(reader: TextReader, writer: OutputWriter, tags: Tags, functions: Functions) -> Steps[bool]:
     """Read a call, streaming its arguments. False: the text is not a call, and nothing has been read."""
-    reader.mark()
-    try:
-        yield from reader.expect(tags.before_name)
-        name = yield from reader.take_until(_NAME_END)
-        yield from reader.expect(tags.after_name)
-        yield from reader.skip_space()
-        # Where nothing closes a name, a parameter or the end of the call must follow it.
-        if not name or (not tags.after_name and not (yield from _is_next(reader, (tags.before_key, tags.end)))):
-            raise Malformed
-        reader.release()
-    except Malformed:
-        reader.rewind()
+    name = yield from reader.attempt(_name(reader, tags))
+    if name is None:
         return False
     writer.call(name)
     yield from _read_arguments(reader, writer, tags, functions.get(name))
     yield from reader.skip_space()
     yield from reader.accept(tags.after_call)
     return True
+
+
+def _name(reader: TextReader, tags: Tags) -> Steps[str]:
+    """A call up to its parameters: the function's name. Raises: Malformed."""
+    yield from reader.expect(tags.before_name)
+    name = yield from reader.take_until(_NAME_END)
+    yield from reader.expect(tags.after_name)
+    yield from reader.skip_space()
+    # Where nothing closes a name, a parameter or the end of the call must follow it.
+    if not name or (not tags.after_name and not (yield from _is_next(reader, (tags.before_key, tags.end)))):
+        raise Malformed
+    return name
 
 
 def _is_next(reader: TextReader, literals: tuple[str, ...]) -> Steps[bool]:
