@@ -13,7 +13,7 @@ class HelpRow(NamedTuple):
 
     group: str
     names: str
-    """Its flags and what follows them, such as `--port INTEGER`."""
+    """The option's flags and the type of its value, such as `--port INTEGER`."""
     help: str
     variable: str = ""
     default: str = ""

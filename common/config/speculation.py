@@ -23,7 +23,7 @@ class Speculation:
 
     method: Method
     max_drafts: int
-    """Of one sequence in one step."""
+    """The most draft tokens that one sequence gets in one step."""
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:

@@ -215,7 +215,7 @@ class TokenChunk(NamedTuple):
     drafted: int = 0
     """Draft tokens that the step verified for the attempt."""
     accepted: int = 0
-    """Those of `drafted` that were right. They are among `token_ids`."""
+    """How many of `drafted` were right; these tokens are in `token_ids`."""
     preemptions: int = 0
     """How often the sequence was preempted; in the attempt's last message."""
 

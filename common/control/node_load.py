@@ -46,13 +46,13 @@ class NodeLoad:
     drafted: dict[str, int] = field(default_factory=dict[str, int])
     """Draft tokens that steps verified, by method: `grammar` for those that a grammar forces, else a method of `--speculate`."""
     drafts_accepted: dict[str, int] = field(default_factory=dict[str, int])
-    """Those of `drafted` that were right."""
+    """How many of `drafted` were right, by method."""
     speculation_saved_s: float = 0.0
     """Estimated seconds of decode steps that drafts saved, less what wrong ones took."""
     draining: bool = False
     """The node finishes its requests and must get no new ones."""
     deferred: int = 0
-    """Those of `waiting` that wait for something else than room: KV that is relayed, a grammar, an adapter."""
+    """Requests among `waiting` that do not wait for KV blocks or slots, but for relayed KV, a grammar or an adapter."""
 
     @property
     def idle(self) -> bool:

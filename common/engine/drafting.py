@@ -20,7 +20,7 @@ from common.engine.speculation.token_index import NOTHING, Proposal, TokenIndex
 _TAKEN_AT_ONCE = 4096
 """Tokens that an index takes in for one step, so that a long prompt does not delay the others: about 2 ms."""
 _PROBE_AFTER, _PROBE = 64, 2
-"""After so many proposals that did not seem to pay, so many drafts are computed to see whether they still fail."""
+"""When `_PROBE_AFTER` proposals in a row did not seem to pay, `_PROBE` drafts are computed, to learn whether that still holds."""
 _LEAST_GAIN = 1.02
 _WAIT_FROM = 0.5
 """Chance of the first draft from which a sequence waits for its last token."""
@@ -42,11 +42,11 @@ class Proposer(Protocol):
     name: str
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
-        """For each sequence at most so many tokens to follow those that are known and those that its grammar forces."""
+        """Guess the tokens after the known ones and after those that the grammar forces: for sequence i at most `limits[i]`."""
         ...
 
     def foresees(self, seq: Sequence) -> int:
-        """`Proposal.match` of the proposal that a sequence seems to get once its last token is known; 0: it gets none."""
+        """Predict `Proposal.match` of the proposal for when the sequence's last token is known; 0 if there will be none."""
         ...
 
 

@@ -47,7 +47,7 @@ class SequenceTokens:
         self._counted = 0
         """Leading tokens that `_counter` has counted."""
         self._seen_with_drafts: tuple[tuple[int, int], SeenTokens] | None = None
-        """The latest result of `seen`, for so many known tokens and drafts: the next draft is counted on top."""
+        """(number of known tokens, number of drafts) and the result of the latest `seen`, to which one more draft can be added."""
 
     @property
     def num_generated(self) -> int:

@@ -224,7 +224,7 @@ class MixtureDescription:
     kind: ClassVar[str] = "mixture"
     router: RouterDescription
     inner_size: int
-    """Of each expert."""
+    """Inner features of each expert."""
     activation: str = "silu"
     """A key of `ACTIVATIONS`."""
     clamp: ClampedGate | None = None

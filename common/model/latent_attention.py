@@ -103,7 +103,7 @@ class _Norm:
 
 
 def _matrices(build: Build, name: str, share: Share, attention: LatentDescription) -> LatentMatrices:
-    """Those of this rank's heads."""
+    """The matrices of this rank's heads."""
     shape, part = (share.size, attention.latent_dim), Part(0, share.lo, share.hi)
     up = build.dense(f"{name}.weight", shape, part).view(-1, attention.nope_dim + attention.v_head_dim, shape[1])
     if attention.latent_dim % PANEL or attention.v_head_dim % PANEL:

@@ -28,13 +28,13 @@ class RankHoldings:
 
     shard: RankShard
     num_weights: int
-    """Of linear layers, experts, embedding and LM head."""
+    """Weights of linear layers, experts, embedding and LM head."""
     experts: tuple[int, int, int] | None
     """First, end and number of the experts of a mixture; None: no layer of the rank is one."""
     num_mixtures: int
     """Layers that are mixtures."""
     kv_bytes: int
-    """Of a token whose KV is kept in all layers."""
+    """Bytes of KV of one token that is kept in all layers."""
 
     def describe(self, layout: KVLayout, weight_bits: int) -> str:
         """One line for operators. `weight_bits`: of the model's dtype."""

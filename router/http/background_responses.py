@@ -32,7 +32,7 @@ Serve = Callable[[Request], Awaitable[Response]]
 
 
 class BackgroundResponses:
-    """Those that this router computes."""
+    """The background responses that this router computes."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], tuple[DisconnectListener, asyncio.Task[None]]] = {}

@@ -111,7 +111,7 @@ class Generation(RunningRequest[Flow]):
 
     @property
     def accepted(self) -> int:
-        """Those of `drafted` that were right."""
+        """How many of `drafted` were right."""
         return self.flow.accepted
 
     @property

@@ -88,7 +88,7 @@ class ShapeKeeper:
         self._leaving: list[Node] = []
         self._starting: dict[Role, int] = {"prefill": 0, "decode": 0}
         self.costs: RoleCosts | None = None
-        """As last observed."""
+        """The latest costs that were observed."""
 
     def watch(self, cluster: SimulatedCluster, router: SimulatedRouter, events: Events) -> None:
         """Begin; before the cluster runs."""

@@ -17,4 +17,4 @@ class SequenceDrafts:
     match: int = 0
     """`Proposal.match` of the latest drafts."""
     skipped: int = 0
-    """Proposals since the latest one of which something was drafted."""
+    """How many proposals in a row were not drafted."""

@@ -10,7 +10,8 @@ _MOST = 3.0
 _PER_ROW = 0.04
 """Assumed price of a further row, as a share of a step, where nothing is measured."""
 _FORGET = 2000
-"""A number of rows that did not occur in so many steps is forgotten: the machine may have changed."""
+"""The measurement for a number of rows is forgotten when the last `_FORGET` steps had none of that size: the machine may have
+changed."""
 
 
 class StepCosts:
@@ -24,7 +25,7 @@ class StepCosts:
         self._steps = 0
 
     def record(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took this long."""
+        """Take in the duration of one step with `rows` rows."""
         self._steps += 1
         mean = self._seconds.get(rows)
         if mean is None:

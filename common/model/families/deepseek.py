@@ -21,7 +21,7 @@ from common.model.latent_description import LatentDescription
 from common.model.rope import read_rope
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""Epsilon of the norms of latents; config.json has only that of the other norms."""
 
 
 def _score_factor(config: ConfigFile) -> float:

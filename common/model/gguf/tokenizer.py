@@ -134,7 +134,7 @@ class _Vocabulary:
         return [list(pair) for merge in self._list("merges", str) if len(pair := _cut(merge)) == 2]
 
     def scores(self) -> list[float]:
-        """Of each token."""
+        """The score of each token, by id. Raises: ConfigError."""
         found = self._list("scores", float)
         if len(found) != len(self.tokens):
             raise ConfigError(f"{self.file.path}: not all tokens have a score; {INSTEAD}")

@@ -35,7 +35,7 @@ class Report:
     """What an actor says of its process."""
 
     digest: str
-    """Of the service's options."""
+    """`RayService.digest` of what the actor runs."""
     host: str
     """Address of its host."""
     master_port: int
@@ -44,7 +44,7 @@ class Report:
     started: int
     """How often the process was started by this actor."""
     exit_code: int | None
-    """Of the last process that ended, as in `Popen`."""
+    """Return code of the last process that ended, as in `Popen`; None if none has."""
     has_started: bool
     """A process has run for a while."""
     lines: list[str]

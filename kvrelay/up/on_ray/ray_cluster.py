@@ -46,7 +46,7 @@ class RayCluster:
         return self._ray.get_runtime_context().get_node_id()
 
     def hosts(self) -> list[RayHost]:
-        """Those that are alive."""
+        """The hosts that are alive."""
         return [
             RayHost(each["NodeID"], each["NodeManagerAddress"], each["Resources"])
             for each in self._ray.nodes()
