@@ -71,7 +71,7 @@ class RegisteredModel:
         self._weights: KVLayout | None = None
         """What the nodes in use compute with (`_weights_of`)."""
         self._told: set[tuple[str, str]] = set()
-        """What was logged, once each, of which incarnations that are here."""
+        """(incarnation, reason) pairs that were logged, of nodes that are registered: each is logged once."""
 
     @property
     def task(self) -> Task:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 from bench.results import Result, Target, median
 from bench.session import Session
-from support.system import System, running_system
+from support.system import System
 
 _MOST_S, _TOKENS = 3.0, 1900
 _SETTLE_S, _TIMEOUT_S = 3.0, 300.0
@@ -40,16 +38,9 @@ ATTACKS = (
 def run(session: Session) -> Result:
     """The time of whole answers of 5 tokens, one after the other, and how many requests were refused."""
     result = Result("fair_shares")
-    session.stop_system()
-    session.stop_plain()
-    args = ("--model", "demo", "--log-level", "warning", "--api-key", "greedy,modest")
     quiet_s = 0.0
     for attack in ATTACKS:
-        with (
-            tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as temporary,
-            running_system(Path(temporary), *args) as up,
-        ):
-            up.wait_usable()
+        with session.own_system("--model", "demo", "--api-key", "greedy,modest") as up:
             waits_s, refused = asyncio.run(_measure(up, attack, session.repeats(20, 3)))
         quiet_s = quiet_s or median(waits_s)
         result.add(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from bench.client import Stream, complete, gaps
 from bench.results import Result, Target, percentile
 from bench.session import Session
 from bench.worker import Worker
-from support.system import System, running_system
+from support.system import System
 
 from common.base.free_memory import resident_bytes
 
@@ -47,14 +45,7 @@ def _bodies(text: str) -> dict[str, dict[str, Any]]:
 def run(session: Session) -> Result:
     """Peak and return of the resident memory for each address and text; p99 between the tokens of streams."""
     result = Result("hostile_bodies")
-    session.stop_system()
-    session.stop_plain()
-    args = ("--model", "demo", "--log-level", "warning")
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as temporary,
-        running_system(Path(temporary), *args) as up,
-    ):
-        up.wait_usable()
+    with session.own_system("--model", "demo") as up:
         pid = up.process("router")["pid"]
         _attack(up.url, "/tokenize", {"prompt": "warm " * 50_000})
         before = peak = _resident(pid)

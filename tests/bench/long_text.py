@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
-from pathlib import Path
 
 import httpx
 from bench import client
 from bench.client import Stream, complete, gaps
 from bench.results import Result, Target, median, percentile
 from bench.session import Session
-from support.system import running_system
 
 _STREAMS, _PROMPT, _TOKENS, _VOCAB = 8, 64, 1900, 2048
 _CHARACTERS, _EVERY_S = 100_000, 0.5
@@ -21,14 +18,7 @@ _CHARACTERS, _EVERY_S = 100_000, 0.5
 def run(session: Session) -> Result:
     """p99 between the tokens of 8 streams of the demo model, with the texts and without, in turns."""
     result = Result("long_text")
-    session.stop_system()
-    session.stop_plain()
-    args = ("--model", "demo", "--log-level", "warning")
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as temporary,
-        running_system(Path(temporary), *args) as up,
-    ):
-        up.wait_usable()
+    with session.own_system("--model", "demo") as up:
         pairs = [client.run(_pair(session, up.url)) for _ in range(session.repeats(7, 1))]
     quiet, beside = ([pair[n] for pair in pairs] for n in (0, 1))
     result.add(f"p99 between tokens of {_STREAMS} streams, demo model", median(quiet), "ms")

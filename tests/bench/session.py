@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ class Session:
             *("--kv-memory-gb", str(_KV_MEMORY_GB), "--log-level", "warning"),
             *("--start-timeout-s", str(_START_TIMEOUT_S)),
         ]
+
+    @contextlib.contextmanager
+    def own_system(self, *arguments: str) -> Iterator[System]:
+        """`kvrelay up` with these arguments for one bench, alone on the machine."""
+        self.stop_system()
+        self.stop_plain()
+        with (
+            tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as folder,
+            running_system(Path(folder), "--log-level", "warning", *arguments) as system,
+        ):
+            system.wait_usable()
+            yield system
 
     def stop_system(self) -> None:
         """End the running cluster, if there is one."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from bench import client
 from bench.client import complete, decode_rate
 from bench.results import Result, median
 from bench.session import Session
-from support.system import running_system
 
 from scripts.small_model import NAME, small_model
 
@@ -24,18 +20,13 @@ def run(session: Session) -> Result:
     if file is None:
         print("small_model: not run, the model is not on this machine: scripts/fetch-small-model", flush=True)
         return result
-    session.stop_system()
-    session.stop_plain()
     rates, firsts, reads = [], [], []
-    with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as folder:
-        args = ("--model", str(file), "--log-level", "warning")
-        with running_system(Path(folder), *args) as up:
-            up.wait_usable()
-            for number in range(session.repeats(5) + 1):
-                reads.append(session.limits.measure_read())
-                stream = client.run(_stream(up.url, f"{number} {_TEXT}", session.repeats(_TOKENS, 16)))
-                rates.append(decode_rate(stream))
-                firsts.append(1e3 * stream.ttft_s)
+    with session.own_system("--model", str(file)) as up:
+        for number in range(session.repeats(5) + 1):
+            reads.append(session.limits.measure_read())
+            stream = client.run(_stream(up.url, f"{number} {_TEXT}", session.repeats(_TOKENS, 16)))
+            rates.append(decode_rate(stream))
+            firsts.append(1e3 * stream.ttft_s)
     bound = max(reads) / file.stat().st_size
     result.add(
         "one stream, SmolLM2-135M, Q4_1", median(rates[1:]), "tok/s", limit=bound, limit_name="read bandwidth / file"
