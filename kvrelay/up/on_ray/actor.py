@@ -132,7 +132,7 @@ class ServiceActor:
     def _run(self, words: tuple[str, ...]) -> tuple[int, float]:
         """Run the process to its end. Returns its return code and how long it ran, in seconds."""
         environ = {name: value for name, value in os.environ.items() if name != _OF_RAY}
-        environ |= {"PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid()), **self._service.environ}
+        environ |= {"PYTHONUNBUFFERED": "1", **self._service.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
         started_s = time.monotonic()
         process = subprocess.Popen(
             (*module_command("kvrelay"), *words),

@@ -30,7 +30,7 @@ from kvrelay.up.health import HealthProbe
 from kvrelay.up.models import find_models
 from kvrelay.up.on_ray.actor import Report
 from kvrelay.up.on_ray.placement import Placement, place, why_pending
-from kvrelay.up.on_ray.ray_cluster import RayCluster
+from kvrelay.up.on_ray.ray_cluster import RayCluster, service_of
 from kvrelay.up.on_ray.reconcile import reconcile
 from kvrelay.up.on_ray.services import RayService, RayServices, check_options
 from kvrelay.up.plan import STOP_ORDER
@@ -122,7 +122,12 @@ class Reconciler:
         started_s = time.monotonic()
         try:
             while not self._stop.is_set():
-                await self._look()
+                try:
+                    await self._look()
+                except Exception as error:  # Ray's errors share no class; what runs must not end with this look at it
+                    if self._is_first_start:
+                        raise
+                    self._console.say(f"cannot ask Ray now: {error}")
                 if not self._ready:
                     await self._check_start(started_s)
                 await _wait(self._stop, _EVERY_S)
@@ -248,7 +253,7 @@ class Reconciler:
             status = client.get("/status", base=base, timeout_s=10.0)
 
     async def _end_service(self, service: str) -> None:
-        names = [name for name in await asyncio.to_thread(self._ray.names) if name.partition(".")[0] == service]
+        names = [name for name in await asyncio.to_thread(self._ray.names) if service_of(name) == service]
         for name in names:
             await asyncio.to_thread(self._ray.stop, name)
         until_s = time.monotonic() + _STOP_S
@@ -264,7 +269,7 @@ class Reconciler:
         for task in list(self._busy.values()):
             task.cancel()
         await asyncio.gather(*self._busy.values(), return_exceptions=True)
-        there = {name.partition(".")[0] for name in await asyncio.to_thread(self._ray.names)}
+        there = {service_of(name) for name in await asyncio.to_thread(self._ray.names)}
         there |= {service.name for service in self._services.wanted(self._counts)}  # groups that have no actor yet
         for role in STOP_ORDER:
             of_role = sorted(name for name in there if name.rpartition("-")[0] == role or name == role)
