@@ -6,7 +6,7 @@ declares a `variant`. Pure data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
@@ -301,11 +301,20 @@ class SpeculationOptions:
     speculate_tokens: int = option(
         16, "Maximum number of tokens guessed for one stream in one step.", "Speculation", low=1, high=128
     )
+    speculate_answers: int = option(
+        0,
+        "Search recent answers too: so many tokens of them are kept in all, and a client's guesses come from answers to its own "
+        "API key (without keys, to its address) only. 300 bytes each; 0: none.",
+        "Speculation",
+        low=0,
+        high=10_000_000,
+    )
 
     @property
     def speculation(self) -> Speculation | None:
         """None: nothing is guessed. Raises: ConfigError."""
-        return parse_speculation(self.speculate, self.speculate_tokens)
+        found = parse_speculation(self.speculate, self.speculate_tokens)
+        return found and replace(found, max_answer_tokens=self.speculate_answers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ class Speculation:
     method: Method
     max_drafts: int
     """The most draft tokens that one sequence gets in one step."""
+    max_answer_tokens: int = 0
+    """Tokens of recent answers that are searched too, those of one tenant apart from the others'."""
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:

@@ -13,9 +13,10 @@ from typing import Protocol
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
+from common.engine.speculation.recent_answers import RecentAnswers
 from common.engine.speculation.sequence_drafts import SequenceDrafts
 from common.engine.speculation.step_costs import StepCosts
-from common.engine.speculation.token_index import NOTHING, Proposal, TokenIndex
+from common.engine.speculation.token_index import MAX_MATCH, NOTHING, Proposal, TokenIndex
 
 _TAKEN_AT_ONCE = 4096
 """Tokens that an index takes in for one step, so that a long prompt does not delay the others: about 2 ms."""
@@ -49,14 +50,20 @@ class Proposer(Protocol):
         """Predict `Proposal.match` of the proposal for when the sequence's last token is known; 0 if there will be none."""
         ...
 
+    def ended(self, seq: Sequence) -> None:
+        """Learn from the answer of a sequence that has ended."""
+        ...
+
 
 class IndexProposer:
-    """Proposes what followed the same tokens earlier in the sequence, or in the prediction that its client sent."""
+    """Proposes what followed the same tokens earlier in the sequence, in the prediction that its client sent, or in recent
+    answers of its tenant."""
 
-    def __init__(self, name: str) -> None:
-        """name: `suffix` or `ngram`."""
+    def __init__(self, name: str, max_answer_tokens: int = 0) -> None:
+        """name: `suffix` or `ngram`. `max_answer_tokens`: of recent answers that are kept, 0 for none."""
         self.name = name
         self._max_candidates = 1 if name == "ngram" else _SUFFIX_CANDIDATES
+        self._answers = RecentAnswers(max_answer_tokens, self._max_candidates)
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
         return [self._propose(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
@@ -69,11 +76,20 @@ class IndexProposer:
             drafts.index = TokenIndex([prediction] if prediction else (), max_candidates=self._max_candidates)
         if not drafts.index.take(seq.tokens.ids, _TAKEN_AT_ONCE):
             return NOTHING
-        return drafts.index.propose(seq.tokens.forced, limit)
+        forced = seq.tokens.forced
+        own = drafts.index.propose(forced, limit)
+        if not len(self._answers):
+            return own
+        tail = [*seq.tokens.ids[-MAX_MATCH:], *forced]
+        earlier = self._answers.find(seq.request.tenant, tail, limit, above=own.match)
+        return earlier if earlier.token_ids else own
 
     def foresees(self, seq: Sequence) -> int:
         proposal = NOTHING if seq.drafts is None else self._propose(seq, 2)
         return proposal.match if len(proposal.token_ids) > 1 else 0
+
+    def ended(self, seq: Sequence) -> None:
+        self._answers.add(seq.request.tenant, seq.tokens.ids[seq.tokens.prompt_len :])
 
 
 class Drafting:
@@ -199,6 +215,11 @@ class Drafting:
         counts = self.counts.setdefault(method, DraftCounts())
         counts.drafted += drafted
         counts.accepted += accepted
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence of this node ends, with all its tokens or with the first ones."""
+        if self._proposer is not None and not seq.relays and len(seq.tokens.ids) > seq.tokens.prompt_len:
+            self._proposer.ended(seq)
 
     def timed(self, num_seqs: int, rows: int, tokens: int, seconds: float) -> None:
         """A step without prompts took this long and gave `tokens` tokens."""

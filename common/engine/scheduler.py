@@ -132,6 +132,7 @@ class Scheduler:
         """
         if seq.state in END_IGNORED:
             return
+        self.drafting.ended(seq)
         if seq.state is _WAITING:
             self.waiting.remove(seq)
         elif seq.state is _RESERVED:

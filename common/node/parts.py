@@ -46,7 +46,7 @@ def make_drafting(plan: NodePlan) -> Drafting:
     speculation = plan.speculation
     if speculation is None:
         return Drafting()
-    return Drafting(IndexProposer(speculation.method), speculation.max_drafts)
+    return Drafting(IndexProposer(speculation.method, speculation.max_answer_tokens), speculation.max_drafts)
 
 
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:

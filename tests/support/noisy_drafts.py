@@ -34,3 +34,6 @@ class NoisyDrafts:
 
     def foresees(self, seq: Sequence) -> int:
         return 2 * self._draw.randrange(2)
+
+    def ended(self, seq: Sequence) -> None:
+        """It learns nothing."""

@@ -28,7 +28,7 @@ NOTHING = Proposal([])
 
 
 class TokenIndex:
-    """The tokens of one sequence, after those of other documents."""
+    """The tokens of one sequence, after those of other documents; or documents alone."""
 
     def __init__(self, documents: Iterable[Seq[int]] = (), *, max_candidates: int) -> None:
         """`max_candidates`: places that a proposal compares, latest first: the longest match is taken, among equal ones the
@@ -39,11 +39,19 @@ class TokenIndex:
         """For each place, where the same pair of tokens ended before; -1: nowhere."""
         self._latest: dict[tuple[int, int], int] = {}
         for document in documents:
-            self._append(document)
-            self._append([_BEFORE_ANY])
+            self.add(document)
         self._start = len(self._ids)
         self._source = 0
         """Place in the source of the latest proposal that the present end of the sequence has if the proposal was right."""
+
+    def __len__(self) -> int:
+        """Tokens, and one before each document."""
+        return len(self._ids)
+
+    def add(self, document: Seq[int]) -> None:
+        """Take in a document, in an index without a sequence."""
+        self._append(document)
+        self._append([_BEFORE_ANY])
 
     def take(self, ids: list[int], limit: int) -> bool:
         """Take in what is new of a sequence's tokens, at most `limit` of them. Returns whether nothing is left."""
@@ -73,23 +81,39 @@ class TokenIndex:
         place = self._latest.get((tail[-2], tail[-1]), -1) if after else self._previous[end]
         if 0 < self._source < end and not after:
             best = self._match(self._source, tail)
-        found = self._source if best >= 2 else 0
-        best = best if best >= 2 else 1
-        for _ in range(self._max_candidates):
-            if place < 0 or best >= MAX_MATCH:
-                break
-            if ids[place - best] == tail[-1 - best] and (length := self._match(place, tail)) > best:
-                best, found = length, place
-            place = self._previous[place]
+        found, best = (self._source, best) if best >= 2 else (0, 1)
+        found, best = self._longest(place, tail, found, best)
         if not found:
             return NOTHING
         self._source = found
-        proposed = ids[found + 1 : found + 1 + limit]
+        proposed = self._following(found, limit)
         while len(proposed) < limit and not after:  # the match overlaps the end: its period goes on
             proposed += proposed[: limit - len(proposed)]
-        if _BEFORE_ANY in proposed:
-            del proposed[proposed.index(_BEFORE_ANY) :]
-        return Proposal(proposed, best)
+        return Proposal(_within_document(proposed), best)
+
+    def find(self, tail: Seq[int], limit: int, above: int) -> Proposal:
+        """At most `limit` tokens that follow the last ones of `tail` (at most `MAX_MATCH`) in the documents, where more than
+        `above` of these match; else nothing."""
+        if limit <= 0 or len(tail) <= max(above, 1):
+            return NOTHING
+        place = self._latest.get((tail[-2], tail[-1]), -1)
+        found, best = self._longest(place, [_BEFORE_ANY, *tail[-MAX_MATCH:]], 0, max(above, 1))
+        return Proposal(_within_document(self._following(found, limit)), best) if found else NOTHING
+
+    def _longest(self, place: int, tail: list[int], found: int, best: int) -> tuple[int, int]:
+        """The place of the longest match of `tail`, and its length, from `place` on to earlier ones; `found` and `best` if none
+        is longer than `best`."""
+        ids = self._ids
+        for _ in range(self._max_candidates):
+            if place < 0 or best >= MAX_MATCH:
+                break
+            if place >= best and ids[place - best] == tail[-1 - best] and (length := self._match(place, tail)) > best:
+                best, found = length, place
+            place = self._previous[place]
+        return found, best
+
+    def _following(self, place: int, limit: int) -> list[int]:
+        return self._ids[place + 1 : place + 1 + limit]
 
     def _match(self, place: int, tail: list[int]) -> int:
         """How many tokens up to `place` equal the last ones of `tail`."""
@@ -98,3 +122,7 @@ class TokenIndex:
         while length < size and ids[place - length] == tail[-1 - length]:
             length += 1
         return length
+
+
+def _within_document(token_ids: list[int]) -> list[int]:
+    return token_ids[: token_ids.index(_BEFORE_ANY)] if _BEFORE_ANY in token_ids else token_ids

@@ -16,10 +16,12 @@ from common.engine.speculation.step_costs import StepCosts
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def sequence(name: str = "a", prompt: list[int] | None = None, **params: object) -> Sequence:
+def sequence(name: str = "a", prompt: list[int] | None = None, tenant: str = "", **params: object) -> Sequence:
     ids = prompt or [*TEXT, 1, *TEXT[:3]]
     sampling = SamplingParams(**{"seed": 1, "max_tokens": 50, **params})  # type: ignore[arg-type]
-    return Sequence(AttemptKey(name, 1), EngineRequest(pack_ids(ids), sampling), list(ids), root_hash("f"), 0.0)
+    return Sequence(
+        AttemptKey(name, 1), EngineRequest(pack_ids(ids), sampling, tenant=tenant), list(ids), root_hash("f"), 0.0
+    )
 
 
 def drafting(cost_of_row: float, max_drafts: int = 8) -> Drafting:
@@ -124,3 +126,24 @@ def test_costs_between_measured_sizes_are_interpolated_and_never_fall() -> None:
         costs.record(17, 1.0)
     costs.record(17, 100.0)
     assert costs.seconds(17) < 1.5, "one step that was disturbed"
+
+
+def test_an_answer_drafts_for_later_sequences_of_its_tenant_only() -> None:
+    made = Drafting(IndexProposer("suffix", max_answer_tokens=1000), 8, always=True)
+    answered = sequence("a", [1, 2, 3], tenant="x")
+    answered.tokens.ids += TEXT
+    made.ended(answered)
+    same, other = (sequence(name, [5, 6, *TEXT[:3]], tenant=name) for name in ("x", "y"))
+    assert drafts_of(made, [same, other]) == [6, 0]
+    assert same.tokens.draft_ids == TEXT[3:]
+    repeating = sequence("b", [*TEXT[:3], 20, 21, 22, *TEXT[:3]], tenant="x")
+    drafts_of(made, [repeating])
+    assert repeating.tokens.draft_ids[:3] == [20, 21, 22], "its own text goes first where it matches as well"
+
+
+def test_without_room_for_answers_none_is_kept() -> None:
+    made = Drafting(IndexProposer("suffix"), 8, always=True)
+    answered = sequence("a", [1, 2, 3])
+    answered.tokens.ids += TEXT
+    made.ended(answered)
+    assert drafts_of(made, [sequence("b", [5, 6, *TEXT[:3]])]) == [0]
