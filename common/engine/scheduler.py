@@ -64,9 +64,7 @@ class Scheduler:
         self.reserved: dict[AttemptKey, Sequence] = {}
         self.next_reserved: Sequence | None = None
         """The sequence to `reserve` next, if it had to wait; later ones must not take its blocks or its sequence slot."""
-        self.num_preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._copies: list[BlockCopy] = []
         """For the sequences that were admitted to the step being scheduled."""
         self._steps = 0
