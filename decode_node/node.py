@@ -31,6 +31,7 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
+from common.control.versions import PROTOCOL_VERSION
 from common.engine.kv_transfer import DestinationReleased, Opened, Received, ReceiveFailed, TransferPlan
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
@@ -250,7 +251,7 @@ class DecodeNode(NodeCore[_Attempt]):
     def _send_grant(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.RECEIVING:
             blocks = [pack_ids(each) for each in attempt.seq.blocks.tables]
-            grant = Grant(attempt.seq.key, self.me, self.layout, attempt.first_blocks, blocks)
+            grant = Grant(attempt.seq.key, self.me, self.layout, attempt.first_blocks, blocks, PROTOCOL_VERSION)
             self.send_buffer.reply(attempt.prefill_identity, grant)
 
     # ------------------------------------------------------------ arrival

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from common.base.clock import Clock
 from common.base.errors import PeerLost
 from common.control.messages import Grant
+from common.control.versions import PROTOCOL_VERSION
 from common.security.sealed_endpoints import without_keys
 from kvtransfer.tables import SendTable
 from kvtransfer.transports.base import Connector, Peer
@@ -119,6 +120,7 @@ class PeerTable:
                 continue
             peer.why = chosen.why
             peer.is_fallback = bool(failed)
+            peer.protocol = min(PROTOCOL_VERSION, grant.protocol)
             self._log_transport(grant, dst_rank, chosen)
             return peer
 

@@ -19,6 +19,7 @@ from common.base.errors import ProtocolError, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.codec import Codec
 from common.control.messages import AttemptKey
+from common.control.versions import OLDEST_VERSION
 from common.kv.rank_layout import GroupPart
 
 MAX_HEADER_BYTES = 2**21
@@ -97,12 +98,12 @@ class SliceAck:
     message: Annotated[str, Field(max_length=4096)] = ""
 
 
-_CODEC = Codec(SliceHeader, SliceAck)
+_CODEC = Codec(SliceHeader, SliceAck, version=OLDEST_VERSION)
 
 
-def encode(message: SliceHeader | SliceAck) -> bytes:
-    """One header or ack as MessagePack bytes."""
-    return _CODEC.encode(message)
+def encode(message: SliceHeader | SliceAck, version: int | None = None) -> bytes:
+    """One header or ack as MessagePack bytes, for an end that reads `version`; None: the oldest."""
+    return _CODEC.encode(message, version)
 
 
 def decode_header(data: bytes | memoryview) -> SliceHeader:

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError, Unavailable
 from common.cluster.desired_state import Counts, change_desired
-from common.cluster.records import CheckedRecords, LoadedAdapters, Records
+from common.cluster.records import CheckedRecords, EncodedRecord, LoadedAdapters, Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_scripts import DEREGISTER, READ, RENEW
@@ -162,12 +162,13 @@ class Registrar:
             peer.incarnation,
             repr(self._record.started_at),
             max(1, round(self._lease_s * LEASE_IN_REDIS * 1000)),
-            self._encoded,
+            self._encoded.readable,
             peer.node_id,
             _FORGET_ID_S,
             secrets.token_hex(8),
             self._encoded_loaded,
             1000 * _KEEP_ADAPTERS_S,
+            self._encoded.newest,
             *(part for pair in load.items() for part in pair),
         )
         if answer != 1:
@@ -187,7 +188,12 @@ class Registrar:
 
     def _own_keys(self) -> list[str]:
         node_id = self._record.peer.node_id
-        return [self._keys.fence(node_id), self._keys.node(node_id), self._keys.load(node_id)]
+        return [
+            self._keys.fence(node_id),
+            self._keys.node(node_id),
+            self._keys.load(node_id),
+            self._keys.newest(node_id),
+        ]
 
     def _note(self, unavailable: str | None) -> None:
         node_id, before, self.unavailable = self._record.peer.node_id, self.unavailable, unavailable
@@ -330,19 +336,21 @@ class Directory:
                 "Redis evicts keys when its memory is full (%s); set its maxmemory-policy to noeviction", evicts
             )
 
-    async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes], set[str]]:
+    async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, EncodedRecord], set[str]]:
         """The epoch, the renewals, the records, and the known nodes that have deregistered."""
         keys = self._keys
-        epoch, members, values = await self._client.eval(READ, 2, keys.epoch, keys.nodes, keys.node(""))
+        prefixes = keys.node(""), keys.newest("")
+        epoch, members, *values = await self._client.eval(READ, 2, keys.epoch, keys.nodes, *prefixes)
         ids = [member.decode("utf-8", "replace") for member in members[::2]]
         renewals = dict(zip(ids, map(float, members[1::2]), strict=True))
-        records = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        found_records = zip(ids, *values, strict=True)
+        records = {i: EncodedRecord(raw, newest or b"") for i, raw, newest in found_records if raw is not None}
         missing = list(self._records.keys() - renewals.keys())
         found: list[bytes | None] = await self._client.mget(list(map(keys.node, missing))) if missing else []
         return epoch, renewals, records, {each for each, raw in zip(missing, found, strict=True) if raw == b""}
 
     def _update(
-        self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes], left: set[str]
+        self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, EncodedRecord], left: set[str]
     ) -> None:
         now = self._clock()
         if self.degraded:

@@ -1,13 +1,17 @@
-"""Encodes node records and lists of loaded adapters for Redis. With `--tls-dir` they are signed with the node's key, so that
-access to Redis alone is not enough to announce a node. Runs on the asyncio loop of its process.
+"""Encodes node records and lists of loaded adapters for Redis, where services of the protocol version before read them too.
+
+With `--tls-dir` they are signed with the node's key, so that access to Redis alone is not enough to announce a node. Runs on
+the asyncio loop of its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ConfigDict
 
@@ -15,6 +19,7 @@ from common.base.clock import Clock
 from common.base.errors import ConfigError, ProtocolError
 from common.control.codec import Codec, decode, encode
 from common.control.messages import Adapter, NodeRecord
+from common.control.versions import OLDEST_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +50,16 @@ class LoadedAdapters:
     """The client that loaded each adapter; None: an operator."""
 
 
-_CODEC = Codec(SignedRecord, LoadedAdapters)
+class EncodedRecord(NamedTuple):
+    """A node's record as it is in Redis."""
+
+    readable: bytes
+    """In the oldest protocol version that the node speaks, so that every router that can use the node reads it."""
+    newest: bytes = b""
+    """In its newest version, if it has fields that the oldest lacks; else empty."""
+
+
+_CODEC = Codec(SignedRecord, LoadedAdapters, version=OLDEST_VERSION)
 
 
 class Records:
@@ -72,9 +86,15 @@ class Records:
         """Whether the node has got a new certificate since it last signed; the old one expires."""
         return self._signer is not None and self._signer.is_renewed
 
-    def encode(self, record: NodeRecord) -> bytes:
-        """Encode a node's record, signed if records are. Raises: ConfigError if the node's key cannot be used."""
-        return self._sign(encode(record))
+    def encode(self, record: NodeRecord) -> EncodedRecord:
+        """Encode a node's record, signed if records are. A record that only new routers understand is encoded for these, and
+        older ones refuse it. Raises: ConfigError if the node's key cannot be used."""
+        newest = encode(record)
+        try:
+            readable = encode(record, OLDEST_VERSION)
+        except ProtocolError:
+            return EncodedRecord(self._sign(newest))
+        return EncodedRecord(self._sign(readable), b"" if decode(readable) == record else self._sign(newest))
 
     def encode_loaded(self, loaded: LoadedAdapters) -> bytes:
         """Encode a list of loaded adapters; the empty list is b"". Raises: ConfigError if the node's key cannot be used."""
@@ -106,11 +126,17 @@ class Records:
             log.warning("malformed node record: %s", error)
             return None
 
-    def check(self, raw: bytes) -> NodeRecord:
-        """Decode a node's record. Raises: ProtocolError or ConfigError if it is malformed or no node of this cluster signed it."""
+    def check(self, raw: bytes, newest: bytes = b"") -> NodeRecord:
+        """Decode a node's record, and use the one in the newest version if it is of the same process and can be read.
+
+        Raises: ProtocolError or ConfigError if `raw` is malformed or no node of this cluster signed it.
+        """
         message = decode(self._opened(raw))
         if not isinstance(message, NodeRecord):
             raise ProtocolError(f"it is a {type(message).__name__}")
+        with contextlib.suppress(ProtocolError, ConfigError):  # it may be of a version that is too new here
+            fuller = self.check(newest) if newest else message
+            return fuller if fuller.peer.incarnation == message.peer.incarnation else message
         return message
 
     def _sign(self, plain: bytes) -> bytes:
@@ -139,8 +165,8 @@ class CheckedRecords:
     def __init__(self, records: Records, clock: Clock) -> None:
         self._records = records
         self._clock = clock
-        self._accepted: dict[str, tuple[bytes, NodeRecord]] = {}
-        self._refused: dict[str, tuple[bytes, str, float]] = {}
+        self._accepted: dict[str, tuple[EncodedRecord, NodeRecord]] = {}
+        self._refused: dict[str, tuple[EncodedRecord, str, float]] = {}
         """Node id -> its record, why it was refused, and when."""
 
     @property
@@ -148,21 +174,21 @@ class CheckedRecords:
         """Node id -> why its record is refused."""
         return {node_id: reason for node_id, (_, reason, _) in self._refused.items()}
 
-    def read(self, raw_records: Mapping[str, bytes]) -> dict[str, NodeRecord]:
+    def read(self, raw_records: Mapping[str, EncodedRecord]) -> dict[str, NodeRecord]:
         """Return the valid records by node id. Each refused node is logged once, and again if the reason changes."""
         self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}
         self._refused = {node_id: known for node_id, known in self._refused.items() if node_id in raw_records}
         read = {node_id: self._read(node_id, raw) for node_id, raw in raw_records.items()}
         return {node_id: record for node_id, record in read.items() if record is not None}
 
-    def _read(self, node_id: str, raw: bytes) -> NodeRecord | None:
+    def _read(self, node_id: str, raw: EncodedRecord) -> NodeRecord | None:
         accepted, refused = self._accepted.get(node_id), self._refused.get(node_id)
         if accepted is not None and accepted[0] == raw:
             return accepted[1]
         if refused is not None and refused[0] == raw and self._clock() - refused[2] < _CHECK_AGAIN_S:
             return None
         try:
-            record = self._records.check(raw)
+            record = self._records.check(*raw)
             if record.peer.node_id != node_id:
                 raise ProtocolError(f"it belongs to node {record.peer.node_id!r}")
         except (ProtocolError, ConfigError) as error:

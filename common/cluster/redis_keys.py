@@ -44,6 +44,10 @@ class Keys:
         """String: the node's record."""
         return f"{self.prefix}node:{node_id}"
 
+    def newest(self, node_id: str) -> str:
+        """String: the node's record in its newest protocol version, if it says more than the one that older versions read."""
+        return f"{self.prefix}newest:{node_id}"
+
     def fence(self, node_id: str) -> str:
         """Hash: the incarnation that may write for this node id."""
         return f"{self.prefix}fence:{node_id}"

@@ -1,9 +1,11 @@
 """Packs and checks messages. They are plain MessagePack, so nothing that is received can run code.
 
-A message is `[PROTOCOL_VERSION, type name, body]`. The body of a dataclass is a map by field name, that of a named tuple is
-an array in the order of its fields. A frame of a control link is an array of messages. `decode` checks version, type,
-field names and field types before the rest of the code gets the object; the sockets bound a frame's size before it is
-allocated.
+A message is `[version, type name, body]`. The body of a dataclass is a map by field name, that of a named tuple is an array
+in the order of its fields. A frame of a control link is an array of messages. `decode` checks version, type, field names
+and field types before the rest of the code gets the object; the sockets bound a frame's size before it is allocated.
+
+A new field has a default, is the last one of its type, and names its version: `Annotated[int, Since(17)] = 0`. A message for
+an older end leaves it out (`common.control.versions`, docs/decisions/0020).
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from common.base.errors import KvRelayError, ProtocolError
 from common.base.fail_fast import fail_fast
 from common.control.item_count import check_item_count
 from common.control.messages import DecodeRequest, Message, PrefillRequest
+from common.control.versions import OURS, PROTOCOL_VERSION, Versions, as_of, has_newer
 
-PROTOCOL_VERSION = 16
-"""Version of control messages, records and data headers. It also changes when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens takes 4 MB."""
 
@@ -56,25 +57,29 @@ class Codec:
     Invariant: `decode` returns one of the given types, with every field of its declared type.
     """
 
-    def __init__(self, *types: type[Any]) -> None:
+    def __init__(self, *types: type[Any], version: int = PROTOCOL_VERSION, spoken: Versions = OURS) -> None:
+        """version: that of messages to an end whose version is not known."""
+        self._version, self._spoken = version, spoken
         self._validators: dict[str, SchemaValidator] = {
             cls.__name__: SchemaValidator(fail_fast(TypeAdapter(cls).core_schema)) for cls in types
         }
 
-    def encode(self, message: object) -> bytes:
-        """Pack one message. Raises: ProtocolError for values that MessagePack cannot represent."""
+    def encode(self, message: object, version: int | None = None) -> bytes:
+        """Pack one message for an end that speaks `version`. Raises: ProtocolError for values that MessagePack cannot represent,
+        and for fields that an older version needs and does not have."""
         try:
-            return self._pack(message)
+            return self._pack(message, version or self._version)
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
 
-    def _pack(self, message: object) -> bytes:
-        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=_as_packable)
+    def _pack(self, message: object, version: int) -> bytes:
+        body = message if version == PROTOCOL_VERSION else as_of(message, version)
+        return _pack([version, type(message).__name__, body], default=_as_packable)
 
     def decode(self, data: bytes | memoryview) -> Any:
         """Unpack and check the message in `data`.
 
-        Raises: ProtocolError for anything that is not a well-formed message of this version.
+        Raises: ProtocolError for anything that is not a well-formed message of a version that is spoken.
         """
         return self.check(unpack(data))
 
@@ -83,8 +88,8 @@ class Codec:
         if not isinstance(envelope, list) or len(envelope) != 3:
             raise ProtocolError("not a [version, type, body] envelope")
         version, name, body = envelope
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version differs: theirs is {version!r:.64}, ours is {PROTOCOL_VERSION}")
+        if version not in self._spoken:
+            raise ProtocolError(f"protocol version differs: theirs is {version!r:.64}, ours is {self._spoken}")
         validator = self._validators.get(name) if isinstance(name, str) else None
         if validator is None:
             raise ProtocolError(f"unknown message type {str(name)[:64]!r}")
@@ -133,8 +138,10 @@ def unpack(data: bytes | bytearray | memoryview) -> Unpacked:
 _SHARED_FIELDS = 3
 """Number of leading fields that the two requests of one attempt share; the next field is the peer."""
 _HEADS = {
-    cls: b"\x93" + _pack([PROTOCOL_VERSION, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
+    (cls, version): b"\x93" + _pack([version, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
     for cls in (PrefillRequest, DecodeRequest)
+    for version in range(OURS.oldest, OURS.newest + 1)
+    if not has_newer(cls, version)
 }
 """The bytes of a request before its first field. MessagePack arrays of up to 15 items begin with one byte."""
 
@@ -145,10 +152,10 @@ class _ControlCodec(Codec):
     _latest: tuple[tuple[Any, ...], bytes] = (), b""
     """The shared fields of the latest request, and their packed form."""
 
-    def _pack(self, message: Any) -> bytes:
-        head = _HEADS.get(cast("type[Any]", type(message)))
+    def _pack(self, message: Any, version: int) -> bytes:
+        head = _HEADS.get((cast("type[Any]", type(message)), version))
         if head is None:
-            return super()._pack(message)
+            return super()._pack(message, version)
         shared = message[:_SHARED_FIELDS]
         known, packed = self._latest
         if shared != known:
@@ -160,10 +167,10 @@ class _ControlCodec(Codec):
 _CODEC = _ControlCodec(*get_args(Message))
 
 
-def encode(message: Message) -> bytes:
-    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent, and for a message that is
-    too large for the other end."""
-    data = _CODEC.encode(message)
+def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
+    """Pack one control message for an end that speaks `version`. Raises: ProtocolError for values that MessagePack cannot
+    represent, and for a message that is too large for the other end, or that it cannot understand."""
+    data = _CODEC.encode(message, version)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}")
     return data
@@ -172,7 +179,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes | memoryview) -> Message:
     """Unpack and check the control message in `data`.
 
-    Raises: ProtocolError for anything that is not a well-formed message of this version.
+    Raises: ProtocolError for anything that is not a well-formed message of a version that is spoken.
     """
     return _CODEC.decode(data)
 
@@ -195,7 +202,7 @@ def split(frame: bytes | bytearray) -> list[Unpacked]:
     if messages and isinstance(
         messages[0], int
     ):  # before version 3 a frame was one message, which began with its version
-        raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {PROTOCOL_VERSION}")
+        raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {OURS}")
     return messages
 
 

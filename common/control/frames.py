@@ -59,6 +59,8 @@ class FrameConnection(asyncio.Protocol):
         self._paused = False
         self.waiting_since_s = math.inf
         """Time of the loop's clock since which the first frame, or the rest of a frame, is awaited; infinite if none is."""
+        self.version = 0
+        """The protocol version that the other end has agreed to; 0: none yet. The owner sets it."""
         self.malformed_frames = 0
         """Number of malformed frames; the owner counts them."""
         self.closed = False

@@ -2,12 +2,12 @@
 that uses the node opens one `Link` to it. Both ends send and receive.
 
 A frame is its length in four bytes and an array of messages. All messages that one turn of the loop sends to a node are in
-one frame. The server sends the first frame, an empty array.
+one frame. Before the first message both ends agree on a protocol version (`common.control.handshake`).
 
 Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it. When the connection
 breaks, the link is lost for good, `on_lost` is called once, and the owner opens a new link if membership still lists the
-node. A dead connection (a cut cable, a machine without power) counts as broken after `frames.SILENCE_S`; leases (`Ping` and
-`Pong`) also find processes that hang.
+node. A dead connection (a cut cable) counts as broken after `frames.SILENCE_S`; leases (`Ping` and `Pong`) also find
+processes that hang.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from common.base.resolve import NameUnknown, resolve
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
 from common.control.connection_limits import ConnectionLimits
 from common.control.frames import QUEUE_BYTES, FrameConnection
+from common.control.handshake import GREETING, server_versions, versions_frame, versions_in
 from common.control.messages import Message
 from common.control.tls_listener import TlsListener
+from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION, Versions
 from common.security.names import host_of
 from common.security.tls import Credentials, why_refused
 
@@ -46,7 +48,6 @@ would double the outage; this limit allows two of TCP's attempts."""
 _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 
-_BACKLOG = 1024
 _MAX_MALFORMED = 10
 """Malformed frames after which a connection is closed."""
 _CLIENTS = ("router", "node")
@@ -74,7 +75,7 @@ class Server:
         self._names = itertools.count(1)
         self._limits = ConnectionLimits(self._drop)
         try:
-            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+            listener = socket.create_server((host, port), family=_family(host), backlog=1024)
         except (OSError, TypeError) as error:  # TypeError: not a valid host name
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
@@ -92,13 +93,13 @@ class Server:
         Raises: Unavailable if that link is gone; ProtocolError if the message cannot be encoded.
         """
         connection = self._connections.get(identity)
-        if connection is not None and connection.is_full:
-            connection.abort()
-            self._drop(connection, "its other end does not read, and its queue is full")
-            connection = None
         if connection is None:
             raise Unavailable("cannot send: the link is gone")
-        connection.send(join([encode(message)]))
+        if connection.is_full:
+            connection.abort()
+            self._drop(connection, "its other end does not read, and its queue is full")
+            raise Unavailable("cannot send: the link is full")
+        connection.send(join([encode(message, connection.version or OLDEST_VERSION)]))
 
     def send_directly(self, identity: Identity, message: Message) -> bool:
         """Send on the calling thread, which may be any, without waking the loop. Returns False, and sends nothing, if the link
@@ -108,7 +109,7 @@ class Server:
         if connection is None:
             return False
         try:
-            return connection.send_directly(join([encode(message)]))
+            return connection.send_directly(join([encode(message, connection.version or OLDEST_VERSION)]))
         except ProtocolError:
             return False
 
@@ -141,7 +142,7 @@ class Server:
             self._connections[identity] = connection
             self._limits.opened(connection)
             connection.enable_direct_sends()
-            connection.send(join([]))
+            connection.send(GREETING)
 
         def ended(reason: str) -> None:
             connection = self._connections.pop(identity)
@@ -162,7 +163,11 @@ class Server:
         """Handle a frame's messages up to the first malformed one. After several malformed frames close the connection."""
         try:
             for envelope in split(frame):
-                self._handle(identity, check(envelope))
+                theirs = versions_in(envelope)
+                if theirs is None:
+                    self._handle(identity, check(envelope))
+                else:
+                    self._agree(identity, theirs)
         except ProtocolError as error:
             connection = self._connections.get(identity)
             if connection is None:
@@ -174,6 +179,17 @@ class Server:
             if is_last:
                 connection.close()
                 self._limits.ended(self._connections.pop(identity))
+
+    def _agree(self, identity: Identity, theirs: Versions) -> None:
+        """Answer with our versions, and use the newest common one. Without one, close the connection."""
+        connection = self._connections.get(identity)
+        if connection is None or connection.version:
+            raise ProtocolError("more protocol versions after the first")
+        connection.send(versions_frame())
+        try:
+            connection.version = OURS.common(theirs)
+        except ProtocolError as error:
+            self._drop(connection, error.message)
 
     def _handle(self, identity: Identity, message: Message) -> None:
         try:
@@ -224,6 +240,8 @@ class Link:
         """Messages sent in this turn of the loop, or before the link is connected."""
         self._due = False
         self._refused: list[bytes] = []
+        self.version = PROTOCOL_VERSION
+        """The protocol version of what is sent; after the connection, the one that both ends use."""
 
     def send(self, message: Message) -> None:
         """Send without waiting; messages are queued until the link is connected. All messages of one turn of the loop are sent
@@ -236,7 +254,7 @@ class Link:
         if not self._due:
             self._due = True
             self._loop.call_soon(self._flush)
-        self._unsent.append(encode(message))
+        self._unsent.append(encode(message, self.version))
 
     @property
     def refused(self) -> list[Message]:
@@ -318,15 +336,13 @@ class Link:
 
     def _receive(self, frame: bytes | bytearray) -> None:
         try:
+            if not self._connected:
+                self._agree(server_versions(frame))
+                return
             messages = list(map(check, split(frame)))
         except ProtocolError as error:
             self._lose(f"{self.address} does not speak our protocol: {error}")
             return
-        if not self._connected:
-            self._connected = True
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self._flush()
         for message in messages:
             if self.closed:
                 return
@@ -334,6 +350,19 @@ class Link:
                 self._on_message(message)
             except Exception:  # a bug in handling one message must not end the link
                 log.exception("cannot handle a control message")
+
+    def _agree(self, theirs: Versions | None) -> None:
+        """Say which versions this end speaks, or use the newest that both speak. Raises: ProtocolError if there is none."""
+        assert self._connection is not None
+        if theirs is None:
+            self._connection.send(versions_frame())
+            return
+        self.version = OURS.common(theirs)
+        self._connected = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._unsent = [encode(decode(data), self.version) for data in self._unsent]
+        self._flush()
 
     def _flush(self) -> None:
         self._due = False

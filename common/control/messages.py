@@ -8,6 +8,8 @@
 
 Types with many instances per request are named tuples, because these are smaller on the wire than dataclasses. Every message
 about a request contains its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
+
+A field that is added is marked with the protocol version that it appears in (`common.control.versions`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from common.control.identities import Adapter, AttemptKey, PeerRef
 from common.control.ids import Ids, pack_ids
 from common.control.node_load import NodeLoad
 from common.control.pooling import PoolRequest, PoolResult
+from common.control.versions import Since
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
@@ -277,6 +280,8 @@ class Grant:
     block_ids: list[Ids]
     """Destination of every block of the sequence, in order. One-sided transports write there, beginning at the first block to
     send."""
+    protocol: Annotated[int, Since(17)] = 16
+    """The newest protocol version in which the decode node's ranks read the headers of slices."""
 
 
 @dataclass(frozen=True)

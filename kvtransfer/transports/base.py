@@ -24,6 +24,7 @@ import zmq
 
 from common.base.errors import ConfigError, ProtocolError
 from common.control.messages import AttemptKey
+from common.control.versions import OLDEST_VERSION
 from kvtransfer import wire
 from kvtransfer.copy.device import POLL_S, RelayDevice
 from kvtransfer.mailbox import Command
@@ -89,6 +90,8 @@ class Peer(ABC):
         self.transport = transport
         self.why = ""
         """Why this transport was chosen."""
+        self.protocol = OLDEST_VERSION
+        """Protocol version of the headers that are sent; acks have the oldest one."""
         self.is_fallback = False
         """A preferred transport could not be used."""
         self.incarnation = incarnation
@@ -136,7 +139,7 @@ class Peer(ABC):
         """Send `batch`, gathered in `buffer`, a buffer of `stage`."""
         if not self._in_flight:
             self.last_progress = now
-        self._put(wire.encode(header), buffer, batch.size_bytes)
+        self._put(wire.encode(header, self.protocol), buffer, batch.size_bytes)
         self._in_flight[header.sequence] = buffer, batch
 
     def acks(self, ready: Ready, now: float) -> Iterator[tuple[wire.SliceAck, Batch]]:

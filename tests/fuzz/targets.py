@@ -20,9 +20,10 @@ import redis.asyncio
 import zmq
 import zmq.asyncio
 
-from common.control.codec import PROTOCOL_VERSION, decode, encode
+from common.control.codec import decode, encode
 from common.control.frames import with_length
 from common.control.messages import NodeRecord
+from common.control.versions import PROTOCOL_VERSION
 from common.security.names import host_of
 from common.security.tls import Credentials
 from fuzz import mutate

@@ -13,7 +13,8 @@ from typing import cast, get_args
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from common.base.errors import KvRelayError, TransferError
-from common.control.codec import PROTOCOL_VERSION, Codec
+from common.control.codec import Codec
+from common.control.versions import PROTOCOL_VERSION, Versions
 from common.engine.kv_transfer import ReceiveFailed, SourceReleased, TransferEvent, TransferOrder
 from common.engine.step import StepInput, StepOutput
 
@@ -135,15 +136,16 @@ _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnk
 
 
 class RankCodec(Codec):
-    """The codec of these links. An exception inside a transfer event becomes (code, message)."""
+    """The codec of these links. All ranks of a node run one version. An exception inside a transfer event becomes (code, message)."""
 
     def __init__(self) -> None:
-        super().__init__(*get_args(RankReport), *get_args(RankOrder))
+        only = Versions(PROTOCOL_VERSION, PROTOCOL_VERSION)
+        super().__init__(*get_args(RankReport), *get_args(RankOrder), spoken=only)
 
-    def _pack(self, message: object) -> bytes:
+    def _pack(self, message: object, version: int) -> bytes:
         if isinstance(message, SourceReleased | ReceiveFailed):
-            return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=_error_or_fields)
-        return super()._pack(message)
+            return _pack([version, type(message).__name__, message], default=_error_or_fields)
+        return super()._pack(message, version)
 
 
 def _error_or_fields(value: object) -> object:

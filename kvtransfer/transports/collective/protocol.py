@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 
 from common.base.errors import ConfigError
 from common.control.codec import Codec
+from common.control.versions import OLDEST_VERSION
 from common.engine.kv_transfer import STAGING_BYTES
 from kvtransfer import wire
 from kvtransfer.transports.base import Buffer, TransportContext
@@ -75,7 +76,7 @@ class GroupReply:
     error: Annotated[str, Field(max_length=4096)] = ""
 
 
-CODEC = Codec(GroupRequest, GroupMeet, GroupLeave, GroupReply)
+CODEC = Codec(GroupRequest, GroupMeet, GroupLeave, GroupReply, version=OLDEST_VERSION)
 
 
 def has_room(backend: str, message_bytes: Iterable[int], one_more: int) -> bool:

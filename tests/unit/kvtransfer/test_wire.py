@@ -9,8 +9,8 @@ import pytest
 
 from common.base.errors import ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.control.codec import PROTOCOL_VERSION
 from common.control.messages import AttemptKey
+from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION
 from kvtransfer.wire import (
     MAX_BLOCKS,
     MAX_HEADER_BYTES,
@@ -84,10 +84,10 @@ def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
         decode_header(data)
 
 
-def test_header_of_the_version_before_is_refused_naming_both() -> None:
-    """Its payload's bytes would lie in another order, and nothing else would tell."""
-    theirs = msgpack.packb([PROTOCOL_VERSION - 1, "SliceHeader", {}])
-    with pytest.raises(ProtocolError, match=f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}"):
+def test_header_of_a_version_that_is_not_spoken_is_refused_naming_both() -> None:
+    """Its payload's bytes may lie in another order, and nothing else would tell."""
+    theirs = msgpack.packb([OLDEST_VERSION - 1, "SliceHeader", {}])
+    with pytest.raises(ProtocolError, match=f"theirs is {OLDEST_VERSION - 1}, ours is {OURS}"):
         decode_header(theirs)
 
 

@@ -24,9 +24,11 @@ from support.steady import SteadyTime
 from common.base.errors import ConfigError
 from common.cluster import membership
 from common.cluster.membership import Directory, Registrar
+from common.cluster.records import EncodedRecord, Records
 from common.cluster.redis_keys import Keys
-from common.control.codec import PROTOCOL_VERSION, encode
+from common.control.codec import encode
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
+from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
@@ -404,19 +406,52 @@ def test_malformed_record_is_skipped_and_logged_once(
         with redis.Redis.from_url(redis_server.url) as client:
             client.zadd(f"kvrelay:{{{cluster}}}:nodes", dict.fromkeys(("bad", "old", b"\xff"), time.time()))
             client.set(f"kvrelay:{{{cluster}}}:node:bad", b"\x00garbage")
-            of_before = msgpack.packb([PROTOCOL_VERSION - 1, "NodeRecord", {}])
+            of_before = msgpack.packb([OLDEST_VERSION - 1, "NodeRecord", {}])
             client.set(f"kvrelay:{{{cluster}}}:node:old", of_before)
         async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, a_record("d0")):
             await view.until(lambda: view.ids == ["d0"])
             await asyncio.sleep(0.3)
             assert view.ids == ["d0"]
-            assert f"theirs is {PROTOCOL_VERSION - 1}" in view.directory.refused["old"]
+            assert f"theirs is {OLDEST_VERSION - 1}" in view.directory.refused["old"]
             assert set(view.directory.refused) == {"bad", "old"}
 
     asyncio.run(main())
     for name in ("bad", "old"):
         assert len([r for r in caplog.records if f"ignoring node '{name}'" in r.getMessage()]) == 1
-    assert f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}" in caplog.text
+    assert f"theirs is {OLDEST_VERSION - 1}, ours is {OURS}" in caplog.text
+
+
+def test_a_record_has_a_newer_form_beside_the_one_that_the_version_before_reads(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers use the newer form if they can read it and the same process wrote it: an older one may come back under this id."""
+    record = a_record("d0")
+    other = replace(record, peer=replace(record.peer, incarnation="another"), kernels="of another")
+    fuller = replace(record, kernels="newer")
+    unreadable = b"\x93" + bytes([PROTOCOL_VERSION + 1]) + encode(fuller)[2:]
+    forms = {"newer": encode(fuller), "": encode(other), None: unreadable}
+    readable = encode(record, OLDEST_VERSION)
+
+    async def main() -> None:
+        key = f"kvrelay:{{{cluster}}}:newest:d0"
+        for kernels, newest in forms.items():
+            monkeypatch.setattr(Records, "encode", lambda *_, newest=newest: EncodedRecord(readable, newest))
+            async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, record):
+                await view.until(lambda: view.ids == ["d0"])
+                assert view.directory.records[0].kernels == (kernels or "")
+                with redis.Redis.from_url(redis_server.url) as client:
+                    assert client.get(key) == newest
+                    assert client.pttl(key) > 0
+            with redis.Redis.from_url(redis_server.url) as client:
+                assert not client.exists(key)
+
+    asyncio.run(main())
+
+
+def test_a_record_without_newer_fields_is_written_once_in_the_older_version() -> None:
+    encoded = Records("c", None).encode(a_record("d0"))
+    assert msgpack.unpackb(encoded.readable)[0] == OLDEST_VERSION
+    assert encoded.newest == b""
 
 
 WRONG_TYPES: dict[str, Callable[[redis.Redis, str], object]] = {

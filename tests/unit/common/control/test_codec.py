@@ -16,7 +16,6 @@ from common.base.fail_fast import fail_fast
 from common.control import codec
 from common.control.codec import (
     MAX_MESSAGES,
-    PROTOCOL_VERSION,
     check,
     decode,
     encode,
@@ -51,6 +50,7 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
+from common.control.versions import OURS, PROTOCOL_VERSION
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
@@ -160,7 +160,7 @@ def test_bytes_that_are_not_a_frame_are_refused(frame: bytes) -> None:
 
 
 def test_a_frame_of_an_older_version_is_refused_with_both_versions_named() -> None:
-    with pytest.raises(ProtocolError, match=f"theirs is 2, ours is {PROTOCOL_VERSION}"):
+    with pytest.raises(ProtocolError, match=f"theirs is 2, ours is {OURS}"):
         split(msgpack.packb([2, "Ping", {"router_id": "r", "lease_s": 3.0}]))
 
 
@@ -183,7 +183,7 @@ def test_random_bodies_are_refused(body: object, name: str) -> None:
 
 
 def test_another_version_is_refused_with_both_versions_named() -> None:
-    with pytest.raises(ProtocolError, match=f"theirs is 99, ours is {PROTOCOL_VERSION}"):
+    with pytest.raises(ProtocolError, match=f"theirs is 99, ours is {OURS}"):
         decode(msgpack.packb([99, "Abort", {"key": {"request_id": "r", "attempt": 1}}]))
 
 

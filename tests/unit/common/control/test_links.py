@@ -16,8 +16,11 @@ from common.base.clock import monotonic
 from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.control import connection_limits, frames, links
 from common.control.codec import MAX_MESSAGE_BYTES, MAX_MESSAGES, encode, join
+from common.control.handshake import GREETING
 from common.control.links import Link, Server
 from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
+
+GREETED = frames.with_length(GREETING)
 
 
 def abort(number: int) -> Abort:
@@ -103,7 +106,7 @@ def test_frames_split_at_any_size_arrive_whole_and_other_work_gets_its_turn(
         stream = b"".join(frames.with_length(join([encode(message)])) for message in sent)
         place = urlsplit(server.address)
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
-        assert await reader.readexactly(5) == b"\0\0\0\1\x90"
+        assert await reader.readexactly(len(GREETED)) == GREETED
         for byte in range(10):
             writer.write(stream[byte : byte + 1])
             await writer.drain()
@@ -150,7 +153,7 @@ def test_a_peer_with_another_protocol_is_disconnected_without_effect_on_others(
         place = urlsplit(server.address)
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        assert await reader.read() == b"\0\0\0\1\x90"
+        assert await reader.read() == GREETED
         writer.close()
         link.send(abort(1))
         await until(lambda: received)
@@ -380,7 +383,7 @@ def test_malformed_messages_cost_one_line_for_a_frame_and_then_their_connection(
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         for number in range(links._MAX_MALFORMED):
             writer.write(frames.with_length(join([encode(abort(number)), *[b"\xc0"] * 1000])))
-        assert await reader.read() == b"\0\0\0\1\x90"
+        assert await reader.read() == GREETED
         assert received == [abort(number) for number in range(links._MAX_MALFORMED)]
         writer.close()
         await server.close()
@@ -432,7 +435,7 @@ def test_who_sends_no_whole_frame_is_let_go_and_others_are_not(monkeypatch: pyte
         link.send(abort(1))
         [(reader, writer)] = await connected(server)
         writer.write(sent)
-        assert await hears_an_end(reader) == b"\0\0\0\x01\x90"
+        assert await hears_an_end(reader) == GREETED
         await asyncio.sleep(0.1)
         link.send(abort(2))
         await until(lambda: len(received) == 2)
@@ -450,14 +453,14 @@ def test_connections_are_bounded_and_have_room_again_when_one_ends(monkeypatch: 
         server = Server("127.0.0.1", 0, lambda *_: None)
         open_ones = await connected(server, 3)
         for reader, _ in open_ones:
-            assert await reader.readexactly(5) == b"\0\0\0\x01\x90"
+            assert await reader.readexactly(len(GREETED)) == GREETED
         for reader, writer in await connected(server, 2):
             assert await hears_an_end(reader) == b""
             writer.close()
         open_ones[0][1].close()
         await until(lambda: len(server._connections) == 2)
         [(reader, writer)] = await connected(server)
-        assert await reader.readexactly(5) == b"\0\0\0\x01\x90"
+        assert await reader.readexactly(len(GREETED)) == GREETED
         for each in (writer, *(writer for _, writer in open_ones)):
             each.close()
         await server.close()
@@ -475,7 +478,7 @@ def test_unfinished_frames_of_all_connections_are_bounded_and_the_largest_goes(m
         for (_, writer), size in zip(made, (700_000, 1_200_000, 700_000, 700_000), strict=True):
             writer.write(head + bytes(size))
             await writer.drain()
-        assert await hears_an_end(made[1][0]) in (b"\0\0\0\x01\x90", b"")
+        assert await hears_an_end(made[1][0]) in (GREETED, b"")
         assert len(server._connections) == 3
         for _, writer in made:
             writer.close()
