@@ -43,8 +43,7 @@ _JOINED_BYTES = 8192
 """Maximum size of a frame of joined messages, because the other end limits the items of a larger frame."""
 
 _CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
-"""Time limit of one attempt to connect, and pause before the next. TCP retries at growing intervals, so waiting for it
-would double the outage; this limit allows two of TCP's attempts."""
+"""Time limit of one attempt to connect, which allows two of TCP's, and pause before the next. TCP's intervals grow."""
 _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 

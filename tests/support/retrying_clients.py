@@ -22,15 +22,15 @@ def body(index: int) -> dict[str, Any]:
 
 
 class Clients:
-    """Runs `CLIENTS` of them until `stop`; `wrong` says what went wrong, other tokens than `expected` included."""
+    """Runs `count` of them until `stop`; `wrong` says what went wrong, other tokens than `expected` included."""
 
-    def __init__(self, urls: list[str], expected: dict[int, list[int]]) -> None:
+    def __init__(self, urls: list[str], expected: dict[int, list[int]], count: int = CLIENTS) -> None:
         self._urls, self._expected = urls, expected
         self._end = threading.Event()
         self.wrong: list[str] = []
         self.answered = 0
         self.asked_again = 0
-        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(count)]
         for thread in self._threads:
             thread.start()
 
