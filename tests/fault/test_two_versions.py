@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import httpx
@@ -27,9 +28,10 @@ START_S = 180.0
 
 
 def test_services_of_two_versions_serve_together_and_replace_each_other_under_load(
-    tmp_path: Path, redis_server: RedisServer, cluster: str
+    tmp_path: Path, redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = older_tree(tmp_path / "older"), ROOT
+    monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", secrets.token_hex(16))
     everybody = ["--redis-url", redis_server.url, "--cluster", cluster, "--lease-s", "5"]
     node = [
         *everybody,
@@ -74,7 +76,8 @@ def test_services_of_two_versions_serve_together_and_replace_each_other_under_lo
             for _ in range(2):  # the second brings each service back to the version that it began with
                 before = versions()
                 admin_urls = ",".join(place.admin_url for place in routers)
-                result = CliRunner().invoke(admin, ["roll", "--url", admin_urls, "--timeout", "60", "--json"])
+                roll = ["roll", "--url", admin_urls, "--timeout", "60", "--json"]
+                result = CliRunner().invoke(admin, roll)
                 assert result.exit_code == 0, result.stderr + logs(tmp_path)
                 assert {name: OLDEST_VERSION + PROTOCOL_VERSION - was for name, was in before.items()} == versions()
         finally:
