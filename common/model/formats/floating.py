@@ -75,6 +75,26 @@ class FloatLinear:
             y = F.linear(x, weight, bias)
         return y if dtype is None else y.to(dtype)
 
+    @property
+    def is_groupable(self) -> bool:
+        """Whether W is kept in bfloat16 alone, with rows and columns of whole 16 bytes."""
+        ((weight, _, packed),) = (
+            self._weights.values() if len(self._weights) == 1 else ((torch.empty(0, 1), None, True),)
+        )
+        return not packed and weight.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape)
+
+
+def stack(linears: Sequence[FloatLinear]) -> tuple[Tensor, Tensor | None]:
+    """All weights of layers of one dtype and size, [N, out, in], and biases, [N, out]. The layers' own become views of them, so
+    that there is one copy."""
+    [dtype] = linears[0]._weights
+    weights = torch.stack([each._weights[dtype][0] for each in linears])
+    has_bias = linears[0]._weights[dtype][1] is not None
+    biases = torch.stack([each._weights[dtype][1] for each in linears]) if has_bias else None
+    for number, each in enumerate(linears):
+        each._weights[dtype] = (weights[number], None if biases is None else biases[number], False)
+    return weights, biases
+
 
 def float_linear(
     weight: Tensor, bias: Tensor | None, precision: Precision, kernels: Kernels, *, is_paired: bool = False

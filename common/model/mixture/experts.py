@@ -25,6 +25,7 @@ from common.model.activations import activate_and_mul, clamped_gate
 from common.model.build import Build, OwnLinear
 from common.model.description import MixtureDescription
 from common.model.formats.base import Linear
+from common.model.mixture.grouped import GroupedExperts, can_group
 from common.model.mixture.routing import Routing
 from common.model.mixture.stacked import unstacked
 from common.model.sharding import even_range
@@ -56,7 +57,7 @@ class ExpertLoop:
         linears = build.own_linears(layers, bias=bias)
         self.gate_ups, self.downs = linears[::2], linears[1::2]
         activate = activate_and_mul(mixture.activation, build.kernels)
-        self._activate = activate if mixture.clamp is None else clamped_gate(mixture.clamp)
+        self.activate = activate if mixture.clamp is None else clamped_gate(mixture.clamp)
         self._dtype_for = build.precision.for_rows
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -75,7 +76,7 @@ class ExpertLoop:
             at += count
             rows = picks // self._top_k
             own = x.index_select(0, rows).to(self._dtype_for(count))
-            y = down.forward(self._activate(gate_up.forward(own)), torch.float32)
+            y = down.forward(self.activate(gate_up.forward(own)), torch.float32)
             out.index_add_(0, rows, y.mul_(weights.index_select(0, picks)[:, None]))
         return out
 
@@ -115,4 +116,7 @@ def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Expe
     are_native = all(isinstance(linear, NativeLinear) for linear in (*loop.gate_ups, *loop.downs))
     if isinstance(kernels, NativeKernels) and is_gate_known and are_native:
         return NativeExperts(loop, mixture, build.config.hidden_size, kernels.native)
+    gate_ups, downs = loop.gate_ups, loop.downs
+    if can_group(gate_ups, build.device) and can_group(downs, build.device):
+        return GroupedExperts(loop.first, gate_ups, downs, loop.activate)
     return loop

@@ -22,7 +22,6 @@ from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfi
 from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
-from common.model.description import MixtureDescription
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 from common.model.rank_model import HIDDEN
@@ -95,11 +94,6 @@ def test_model_for_a_device_has_every_tensor_there_once_and_computes_there_alone
     # One dtype, no float32 copies of matrices; norms and frequencies are small and float32.
     assert {tensor.dtype for tensor in held if tensor.dim() == 2 and min(tensor.shape) > 64} <= {torch.bfloat16}
     rows = torch.zeros(5, dtype=torch.int64, device=META)
-    if any(isinstance(layer.mlp, MixtureDescription) for layer in load_model_config(folder[name]).layers):
-        # The known exception, docs/models.md: the host waits for the numbers of the experts' rows.
-        with pytest.raises(NotImplementedError, match="bincount"):
-            model.forward(rows, rows, NoAttention())
-        return
     hidden = model.forward(rows, rows, NoAttention())[HIDDEN]
     assert (hidden.device.type, hidden.dtype) == ("meta", torch.bfloat16)
     logits = model.logits(hidden)
