@@ -89,8 +89,8 @@ def stack(linears: Sequence[FloatLinear]) -> tuple[Tensor, Tensor | None]:
     that there is one copy."""
     [dtype] = linears[0]._weights
     weights = torch.stack([each._weights[dtype][0] for each in linears])
-    has_bias = linears[0]._weights[dtype][1] is not None
-    biases = torch.stack([each._weights[dtype][1] for each in linears]) if has_bias else None
+    found = [bias for each in linears if (bias := each._weights[dtype][1]) is not None]
+    biases = torch.stack(found) if found else None
     for number, each in enumerate(linears):
         each._weights[dtype] = (weights[number], None if biases is None else biases[number], False)
     return weights, biases
