@@ -203,7 +203,7 @@ class ExpertNames:
     stacked_gate: str = "mlp.experts.gate_up_proj"
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
-    """Whole names of tensors [experts, out, in]; those of biases, [experts, out], add `_bias`."""
+    """Whole names of tensors [experts, out, in]; those of biases, [experts, out], have `.bias` for `.weight`, or add `_bias`."""
     is_interleaved: bool = False
     """Whether outputs of gate and up alternate in their tensor."""
     is_transposed: bool = False

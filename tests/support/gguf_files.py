@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 from safetensors.torch import load_file, save_file
@@ -40,8 +40,11 @@ _ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "MixtralForCausalLM": "llama",
+    "GptOssForCausalLM": "gpt-oss",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GraniteMoeForCausalLM": "granitemoe",
 }
-_PAIRED = ("llama", "granite", "smollm3")
+_PAIRED = ("llama", "granite", "granitemoe", "smollm3")
 """Architectures whose rows of q and k llama.cpp reorders."""
 _K_QUANTS = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
 """Formats that the gguf package reads but does not write: bytes of a block."""
@@ -56,6 +59,25 @@ _EXPERTS = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
+_View = Callable[[Tensor], Tensor]
+_STACKED: dict[str, dict[str, _View]] = {
+    "mlp.experts.gate_up_proj": {
+        "ffn_gate_exps.weight": lambda weight: weight.transpose(1, 2)[:, ::2],
+        "ffn_up_exps.weight": lambda weight: weight.transpose(1, 2)[:, 1::2],
+    },
+    "mlp.experts.gate_up_proj_bias": {
+        "ffn_gate_exps.bias": lambda bias: bias[:, ::2],
+        "ffn_up_exps.bias": lambda bias: bias[:, 1::2],
+    },
+    "mlp.experts.down_proj": {"ffn_down_exps.weight": lambda weight: weight.transpose(1, 2)},
+    "mlp.experts.down_proj_bias": {"ffn_down_exps.bias": lambda bias: bias},
+    "block_sparse_moe.input_linear.weight": {
+        "ffn_gate_exps.weight": lambda weight: weight.chunk(2, 1)[0],
+        "ffn_up_exps.weight": lambda weight: weight.chunk(2, 1)[1],
+    },
+    "block_sparse_moe.output_linear.weight": {"ffn_down_exps.weight": lambda weight: weight},
+}
+"""Tensors of all experts of gpt-oss and Granite: the tensors of a GGUF file that they become, as views of them."""
 
 
 def names_of(architecture: str, num_layers: int) -> TensorNameMap:
@@ -68,6 +90,8 @@ def gguf_name(name: str, names: TensorNameMap | None = None) -> str:
     """A tensor's name in a GGUF file, by default of a Llama."""
     suffixes = (".weight", ".bias")
     # Maps of mixtures leave out dense layers.
+    # As llama.cpp's converter renames them first.
+    name = name.replace("self_attn.sinks", "self_attn.sinks.weight").replace("correction_bias", "correction.bias")
     found = (names and names.get_name(name, suffixes)) or names_of("llama", 100).get_name(name, suffixes)
     assert found is not None, name
     return found
@@ -141,6 +165,9 @@ def write_gguf(
     for shard in folder.glob("*.safetensors"):
         means = {}
         for number, (name, tensor) in enumerate(load_file(shard).items()):
+            if name.split(".", 3)[-1] in _STACKED:
+                means[name] = _write_stacked(writer, name, tensor, kind_of)
+                continue
             paired = heads.get(name.split(".")[-2])
             weight = tensor.float() if paired is None else _in_pairs(tensor.float(), paired)
             is_transposed = architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
@@ -170,12 +197,26 @@ def write_gguf(
     return file, plain
 
 
+def _write_stacked(writer: GGUFWriter, name: str, tensor: Tensor, kind_of: Callable[[str, Tensor], Kind]) -> Tensor:
+    """Write a tensor of all experts. Returns what it means."""
+    means = tensor.float().clone()
+    _, _, number, rest = name.split(".", 3)
+    for stored_name, view in _STACKED[rest].items():
+        part = view(means)
+        kind = kind_of(name, part[0]) if part.dim() == 3 else Kind.F32
+        stored = quantize(part.contiguous().numpy(), kind)
+        writer.add_tensor(f"blk.{number}.{stored_name}", stored, raw_dtype=kind)
+        part.copy_(torch.from_numpy(np.array(dequantize(stored, kind))).view(part.shape))
+    return means
+
+
 def _write_shape(writer: GGUFWriter, folder: Path) -> None:
     """What all families have."""
     config = load_model_config(folder)
     rope, attention = config.layers[0].rope, multi_head(config.layers[0])
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
+    if config.architecture != "Glm4MoeForCausalLM":  # its blocks are more
+        writer.add_block_count(config.num_layers)
     _add_mlps(writer, config)
     writer.add_head_count(attention.num_q_heads)
     writer.add_head_count_kv(attention.num_kv_heads)
@@ -201,6 +242,13 @@ def _write_rope(writer: GGUFWriter, folder: Path, raw: dict[str, Any]) -> None:
     if layer.rope.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(layer.rope.factor)
+    if layer.rope.kind == "yarn":
+        given = raw["rope_parameters"]
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(given["factor"])
+        writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(given["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(given["beta_slow"])
     if layer.rope.kind == "llama3":
         factors = inverse_frequencies(RopeConfig(layer.rope.theta), head_dim) / inverse_frequencies(
             layer.rope, head_dim
@@ -233,8 +281,23 @@ def _write_gemma3(writer: GGUFWriter, raw: dict[str, Any]) -> None:
     writer.add_sliding_window(raw["sliding_window"])
 
 
+def _write_glm4_moe(writer: GGUFWriter, raw: dict[str, Any]) -> None:
+    writer.add_block_count(raw["num_hidden_layers"] + raw["num_nextn_predict_layers"])
+    writer.add_nextn_predict_layers(raw["num_nextn_predict_layers"])
+    writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
+    writer.add_expert_shared_count(raw["n_shared_experts"])
+    writer.add_expert_group_count(raw["n_group"])
+    writer.add_expert_group_used_count(raw["topk_group"])
+    writer.add_expert_weights_norm(raw["norm_topk_prob"])
+    writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
 _OF_FAMILY: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granite": _write_granite,
+    "granitemoe": _write_granite,
+    "gpt-oss": lambda writer, raw: writer.add_sliding_window(raw["sliding_window"]),
+    "glm4moe": _write_glm4_moe,
     "phi3": lambda writer, raw: writer.add_sliding_window(raw["sliding_window"] or 0),
     "gemma2": _write_gemma2,
     "gemma3": _write_gemma3,

@@ -28,6 +28,11 @@ _NO_NUMBER = 255
 """A scale that means not-a-number."""
 
 
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """The scales float32 that bytes in e8m0 mean."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - _EXPONENT_BIAS)
+
+
 class Mxfp4Format:
     """`LinearFormat` of tensors [experts, out, in] stored as blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32],
     both of bytes. A byte of a block holds two inputs, the first one in its low bits."""
@@ -57,8 +62,7 @@ class Mxfp4Format:
         exponents = self._bytes(name + SCALES, (experts, out, groups), part)
         if bool((exponents == _NO_NUMBER).any()):
             raise self._error(name, f"{name}{SCALES} holds scales that are not numbers")
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-3)
-        return codes, torch.ldexp(torch.ones(exponents.shape, device=self._device), exponents.int() - _EXPONENT_BIAS)
+        return torch.stack((packed & 15, packed >> 4), -1).flatten(-3), powers_of_two(exponents)
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> NativeLinear | None:
         """The layer of one expert, on 4 bits for each weight; None without the native kernels."""

@@ -27,6 +27,7 @@ GGUF_NAMES = WeightNames(
     v="attn_v",
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
+    sinks="attn_sinks.weight",
     output="attn_output",
     attention_output_norm="post_attention_norm",
     mlp_norm="ffn_norm",
@@ -37,14 +38,19 @@ GGUF_NAMES = WeightNames(
 )
 GGUF_EXPERT_NAMES = ExpertNames(
     router="ffn_gate_inp",
+    selection_bias="exp_probs_b.bias",
     gate="ffn_gate.{expert}",
     up="ffn_up.{expert}",
     down="ffn_down.{expert}",
     stacked_gate="ffn_gate_exps.weight",
     stacked_up="ffn_up_exps.weight",
     stacked_down="ffn_down_exps.weight",
+    shared_gate="ffn_gate_shexp",
+    shared_up="ffn_up_shexp",
+    shared_down="ffn_down_shexp",
 )
 _MERGED_QKV = replace(GGUF_NAMES, q="attn_qkv", k="attn_qkv", v="attn_qkv")
+_MLP_NORM_AFTER_ATTENTION = replace(GGUF_NAMES, mlp_norm="post_attention_norm")
 
 _HEAD = ("embedding_length", "attention.head_count")
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -69,6 +75,8 @@ class GgufArchitecture:
     """The class of its files that have experts; empty: those are refused."""
     bias_key: str = "attention_bias"
     """The key of config.json that says whether q, k and v have biases."""
+    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Rope parameters of scaled models that no key holds."""
 
 
 def _quotient(metadata: Metadata, total: str, parts: str) -> int | None:
@@ -77,9 +85,18 @@ def _quotient(metadata: Metadata, total: str, parts: str) -> int | None:
     return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else None
 
 
-def _phi3(metadata: Metadata) -> dict[str, Any]:
-    head_dim, rotated = _quotient(metadata, *_HEAD), metadata.get("rope.dimension_count")
+def _partly_rotated(metadata: Metadata) -> dict[str, Any]:
+    """How much of each head is rotated, where the file says it."""
+    head_dim = metadata.get("attention.key_length") or _quotient(metadata, *_HEAD)
+    rotated = metadata.get("rope.dimension_count")
     return {"partial_rotary_factor": rotated / head_dim} if head_dim and type(rotated) is int else {}
+
+
+def _glm4_moe(metadata: Metadata) -> dict[str, Any]:
+    """The last blocks, which predict further tokens, are no layers."""
+    blocks, further = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
+    layers = {"num_hidden_layers": blocks - further} if type(blocks) is type(further) is int else {}
+    return {**_partly_rotated(metadata), **layers}
 
 
 def _gemma_scale(metadata: Metadata, largest: int) -> dict[str, Any]:
@@ -106,22 +123,25 @@ _WINDOW = {"sliding_window": "attention.sliding_window"}
 _ORIGINAL = {"original_max_position_embeddings": "rope.scaling.original_context_length"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", pairs_rows=True, class_with_experts="MixtralForCausalLM"),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen2vl": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
     "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", class_with_experts="Qwen3MoeForCausalLM"),
-    "phi3": GgufArchitecture("Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), {**_WINDOW, **_ORIGINAL}, _phi3),
-    "granite": GgufArchitecture(
-        "GraniteForCausalLM",
-        keys={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        pairs_rows=True,
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM", replace(_MERGED_QKV, gate="ffn_up"), {**_WINDOW, **_ORIGINAL}, _partly_rotated
+    ),
+    "granite": GgufArchitecture("GraniteForCausalLM", keys=_GRANITE, pairs_rows=True),
+    "granitemoe": GgufArchitecture(
+        "GraniteMoeForCausalLM", keys=_GRANITE, pairs_rows=True, class_with_experts="GraniteMoeForCausalLM"
     ),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", pairs_rows=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM"),
@@ -140,6 +160,28 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         keys={**_WINDOW, **_CAPS, "rope_local_base_freq": "rope.freq_base_swa"},
         more=_gemma3,
         norm_offset=1.0,
+    ),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM",
+        _MLP_NORM_AFTER_ATTENTION,
+        {**_WINDOW, "intermediate_size": "expert_feed_forward_length"},
+        _windows,
+        class_with_experts="GptOssForCausalLM",
+        rope={"truncate": False},
+    ),
+    "glm4moe": GgufArchitecture(
+        "Glm4MoeForCausalLM",
+        _MLP_NORM_AFTER_ATTENTION,
+        {
+            "first_k_dense_replace": "leading_dense_block_count",
+            "n_shared_experts": "expert_shared_count",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+            "norm_topk_prob": "expert_weights_norm",
+            "routed_scaling_factor": "expert_weights_scale",
+        },
+        _glm4_moe,
+        class_with_experts="Glm4MoeForCausalLM",
     ),
 }
 """By `general.architecture`. Mistral's files are `llama`, without its window, as llama.cpp computes them."""

@@ -77,14 +77,15 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     weight = file.tensors.get(f"blk.0.{architecture.names.q}.weight", vocabulary)
     raw.update(
         architectures=[name],
-        norm_topk_prob=True,  # as llama.cpp computes the architectures that have experts
+        norm_topk_prob=raw.get("norm_topk_prob", True),  # as llama.cpp computes architectures whose files do not say it
+        use_qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         vocab_size=vocabulary.shape[0],
         tie_word_embeddings="output.weight" not in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         dtype=_DTYPES.get(weight.kind, "bfloat16"),
         eos_token_id=end_tokens(file) or None,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        rope_scaling=_read_scaling(file, metadata),
+        rope_scaling=_read_scaling(file, metadata, architecture.rope),
         **{architecture.bias_key: f"blk.0.{architecture.names.q}.bias" in file.tensors},
     )
     keys = FAMILIES[name].config_keys
@@ -98,6 +99,8 @@ def _check(file: GgufFile, metadata: Metadata, raw: dict[str, Any]) -> None:
     window = "attention.sliding_window"
     if metadata.get(window) and "sliding_window" not in raw:
         raise ConfigError(f"{file.path}: {window} is not supported in files of this architecture")
+    if metadata.get("expert_shared_feed_forward_length"):
+        raise ConfigError(f"{file.path}: shared experts of this architecture are not supported")
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):
         head_dim = raw.get("head_dim", hidden // max(1, heads))
@@ -108,7 +111,8 @@ def _check(file: GgufFile, metadata: Metadata, raw: dict[str, Any]) -> None:
                 raise ConfigError(f"{file.path}: {name} {own} differs from a head's {head_dim}, which is not supported")
 
 
-def _read_scaling(file: GgufFile, metadata: Metadata) -> dict[str, Any] | None:
+def _read_scaling(file: GgufFile, metadata: Metadata, unsaid: Metadata) -> dict[str, Any] | None:
+    """The rope parameters; `unsaid`: those that no key holds."""
     prefix = "rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     unknown = sorted(given.keys() - _SCALING_KEYS.keys() - {"type", "finetuned", "attn_factor"})
@@ -138,7 +142,7 @@ def _read_scaling(file: GgufFile, metadata: Metadata) -> dict[str, Any] | None:
         return None
     if kind == "yarn" and "attn_factor" in given:  # a factor of YaRN's own, which depends on the factor of the context
         scaling["attention_factor"] = given["attn_factor"] * (0.1 * math.log(max(1.0, given["factor"])) + 1.0)
-    return {"rope_type": kind, **scaling}
+    return {"rope_type": kind, **scaling, **unsaid}
 
 
 def _read_factors(file: GgufFile, tensor: GgufTensor) -> list[float]:

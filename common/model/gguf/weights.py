@@ -1,6 +1,7 @@
 """The weights of a GGUF file. Used by a rank's main thread while it loads.
 
-Q8_0, Q4_0, Q4_1 and Q4_K matrices stay in groups of 32 inputs; others are dequantized.
+Q8_0, Q4_0, Q4_1 and Q4_K matrices stay in groups of 32 inputs, experts in MXFP4 where native kernels multiply them; others
+are dequantized.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from torch import Tensor
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear, pack_fp4
 from common.model.description import AttentionDescription, MultiHeadDescription
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.groupwise import GroupWeight, make_group_linear, stack_groups
+from common.model.formats.mxfp4 import powers_of_two
 from common.model.gguf.config import gguf_architecture
 from common.model.gguf.file import GgufFile, GgufTensor
 from common.model.tensor_files import Part
 
 _Blocks = npt.NDArray[np.uint8]
+_MXFP4, _MXFP4_BYTES = GGMLQuantizationType.MXFP4, 17
 _CHUNK_WEIGHTS = 2**22
 """Weights that are dequantized at a time."""
 
@@ -55,6 +60,11 @@ def _from_q4_k(blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor]:
     minimum = _half(blocks, 2)[..., None] * torch.from_numpy(minima.astype(np.float32)).view(*rows, 8)
     codes = _halves(blocks[..., 16:].reshape(*rows, 4, 32)).view(*rows, 8, 32)
     return _with_minimum(codes, scale, -minimum)
+
+
+def _from_mxfp4(blocks: _Blocks) -> tuple[Tensor, Tensor]:
+    """A power of two in a byte, then as in Q4_0. Returns codes in e2m1 [rows, in], scales [rows, in / 32]."""
+    return _halves(blocks[..., 1:]).flatten(1), powers_of_two(torch.from_numpy(blocks[..., 0].copy()))
 
 
 def _with_minimum(codes: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +143,14 @@ class GgufWeights:
         """None also if the matrices are stored in different ways."""
         tensors = [self._find(stored.name, _whole_shape(stored)) for stored in stacked]
         kind = tensors[0].kind
-        if kind not in _GROUPS or any(tensor.kind != kind for tensor in tensors):
+        if any(tensor.kind != kind for tensor in tensors):
+            return None
+        if kind == _MXFP4 and stacked[0].place is not None and isinstance(target.kernels, NativeKernels):
+            blocks = np.concatenate([self._rows(*each) for each in zip(tensors, stacked, strict=True)])
+            codes, scales = _from_mxfp4(blocks.reshape(len(blocks), -1, _MXFP4_BYTES))
+            packed = pack_fp4(codes, scales, is_paired=target.is_paired)
+            return NativeLinear(target.kernels.native, packed, bias)
+        if kind not in _GROUPS:
             return None
         parts = [self._groups(tensor, stored).cut(stored) for tensor, stored in zip(tensors, stacked, strict=True)]
         weight = stack_groups(parts)
@@ -150,13 +167,17 @@ class GgufWeights:
     def _groups(self, tensor: GgufTensor, stored: StoredTensor) -> GroupWeight:
         bits, group, block_bytes, read = _GROUPS[tensor.kind]
         out, columns = stored.shape
-        first = 0 if stored.place is None else stored.place.expert * out
-        codes, scale, zero = read(self._bytes(tensor)[first : first + out].reshape(out, -1, block_bytes))
+        codes, scale, zero = read(self._rows(tensor, stored).reshape(out, -1, block_bytes))
         own = (
             self._own(tensor, each.view(out, width), None).to(self._device)
             for each, width in ((codes, columns), (scale, columns // group), (zero, columns // group))
         )
         return GroupWeight(next(own), next(own), next(own), bits)
+
+    def _rows(self, tensor: GgufTensor, stored: StoredTensor) -> _Blocks:
+        """The bytes of a matrix, or of one expert's in a tensor of all experts."""
+        first = 0 if stored.place is None else stored.place.expert * stored.shape[0]
+        return self._bytes(tensor)[first : first + stored.shape[0]]
 
     def _bytes(self, tensor: GgufTensor) -> _Blocks:
         """[rows, bytes of a row]; a vector is one row."""

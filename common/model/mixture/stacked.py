@@ -46,7 +46,8 @@ class _StackedExperts:
             return self._weights.read(name, shape, dtype, part)
         tensor, place = self._places[module]
         if kind == "bias":
-            whole = self._weights.read(f"{tensor}_bias", (place.experts, place.outputs), dtype, place.part)[0]
+            biases = f"{tensor.removesuffix('.weight')}.bias" if tensor.endswith(".weight") else f"{tensor}_bias"
+            whole = self._weights.read(biases, (place.experts, place.outputs), dtype, place.part)[0]
         else:
             sides = (shape[1], place.outputs) if self._is_transposed else (place.outputs, shape[1])
             whole = self._weights.read(tensor, (place.experts, *sides), dtype, place.part)[0]

@@ -16,10 +16,10 @@ from support.oracle import make_tiny
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
 from common.model.config import ModelConfig, load_model_config
-from common.model.description import multi_head
+from common.model.description import MlpDescription, multi_head
 from common.model.families.registry import FAMILIES as FAMILIES_BY_CLASS
 from common.model.files import weight_files
-from common.model.gguf.architectures import ARCHITECTURES
+from common.model.gguf.architectures import ARCHITECTURES, GGUF_EXPERT_NAMES
 from common.model.hub import resolve_model
 from common.model.rope import RopeConfig
 from common.node.plan import plan_node
@@ -33,6 +33,19 @@ def test_the_config_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
     file, _ = write_gguf(folder, tmp_path, lambda name, weight: Kind.F32)
     found, expected = load_model_config(file), load_model_config(folder)
     assert rounded(found) == rounded(dataclasses.replace(expected, weight_names=found.weight_names))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "granite-moe", "qwen3-moe"])
+def test_the_config_of_a_mixture_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
+    folder = make_tiny(name, tmp_path / "original")
+    file, _ = write_gguf(folder, tmp_path, lambda name, weight: Kind.F32)
+    found, expected = load_model_config(file), load_model_config(folder)
+    assert rounded(found).layers == tuple(
+        layer
+        if isinstance(layer.mlp, MlpDescription)
+        else dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, expert_names=GGUF_EXPERT_NAMES))
+        for layer in rounded(expected).layers
+    )
 
 
 def rounded(config: ModelConfig) -> ModelConfig:
@@ -51,8 +64,7 @@ def test_every_native_family_that_llama_cpp_converts_can_be_read() -> None:
     # Mistral's files are Llama's; OPT has no architecture in llama.cpp; of models that take images the text part is a file.
     others = {"MistralForCausalLM", "OPTForCausalLM", "Gemma3ForConditionalGeneration"}
     read |= {each.class_with_experts for each in ARCHITECTURES.values()}
-    # Other mixtures of experts are refused.
-    others |= {"GptOssForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM"}
+    # Mixtures of experts with latents are refused.
     others |= {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}
     assert read | others >= FAMILIES_BY_CLASS.keys() - {"Qwen2_5_VLForConditionalGeneration"}
 
@@ -158,6 +170,7 @@ def test_answers_end_at_the_tokens_that_end_them_in_llama_cpp(tmp_path: Path) ->
     ("key", "number", "message"),
     [
         ("qwen2.rope.dimension_count", 16, r"rope\.dimension_count 16 differs from a head's 32"),
+        ("qwen2.expert_shared_feed_forward_length", 64, "shared experts of this architecture are not supported"),
         ("qwen2.attention.value_length", 64, r"attention\.value_length 64 differs from a head's 32"),
         ("split.count", 3, "is one part of a model"),
     ],

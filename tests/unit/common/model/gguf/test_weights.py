@@ -65,12 +65,22 @@ def test_tokens_are_those_of_the_same_weights_in_float32(tmp_path: Path, name: s
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize(("name", "kind"), [("qwen3-moe", Kind.Q8_0), ("mixtral", Kind.Q4_0)])
-def test_experts_are_read_from_tensors_of_all_experts(tmp_path: Path, name: str, kind: Kind) -> None:
-    """Files say nothing of Mixtral's sliding window of 40 tokens, nor which layers are dense."""
+@pytest.mark.parametrize(
+    ("name", "kind", "dense"),
+    [
+        ("qwen3-moe", Kind.Q8_0, 1),
+        ("mixtral", Kind.Q4_0, 0),
+        ("gpt-oss", Kind.Q8_0, 0),
+        ("gpt-oss", Kind.MXFP4, 0),
+        ("glm4-moe", Kind.Q4_1, 1),
+        ("granite-moe", Kind.Q8_0, 0),
+    ],
+)
+def test_experts_are_read_from_tensors_of_all_experts(tmp_path: Path, name: str, kind: Kind, dense: int) -> None:
+    """Files say nothing of Mixtral's sliding window of 40 tokens."""
     folder = make_tiny(name, tmp_path / "original")
     file, plain = write_gguf(folder, tmp_path, lambda name, weight: Kind.F16 if weight.size(1) % 32 else kind)
-    assert [layer.mlp.kind for layer in load_model_config(file).layers].count("gated") == (name == "qwen3-moe")
+    assert [layer.mlp.kind for layer in load_model_config(file).layers].count("gated") == dense
     prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17)]
     check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
 
