@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from common.base.errors import KvRelayError
 from common.control.messages import AttemptStats, FinishReason, Role
 from router.counters import Counter, Histogram, HistogramSeries
 from router.node_metrics import NodeCollector
@@ -114,6 +115,9 @@ class Metrics:
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
         self.retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
         self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
+        self._refused = Counter(
+            "vllm:num_requests_rejected", "Requests refused, by the error's code.", ["reason"], registry=registry
+        )
         self._ignored_fields = Counter(
             "kvrelay_ignored_fields", "Fields of requests that no known API has, and were ignored.", registry=registry
         ).labels()
@@ -163,9 +167,11 @@ class Metrics:
     def ignored_fields(self, count: int) -> None:
         self._ignored_fields.value += count
 
-    def http_error(self, status: int) -> None:
-        """An error response was sent."""
-        self._http_errors.labels(str(status)).value += 1
+    def http_error(self, error: KvRelayError) -> None:
+        """An error response was sent. Those that are the client's, or for want of room, count as refusals."""
+        self._http_errors.labels(str(error.http_status)).value += 1
+        if error.http_status < 500:
+            self._refused.labels(error.code).value += 1
 
     def render(self) -> bytes:
         """The exposition text."""

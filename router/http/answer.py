@@ -47,9 +47,9 @@ class Answer:
         if not self._for_ends or [each for each in self.generations if each.outcome is not None]:
             self._news.set()
 
-    def watch(self, client: DisconnectListener) -> None:
-        """Cancel all generations as soon as the client disconnects."""
-        self._client = client
+    def follow(self, generations: list[Generation], client: DisconnectListener) -> None:
+        """Wait for these generations, and cancel them as soon as the client disconnects."""
+        self.generations, self._client = generations, client
         client.watch(self._cancel)
 
     def _cancel(self) -> None:
@@ -104,25 +104,6 @@ class Answer:
             self._raise_failure()
         self._raise_failure()
         return [generation.take() for generation in self.generations]
-
-    async def whole(self, form: Format, deltas: Sequence[list[Delta]]) -> bytes:
-        """The body of a response that is not streamed."""
-        options, generations = form.options, self.generations
-        if options.returned < options.samples:
-            kept = most_likely(deltas, options.samples, options.returned)
-            generations, deltas = [generations[index] for index in kept], [deltas[index] for index in kept]
-        size = sum(len(delta.text) for parts in deltas for delta in parts)
-        shown = await maybe_on_thread(size, partial(form.whole, generations, deltas))
-        if options.returned < options.samples:
-            shown["usage"] = usage(self.generations, options.samples)
-        body = to_json(shown)
-        if options.with_logprobs:
-            pieces = [_logprobs(form, generations[index], parts, index) for index, parts in enumerate(deltas)]
-            body = await _fill(body, b'"logprobs":', pieces)
-        if options.with_prompt_logprobs:
-            pieces = [({"": part} for part in form.prompt_logprobs(each)) for each in generations]
-            body = await _fill(body, b'"prompt_logprobs":', pieces)
-        return body
 
     @property
     def abandoned(self) -> bool:
@@ -206,6 +187,26 @@ class Answer:
             parts = [form.ping()]
         self._ping_due = False
         return parts
+
+
+async def whole_body(form: Format, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> bytes:
+    """The body of a response that is not streamed."""
+    options, computed = form.options, generations
+    if options.returned < options.samples:
+        kept = most_likely(deltas, options.samples, options.returned)
+        generations, deltas = [generations[index] for index in kept], [deltas[index] for index in kept]
+    size = sum(len(delta.text) for parts in deltas for delta in parts)
+    shown = await maybe_on_thread(size, partial(form.whole, generations, deltas))
+    if options.returned < options.samples:
+        shown["usage"] = usage(computed, options.samples)
+    body = to_json(shown)
+    if options.with_logprobs:
+        pieces = [_logprobs(form, generations[index], parts, index) for index, parts in enumerate(deltas)]
+        body = await _fill(body, b'"logprobs":', pieces)
+    if options.with_prompt_logprobs:
+        pieces = [({"": part} for part in form.prompt_logprobs(each)) for each in generations]
+        body = await _fill(body, b'"prompt_logprobs":', pieces)
+    return body
 
 
 def _logprobs(form: Format, generation: Generation, deltas: list[Delta], index: int) -> Iterator[Json]:

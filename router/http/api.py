@@ -42,7 +42,7 @@ from router.http.tokenize_routes import add_tokenize_routes
 def build(services: Services) -> FastAPI:
     """The application."""
     app = FastAPI(title="kvrelay", version=version(), docs_url=None, redoc_url=None)
-    app.add_middleware(KeyGuard, keys=services.api_keys, count=lambda status: services.metrics.http_error(status))
+    app.add_middleware(KeyGuard, keys=services.api_keys, count=services.metrics.http_error)
     _add_error_handlers(app, services)
     add_operator_routes(app, services)
     add_tokenize_routes(app, services)
@@ -137,7 +137,7 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
             return Response(status_code=499)
         else:
             known = KvRelayError("internal error in the router")
-        services.metrics.http_error(known.http_status)
+        services.metrics.http_error(known)
         ids = ids_of(request)
         shown = [] if ids is None else headers(ids, None)
         if isinstance(error, HTTPException):  # 405 lists the allowed methods

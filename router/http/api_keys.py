@@ -22,7 +22,7 @@ class KeyGuard:
     requests whose client the dashboard has admitted. `count` gets each refusal's status.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, count: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, count: Callable[[KvRelayError], None]) -> None:
         self._app = app
         self._count = count
         self._keys = keys
@@ -63,5 +63,5 @@ class KeyGuard:
     async def _refuse(
         self, refusal: KvRelayError, scope: Scope, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]]
     ) -> None:
-        self._count(refusal.http_status)
+        self._count(refusal)
         await error_response(refusal, scope, headers)(scope, receive, send)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from common.base.errors import KvRelayError
 from router.http.json_body import Json
+from router.requests.beam_search import BeamOptions
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ class FormatOptions:
     """Generations of each prompt; they follow each other."""
     returned: int = 1
     """How many of them are choices of the answer."""
+    beams: BeamOptions | None = None
+    """Choices are the beams of a beam search."""
     token_limit: int | None = None
     """The client's limit on generated tokens; the context may have room for fewer."""
     created: int = 0

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.base.errors import Forbidden
+from common.base.errors import Forbidden, KvRelayError
 from router.http.api_keys import OPEN_PATHS
 from router.http.key_limits import ApiKeys
 from router.http.request_headers import header
@@ -54,7 +54,9 @@ class HostGuard:
     or to one of `names`; with `ANY` among these, to all. Health checks always pass. `count` gets each refusal's status.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, names: Collection[str], count: Callable[[int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, names: Collection[str], count: Callable[[KvRelayError], None]
+    ) -> None:
         self._app = app
         self._keys = keys
         self._any = ANY in names
@@ -74,5 +76,5 @@ class HostGuard:
             f"this router does not answer to the host {given[:100]!r} of the Host header: name it with --allowed-hosts, or "
             "set API keys"
         )
-        self._count(refusal.http_status)
+        self._count(refusal)
         await error_response(refusal, scope, [])(scope, receive, send)

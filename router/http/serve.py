@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
-from router.http.answer import Answer
+from router.http.answer import Answer, whole_body
+from router.http.beams import BeamRun
 from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
@@ -186,6 +187,7 @@ def format_options(
         continuous_usage=body.continuous_usage,
         samples=body.num_samples,
         returned=given["n"] or 1,
+        beams=body.beams,
         token_limit=body.token_limit,
         created=int(time.time()),
     )
@@ -212,14 +214,10 @@ async def serve(
     stream: bool,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping keep their
-    HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
-    """
+    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping, and of
+    grammars, keep their HTTP status. `before_end` is awaited before the last part is sent."""
     await _check_grammars(request, model, wanted)
     options = form.options
-    if options.samples > 1:
-        ranked = options.returned < options.samples
-        wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
     await yield_turn()
     answer = Answer(services.stream_ping_s)
     ids: RequestIds = request.scope[_IDS]
@@ -228,36 +226,55 @@ async def serve(
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     metrics.asked(options.returned)
+
+    def submit(request_id: str, wanted: list[GenerationRequest]) -> list[Generation]:
+        pieces, on_news = model.tokenizer.pieces, answer.on_news
+        generations = services.dispatcher.submit(model.base, request_id, wanted, pieces, on_news, ids.client)
+        answer.follow(generations, listener_of(request.scope))
+        return generations
+
     try:
-        answer.generations = services.dispatcher.submit(
-            model.base, ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
-        )
-        generations = list(answer.generations)  # the answer drops them when it closes
+        if options.beams is not None:
+            run = BeamRun(options.beams, wanted, model)
+            count_tokens(request.scope, lambda: run.used_tokens)
+            body = await run.body(form, answer, ids.own, submit, services.dispatcher.options.request_timeout_s)
+            return JsonResponse(body, headers=headers(ids, run.first[0]) + warnings) if body else _abandoned()
+        generations = submit(ids.own, _with_samples(wanted, options))  # the answer drops them when it closes
         count_tokens(request.scope, lambda: _tried_tokens(generations, options.samples))
-        answer.watch(listener_of(request.scope))
         if stream:
             await answer.begun()
             parts = answer.events(form)
             if before_end is not None:
                 parts = _after(before_end, parts)
-            events = EventStream(answer, parts, form.media_type, headers(ids, answer.generations[0]) + warnings)
+            events = EventStream(answer, parts, form.media_type, headers(ids, generations[0]) + warnings)
             handed_over = True
             return events
         deltas = await answer.finished()
         if answer.abandoned:
-            return Response(status_code=499)
+            return _abandoned()
         await yield_turn()
-        body = await answer.whole(form, deltas)
+        body = await whole_body(form, generations, deltas)
         if before_end is not None:
             await before_end()
-        return JsonResponse(body, headers=headers(ids, answer.generations[0]) + warnings)
+        return JsonResponse(body, headers=headers(ids, generations[0]) + warnings)
     except KvRelayError as error:
         # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
-        services.metrics.http_error(error.http_status)
+        services.metrics.http_error(error)
         return error_response(error, request.scope, headers(ids, answer.failed_generation(error)) + warnings)
     finally:
         if not handed_over:
             answer.close()
+
+
+def _with_samples(wanted: list[GenerationRequest], options: FormatOptions) -> list[GenerationRequest]:
+    """The samples of each prompt, in a row."""
+    ranked = options.returned < options.samples
+    return [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
+
+
+def _abandoned() -> Response:
+    """For a client that has disconnected."""
+    return Response(status_code=499)
 
 
 def _tried_tokens(generations: list[Generation], samples: int) -> int:

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Scope
 
-from common.base.errors import Unavailable
+from common.base.errors import KvRelayError, Unavailable
 from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.fields import api_keys, listed
@@ -82,9 +82,9 @@ def _most_connections() -> int:
     return most
 
 
-def _refusal(on_error: Callable[[int], None], scope: Scope) -> ASGIApp:
+def _refusal(on_error: Callable[[KvRelayError], None], scope: Scope) -> ASGIApp:
     error = Unavailable("this router has too many open connections; try again shortly")
-    on_error(error.http_status)
+    on_error(error)
     return error_response(error, scope, [(b"connection", b"close")])
 
 

@@ -30,7 +30,8 @@ from router.text.stop_strings import NoText, TextStream
 log = logging.getLogger(__name__)
 
 
-def _text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | NoText:
+def text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | NoText:
+    """The text of a generation's tokens, up to a stop string."""
     if not request.detokenize:
         return NoText()
     return TextStream(
@@ -86,7 +87,7 @@ class Generation(RunningRequest[Flow]):
         self._cached_known = False
         self._expected_hit: int | None = None
         """Prompt tokens whose KV the first attempt's node was expected to have."""
-        self._text = _text_of(request, pieces)
+        self._text = text_of(request, pieces)
         self._stop: str | None = None
         self._ended_by_token = False
         self._deltas: list[Delta] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.oracle import TINY, agreed, first_difference, greedy, make_tiny
+from support.oracle import TINY, agreed, first_difference, greedy, make_tiny, most_likely_sequences
 from support.system import System, running_system
 
 from common.engine.kv_allocator import first_kept
@@ -170,3 +170,19 @@ def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, 
     windows = [layer.attention.window for layer in config.layers]
     at_most = block_bytes * sum(9 - first_kept(144, window) for window in windows if window is not None)
     assert moved(longer[:144])[0] <= at_most
+
+
+def test_a_beam_search_finds_what_a_plain_one_finds(served: tuple[Case, Path, System]) -> None:
+    case, model, system = served
+    ends = load_model_config(model).eos_token_ids
+    draw = random.Random(7)
+    prompts = [[draw.randrange(3, TINY[case.model].vocab_size) for _ in range(length)] for length in (5, 40)]
+    fields = {"use_beam_search": True, "max_tokens": 10, "n": 3, "logprobs": 1, "return_token_ids": True}
+    (answer,) = asyncio.run(ask_all(system.url, [{"prompt": prompts, **fields}]))
+    for at, prompt in enumerate(prompts):
+        expected = most_likely_sequences(model, prompt, width=3, steps=10, ends=ends)
+        found = answer["choices"][3 * at : 3 * at + 3]
+        assert [tuple(choice["token_ids"]) for choice in found] == [tokens for tokens, _ in expected]
+        totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in found]
+        assert totals == pytest.approx([total for _, total in expected], abs=1e-3)
+    assert answer["usage"]["prompt_tokens"] == 45

@@ -174,3 +174,59 @@ def test_log_probabilities_in_responses(folder: Path, fields: Any) -> None:
         assert plain["output"][0]["content"][0]["logprobs"] == []
 
     _play(folder, scene)
+
+
+def test_use_beam_search(folder: Path) -> None:
+    """The scripted nodes say after a token that those above it follow, each less likely than the one before."""
+
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        body = {**PROMPT, "use_beam_search": True, "n": 2, "logprobs": 1, "return_token_ids": True}
+        answer = await http.post("/v1/completions", json=body)
+        first, second = answer.json()["choices"]
+        assert [first["index"], second["index"]] == [0, 1]
+        assert [first["finish_reason"], second["finish_reason"]] == ["length", "length"]
+        assert len(first["token_ids"]) == len(second["token_ids"]) == 3
+        totals = [sum(each["logprobs"]["token_logprobs"]) for each in (first, second)]
+        assert totals[0] == -3.0
+        assert totals[1] == -4.0
+        used = answer.json()["usage"]
+        assert used["completion_tokens"] == 6
+        assert used["prompt_tokens"] == len(first["prompt_token_ids"])
+        assert answer.headers["x-kvrelay-decode-node"]
+        chat = (await http.post("/v1/chat/completions", json={**CHAT, "use_beam_search": True, "n": 2})).json()
+        assert len(chat["choices"]) == 2
+        for wrong, param in (
+            ({"stream": True}, "stream"),
+            ({"stop": "x"}, "stop"),
+            ({"best_of": 3}, "best_of"),
+            ({"n": 17}, "n"),
+            ({"min_tokens": 2}, "min_tokens"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+        ):
+            refused = await http.post("/v1/completions", json={**body, **wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param
+            assert "beam" in refused.json()["error"]["message"]
+        alone = await http.post("/v1/completions", json={**PROMPT, "length_penalty": 2.0})
+        assert alone.json()["error"]["param"] == "length_penalty"
+
+    _play(folder, scene)
+
+
+def test_num_requests_rejected(folder: Path) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        assert (await http.post("/v1/completions", json={**PROMPT, "prompt": "a " * 9000})).status_code == 400
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json={**PROMPT, "n": 0})).status_code == 400
+        assert (await http.post("/v1/completions", json={**PROMPT, "model": "other"})).status_code == 404
+        assert (await http.post("/v1/completions", json=PROMPT)).status_code == 200
+        lines = (await http.get("/metrics")).text.splitlines()
+        found = {line for line in lines if line.startswith("vllm:num_requests_rejected_total{")}
+        assert found == {
+            'vllm:num_requests_rejected_total{reason="context_length_exceeded"} 1.0',
+            'vllm:num_requests_rejected_total{reason="invalid_request"} 2.0',
+            'vllm:num_requests_rejected_total{reason="model_not_found"} 1.0',
+        }
+
+    _play(folder, scene)

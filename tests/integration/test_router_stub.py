@@ -567,7 +567,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "n": True}, 400, "n", "integer"),
     ("completions", {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "less than n"),
     ("completions", {"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "best_of"),
-    ("completions", {"prompt": "a", "use_beam_search": True}, 400, "use_beam_search", "not supported"),
+    ("completions", {"prompt": "a", "vllm_xargs": {"a": 1}}, 400, "vllm_xargs", "not supported"),
     ("completions", {"prompt": "a", "max_tokens": 16.5}, 400, "max_tokens", "integer"),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "fill-in-the-middle"),
     ("completions", {"prompt": [5], "suffix": "b"}, 400, "suffix", "suffix"),

@@ -190,11 +190,16 @@ def write_gguf(
         save_file(means, plain / shard.name, {"format": "pt"})
     for name, each in experts.items():
         writer.add_tensor(name, np.stack([each[i] for i in range(len(each))]), raw_dtype=kinds[name])
+    finish(writer)
+    return file, plain
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file, plain
 
 
 def _write_stacked(writer: GGUFWriter, name: str, tensor: Tensor, kind_of: Callable[[str, Tensor], Kind]) -> Tensor:

@@ -182,3 +182,26 @@ def agreed(expected: Expected, tokens: list[int]) -> int:
     return next(
         (i for i, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
     )
+
+
+def most_likely_sequences(
+    model_dir: Path, prompt: list[int], *, width: int, steps: int, ends: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], float]]:
+    """Token ids behind the prompt and their log-probability: a plain beam search over float32 logits, the best first."""
+    model = oracle_model(str(model_dir))
+    beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    ended: list[tuple[tuple[int, ...], float]] = []
+
+    def score(beam: tuple[tuple[int, ...], float]) -> float:
+        return beam[1] / (len(prompt) + len(beam[0]) - (beam[0][-1] in ends))
+
+    for _ in range(steps):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens] for tokens, _ in beams])).logits[:, -1]
+        found = logits.float().log_softmax(-1).topk(2 * width)
+        going: list[tuple[tuple[int, ...], float]] = []
+        for (tokens, total), values, ids in zip(beams, found.values.tolist(), found.indices.tolist(), strict=True):
+            for value, token in zip(values, ids, strict=True):
+                (ended if token in ends else going).append(((*tokens, token), total + value))
+        beams = sorted(going, key=score, reverse=True)[:width]
+    return sorted([*ended, *beams], key=score, reverse=True)[:width]

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, FieldsError, as_object, bounded, items, shorten
 from router.http.openai.structured_fields import StructuredFields
+from router.requests.beam_search import BeamOptions
 
 MAX_STOPS = 64
 """OpenAI allows 4; every stop string costs time at every token."""
@@ -23,6 +24,14 @@ MAX_ALLOWED_TOKEN_IDS = 262_144
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_SAMPLES = 128
+MAX_BEAMS = 16
+_WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
+    "repetition_penalty": (1,),
+    **dict.fromkeys(("stream", "best_of", "allowed_token_ids"), (False,)),
+    **dict.fromkeys(("stop", "logit_bias", "bad_words", "logprob_token_ids", "prediction"), ([], {})),
+}
+"""Fields that no beam search can follow, and their values that ask for nothing."""
 MAX_REQUEST_ID = 256
 MAX_PRIORITY = 1000
 """Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
@@ -97,6 +106,10 @@ class CompletionRequestBase(StructuredFields):
     """Answers to each prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     """Answers to compute for each prompt; the `n` most likely ones are returned."""
+    use_beam_search: bool | None = False
+    """The answers are the `n` most likely sequences of tokens that a beam search finds."""
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = 1.0
+    """Beams are compared by their log-probability over their length, prompt included, to this power."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of each prompt token after the first, and of that many most likely ones."""
     truncate_prompt_tokens: TruncateTokens | None = None
@@ -169,6 +182,10 @@ class CompletionRequestBase(StructuredFields):
             raise FieldsError(
                 "prompt_logprobs", "prompt_logprobs is not allowed with stream=true; echo with logprobs is"
             )
+        if given["use_beam_search"]:
+            self._check_beams(n)
+        elif given["length_penalty"] not in (None, 1.0):
+            raise FieldsError("length_penalty", "length_penalty is only allowed with use_beam_search=true")
         if given["detokenize"] is False and given["stop"]:
             raise FieldsError("stop", "stop strings need detokenize=true; stop_token_ids do not")
         if best_of is not None and best_of < n:
@@ -178,6 +195,23 @@ class CompletionRequestBase(StructuredFields):
                 "best_of", "best_of above n is not allowed with stream=true: the best answers are known at the end"
             )
         return self
+
+    def _check_beams(self, width: int) -> None:
+        """A beam search compares the model's own probabilities, of whole tokens, and knows its answers at the end."""
+        given = vars(self)
+        if width > MAX_BEAMS:
+            raise FieldsError("n", f"a beam search has at most {MAX_BEAMS} beams (n)")
+        for name, neutral in _WITHOUT_BEAMS.items():
+            if given[name] is not None and given[name] not in neutral:
+                raise FieldsError(name, f"{name} is not allowed with use_beam_search=true")
+
+    @property
+    def beams(self) -> BeamOptions | None:
+        """How to search beams; None: the answers are sampled."""
+        given = vars(self)
+        if not given["use_beam_search"]:
+            return None
+        return BeamOptions(given["n"] or 1, 1.0 if given["length_penalty"] is None else given["length_penalty"])
 
     @property
     def num_logprobs(self) -> int | None:

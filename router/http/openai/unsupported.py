@@ -15,7 +15,6 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "length_penalty": _only(1),
     "function_call": _only("none", "auto"),
     "routed_experts_prompt_start": _only(0),
     "verbosity": _only("medium"),
@@ -25,7 +24,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
         (
             "functions",
             "audio",
-            "use_beam_search",
             "logits_processors",
             "chat_template",
             "documents",

@@ -84,7 +84,7 @@ async def serve_pooled(
         vectors = await call.run()
     except KvRelayError as error:
         metrics.failed(error.code)
-        services.metrics.http_error(error.http_status)
+        services.metrics.http_error(error)
         return error_response(error, request.scope, _headers(request, ids, call))
     finally:
         client.watch(None)

@@ -162,6 +162,7 @@ class ResponsesRequest(BodyModel):
     background: bool | None = None
     include: list[str] | None = None
     conversation: None = None
+    use_beam_search: Literal[False] | None = None
     prompt: None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Most likely tokens beside each token of the answer's text, which asks for log-probabilities as `include` does."""

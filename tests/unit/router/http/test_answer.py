@@ -20,7 +20,7 @@ from common.config.service_configs import RouterConfig
 from common.control.disconnects import DisconnectListener
 from common.control.ids import pack_ids
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
-from router.http.answer import Answer
+from router.http.answer import Answer, whole_body
 from router.http.format import FormatOptions
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.completion_format import CompletionFormat
@@ -51,8 +51,7 @@ def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Ans
         Answer(),
         GenerationRequest(EngineRequest(pack_ids([0] * 100), SamplingParams(seed=0, max_tokens=2))),
     )
-    answer.generations = dispatcher.submit("m", name, [request], PIECES, answer.on_news)
-    answer.watch(client)
+    answer.follow(dispatcher.submit("m", name, [request], PIECES, answer.on_news), client)
     return answer
 
 
@@ -165,7 +164,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
             events = b"".join([data async for data, _ in answer.events(form)]).decode()
             bodies = [json.loads(event) for event in events.split("data: ")[1:-1]]
         else:
-            bodies = [json.loads(await answer.whole(form, await answer.finished()))]
+            bodies = [json.loads(await whole_body(form, answer.generations, await answer.finished()))]
         counting.cancel()
         assert turns > 2 * tokens // 50
         choices = [choice for body in bodies for choice in body["choices"] if choice["logprobs"] is not None]
@@ -189,5 +188,5 @@ def test_a_long_answer_is_written_on_a_thread(size: int, on_loop: bool) -> None:
 
     form = cast("Any", SimpleNamespace(options=FormatOptions("r", "m"), whole=whole))
     deltas = [[Delta("a" * (size // 10), [0], None)] * 10]
-    assert asyncio.run(Answer().whole(form, deltas)) == b"{}"
+    assert asyncio.run(whole_body(form, [], deltas)) == b"{}"
     assert [each == threading.get_ident() for each in threads] == [on_loop]

@@ -224,7 +224,7 @@ def test_guard_denies_everything_but_what_load_balancers_ask(tmp_path: Path) -> 
 
     async def main() -> None:
         refused: list[int] = []
-        guard = KeyGuard(app, ApiKeys((), file), refused.append)
+        guard = KeyGuard(app, ApiKeys((), file), lambda error: refused.append(error.http_status))
         for path in ("/health", "/ready", "/ping"):
             assert (await _call(guard, path, method="GET"))[0] == 200
         for path in ("/", "/v1/models", "/metrics", "/health/", "//health", "/%68ealth", "/ui", "/health?x"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter, RopeScalingType
 from support.gguf_families import FAMILIES, make_family
-from support.gguf_files import Kind, write_gguf
+from support.gguf_files import Kind, finish, write_gguf
 from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
@@ -96,10 +96,7 @@ def test_the_largest_gemma_has_another_scale_as_in_llama_cpp(
     }.items():
         writer.add_uint32(f"{architecture}.{key}", number)
     writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert multi_head(load_model_config(tmp_path / "m.gguf").layers[0]).scale == pytest.approx(scale**-0.5)
 
 
@@ -128,10 +125,7 @@ def written(file: Path, floats: dict[str, float], numbers: dict[str, int] | None
     for key, number in (numbers or {}).items():
         writer.add_uint32(key, number)
     writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return load_model_config(file)
 
 
