@@ -23,6 +23,7 @@ from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
 from common.engine.step import StepInput, StepOutput
 from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
+from common.model.mixture.rebalancer import Rebalancer
 from common.model.rank_model import HIDDEN, RankModel
 
 
@@ -64,9 +65,11 @@ class ModelRunner:
         *,
         overlaps: bool = False,
         pages: PageSupply | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         """`graphs`: captured already, used when `takes(step)`. `overlaps`: a step may be launched before the output of
-        the previous one is known, with placeholder tokens from it; the same on all ranks. `pages`: those of `storage`."""
+        the previous one is known, with placeholder tokens from it; the same on all ranks. `pages`: those of `storage`.
+        `rebalancer`: moves experts before the steps that say so."""
         self._model = model
         self._graphs = graphs
         self._mesh = model.mesh
@@ -77,6 +80,7 @@ class ModelRunner:
         self._native_step = None if overlaps else native_step(model, attention, self._sampler)
         self._overlaps = overlaps
         self._pages = pages
+        self._rebalancer = rebalancer
         self._block_size = storage.layout.spec.block_size
         self._drawn: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
         """The last step that drew tokens, and the tokens: [samples] int64, on the device."""
@@ -96,9 +100,18 @@ class ModelRunner:
         if every rank detects the error before the first collective. RankLost, after which this rank must end, if
         another one is gone or if this one failed mid-step.
         """
+        if step.rebalances and self._rebalancer is not None:
+            self._rebalance(self._rebalancer, step)
         if self._native_step is not None and on_layer is None and self._native_step.takes(step):
             return self._launch_native(self._native_step, step)
         return self._launch(step, on_layer)
+
+    def _rebalance(self, rebalancer: Rebalancer, step: StepInput) -> None:
+        use_device(self._device)
+        try:
+            rebalancer.take_turn()
+        except RuntimeError as error:  # the other ranks wait for this one
+            raise RankLost(f"experts could not be moved before step {step.step_id}: {error}") from error
 
     def _launch_native(self, native: NativeStep, step: StepInput) -> LaunchedStep:
         started = time.perf_counter()

@@ -97,6 +97,8 @@ class StepInput:
     """[num_seqs], the id of each sequence's LoRA adapter in the ranks' memory, 0 without; empty: none has one."""
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     """Made before anything else of the step. No block is the target of two."""
+    rebalances: bool = False
+    """Before the step the ranks may move experts among them (`common.model.mixture.rebalancer`)."""
 
 
 class SampledToken(NamedTuple):

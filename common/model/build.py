@@ -93,6 +93,8 @@ class Build:
     """Packed weights shared with other processes; None: they are not shared."""
     lm_head: bool = True
     """Whether the model gives logits."""
+    redundant_experts: int | None = None
+    """Slots of each mixture beside one for each expert, for replicas; None: its experts never move."""
     adapt: Callable[[Linear, list[LinearPart]], Linear] = lambda linear, parts: linear
     """Wraps each linear layer, to apply LoRA adapters."""
 

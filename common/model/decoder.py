@@ -18,6 +18,7 @@ from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
+from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
 from common.model.norms import Norm, RMSNorm, make_norm
@@ -56,6 +57,8 @@ class DecoderModel(RankModel):
             wholes.append(whole)
             layers.append(self.adapters.attach(whole))
             kv_scales.append(layer.kv_scales)
+            if isinstance(layer.mlp, MixtureMlp) and layer.mlp.experts.slots is not None:
+                self.expert_layers[number] = layer.mlp.experts.slots
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ def load_model(
     quantization: Quantization = "auto",
     packed: PackedWeights | None = None,
     lm_head: bool = True,
+    redundant_experts: int | None = None,
 ) -> RankModel:
     """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
@@ -59,6 +61,7 @@ def load_model(
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
     stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers.
     `packed` shares packed weights with other processes. Without `lm_head` the model of a native family has no logits.
+    `redundant_experts`: `Build.redundant_experts`.
     All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
 
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
@@ -84,7 +87,8 @@ def load_model(
 
     def build(weights: WeightSource) -> Build:
         bits = weight_bits(quantization)
-        return Build(config, weights, precision, mesh, pp_layers, device, kernels, bits, packed, lm_head=lm_head)
+        made = Build(config, weights, precision, mesh, pp_layers, device, kernels, bits, packed, lm_head=lm_head)
+        return replace(made, redundant_experts=redundant_experts)
 
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         if is_generic:

@@ -10,6 +10,7 @@ from torch import Tensor
 from common.attention.base import AttentionBackend, AttentionShape
 from common.model.build import Build
 from common.model.lora.adapters import Adapters
+from common.model.mixture.slots import ExpertSlots
 from common.parallel.stage_tensors import StageSchema, StageTensor
 
 HIDDEN = "hidden"
@@ -32,6 +33,8 @@ class RankModel(ABC):
         self.device = build.device
         self.adapters = Adapters(build)
         """LoRA adapters that steps can name."""
+        self.expert_layers: dict[int, ExpertSlots] = {}
+        """Mixtures whose experts may move, by the layer's number in the model."""
 
     def stage_schema(self, rows: int) -> StageSchema:
         """What a stage hands to the next in a step of `rows` rows."""

@@ -30,7 +30,8 @@ class RankHoldings:
     num_weights: int
     """Weights of linear layers, experts, embedding and LM head."""
     experts: tuple[int, int, int] | None
-    """First, end and number of the experts of a mixture; None: no layer of the rank is one."""
+    """First, end and number of the experts of a mixture, or of their slots if they move; None: no layer of the rank is one."""
+    experts_move: bool
     num_mixtures: int
     """Layers that are mixtures."""
     kv_bytes: int
@@ -45,18 +46,27 @@ class RankHoldings:
         experts = ""
         if self.experts is not None:
             first, end, count = self.experts
-            experts = f", experts {first}-{end - 1} of {count} in {self.num_mixtures} of them"
+            held = (
+                f"{end - first} of {count} slots for experts"
+                if self.experts_move
+                else f"experts {first}-{end - 1} of {count}"
+            )
+            experts = f", {held} in {self.num_mixtures} of them"
         size_gb = self.num_weights * weight_bits / 8 / 1e9
         weights = f"{self.num_weights:,} weights ({size_gb:.3g} GB in {weight_bits} bits)"
         return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for a token"
 
 
-def node_holdings(config: ModelConfig, layout: KVLayout) -> list[RankHoldings]:
-    """What the ranks of a node hold, in rank order."""
-    return [_rank_holdings(config, layout, shard) for shard in layout.shards()]
+def node_holdings(
+    config: ModelConfig, layout: KVLayout, redundant: int = 0, *, experts_move: bool = False
+) -> list[RankHoldings]:
+    """What the ranks of a node hold, in rank order. `redundant`: slots of a mixture beside one for each expert."""
+    return [_rank_holdings(config, layout, shard, redundant, experts_move) for shard in layout.shards()]
 
 
-def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard) -> RankHoldings:
+def _rank_holdings(
+    config: ModelConfig, layout: KVLayout, shard: RankShard, redundant: int, experts_move: bool
+) -> RankHoldings:
     tp_size, tp_rank, hidden, names = layout.tp_size, shard.tp_rank, config.hidden_size, config.weight_names
     total = 0
     experts: tuple[int, int, int] | None = None
@@ -66,7 +76,8 @@ def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard) -> R
         total += sum(each.outputs * each.inputs for each in linears) // tp_size
         if isinstance(layer.mlp, MixtureDescription):
             count = layer.mlp.router.num_experts
-            experts = (*even_range(count, tp_size, tp_rank), count)
+            slots = count + redundant
+            experts = (*even_range(slots, tp_size, tp_rank), slots)
             num_mixtures += 1
             total += hidden * count + (experts[1] - experts[0]) * 3 * hidden * layer.mlp.inner_size
     is_first, is_last = shard.pp_rank == 0, shard.pp_rank == layout.pp_size - 1
@@ -74,7 +85,7 @@ def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard) -> R
     total += matrices * vocab_rows(config.vocab_size, tp_size) * hidden
     groups = zip(layout.spec.groups, shard.parts, strict=True)
     kv_bytes = sum(group.token_bytes * part.num_layers * part.num_heads for group, part in groups)
-    return RankHoldings(shard, total, experts, num_mixtures, kv_bytes)
+    return RankHoldings(shard, total, experts, experts_move, num_mixtures, kv_bytes)
 
 
 def report_holdings(plan: NodePlan) -> None:
@@ -86,7 +97,9 @@ def report_holdings(plan: NodePlan) -> None:
     config, weights = plan.model_config, plan.weights
     if isinstance(config, GenericConfig):
         return
-    own = [node_holdings(config, plan.layout)[rank] for rank in plan.hosts.ranks_here]
+    moves = plan.experts.threshold is not None
+    holdings = node_holdings(config, plan.layout, plan.experts.redundant, experts_move=moves)
+    own = [holdings[rank] for rank in plan.hosts.ranks_here]
     bits = 8 * DTYPE_BYTES[weights.dtype]
     for each in own:
         log.info("%s", each.describe(plan.layout, bits))

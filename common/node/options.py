@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 import secrets
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from common.config.option_groups import LoadFormat, LoraOptions, Quantization
 from common.config.service_configs import NodeConfig
 from common.control.messages import Role
 from common.control.self_report import public_options
+from common.model.config import ModelConfig
+from common.model.description import MixtureDescription
+from common.model.generic.config import GenericConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,3 +159,40 @@ class AdapterOptions:
                 raise ConfigError(f"--lora names two adapters {name!r}")
             folders[name] = path
         return cls(folders, options.max_loras, options.max_lora_rank)
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How a mixture's experts are placed on the ranks of a stage."""
+
+    threshold: float | None
+    """Load of the most loaded rank over the mean above which experts move; None: they never do."""
+    redundant: int
+    """Slots of each layer beside one for each expert."""
+
+    @classmethod
+    def of(cls, options: NodeConfig, model: ModelConfig) -> ExpertOptions:
+        """Raises: ConfigError where no expert can move, or for more redundant slots than replicas can fill."""
+        threshold, redundant, tp_size = (
+            options.rebalance_experts,
+            options.redundant_experts,
+            options.tensor_parallel_size,
+        )
+        if threshold is None:
+            if redundant:
+                raise ConfigError("--redundant-experts needs --rebalance-experts, which fills these slots")
+            return cls(None, 0)
+        numbers = [layer.mlp.router.num_experts for layer in model.layers if isinstance(layer.mlp, MixtureDescription)]
+        if isinstance(model, GenericConfig) or not numbers:
+            raise ConfigError(
+                f"--rebalance-experts needs a native family with experts, which {model.architecture} is not"
+            )
+        if tp_size == 1:
+            log.info("--rebalance-experts changes nothing here: one tensor-parallel rank holds all experts")
+            return cls(None, 0)
+        if redundant > min(numbers) * (tp_size - 1):
+            raise ConfigError(
+                f"--redundant-experts {redundant}: {counted(tp_size, 'rank')} can hold at most "
+                f"{min(numbers) * (tp_size - 1)} replicas of {min(numbers)} experts"
+            )
+        return cls(threshold, redundant)

@@ -21,7 +21,7 @@ from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.records import LoadedAdapters
 from common.cluster.redis_client import check_redis
-from common.control.admin_server import AdminServer
+from common.control.admin_server import AdminRoute, AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
 from common.control.messages import (
@@ -163,10 +163,11 @@ class NodeServer:
         on_ready: Callable[[], None],
         describe: Describe = dict,
         lora: AdapterAdmin | None = None,
+        routes: Sequence[AdminRoute] = (),
         use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
-        status at the admin port, and `lora` adds the routes of adapters. `use_idle_time` is passed to `EngineLoop`.
+        status at the admin port, and `routes` are served there too; `lora` says which adapters are loaded. `use_idle_time` is passed to `EngineLoop`.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
         `restart`.
@@ -187,7 +188,7 @@ class NodeServer:
         )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
-        self._start_admin(record, describe, lora)
+        self._start_admin(record, describe, routes)
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(publisher.run()),
@@ -230,13 +231,13 @@ class NodeServer:
         for link in self._links.values():
             link.close()
 
-    def _start_admin(self, record: NodeRecord, describe: Describe, lora: AdapterAdmin | None) -> None:
+    def _start_admin(self, record: NodeRecord, describe: Describe, routes: Sequence[AdminRoute]) -> None:
         if self._admin is not None:
             parts = [
                 NodeAdmin(self, record, describe),
                 SelfReport(self._options.shown, self._options.tls_dir, node_profile, device_facts),
             ]
-            self._admin.start([route for part in [*parts, *([lora] if lora else [])] for route in part.routes()])
+            self._admin.start([*(route for part in parts for route in part.routes()), *routes])
 
     # ------------------------------------------------------------ in
 

@@ -6,6 +6,7 @@ _serve:   control socket -> model shards on all ranks, KV memory -> transfer end
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.loaded_adapters import read_loaded_adapters
 from common.config.service_configs import NodeConfig
+from common.control.admin_server import AdminRoute
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
@@ -75,6 +77,7 @@ async def _serve(role: NodeRole[Any], options: ServerOptions, plan: NodePlan, fo
         lora = AdapterAdmin(adapters, configured, missing, plan.adapters, plan.model_config, server, plan.names)
         make_end = partial(role.transfer_end, leader.worker, 0, incarnation)
         transfers = NodeTransfers(plan.world_size, leader.broadcast, server.post, make_end)
+        experts = AdminRoute("GET", "/experts", lambda call: asyncio.wrap_future(server.ask(leader.experts)))
         try:
             await leader.start_ranks(incarnation, options.addresses.advertised(transfers.end.address))
             leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
@@ -98,6 +101,7 @@ async def _serve(role: NodeRole[Any], options: ServerOptions, plan: NodePlan, fo
                 parts.scheduler.pool.journal,
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},
+                routes=[*lora.routes(), experts],
                 lora=lora,
                 use_idle_time=leader.worker.page_supply.use_idle_time,
             )

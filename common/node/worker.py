@@ -37,6 +37,7 @@ from common.kv.storage import KVStorage
 from common.model.files import files_state
 from common.model.loader import load_model
 from common.model.lora.adapters import Adapters
+from common.model.mixture.rebalancer import Rebalancer
 from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
 from common.node.kv_budget import adapter_bytes, kv_blocks_on_gpu, staging_bytes
@@ -77,6 +78,9 @@ class Worker:
         self.place = mesh.place
         self.shard = plan.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
         self._model = model
+        self.rebalancer: Rebalancer | None = None
+        if plan.experts.threshold is not None and model.expert_layers:
+            self.rebalancer = Rebalancer(model.expert_layers, mesh, plan.experts.threshold)
         per_block = plan.layout.shard_bytes_per_block(self.shard)
         self.max_blocks = (
             plan.kv_memory.blocks_on_cpu(per_block) if meter is None else self._blocks_on_gpu(meter, per_block)
@@ -183,7 +187,12 @@ class Worker:
         else:
             sampler = HostSampler(choose_passes(find_native()))
         pages = self.page_supply if self.device.type == "cpu" else None
-        return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps, pages=pages)
+        return ModelRunner(
+            *(self._model, storage, attention, graphs, sampler),
+            overlaps=overlaps,
+            pages=pages,
+            rebalancer=self.rebalancer,
+        )
 
     def close(self) -> None:
         """Release the packed weights: other processes may remove their files. A second call does nothing."""
@@ -226,6 +235,7 @@ def load_worker(plan: NodePlan, mesh: Mesh, *, small_batches: bool) -> Worker:
             device=device,
             quantization=plan.weights.quantization,
             packed=packed,
+            redundant_experts=None if plan.experts.threshold is None else plan.experts.redundant,
         )
         if not _is_current(plan):
             raise ConfigError(

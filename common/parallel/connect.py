@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,8 @@ class TensorGroup(Protocol):
 
     def gather_columns(self, x: Tensor) -> Tensor | None: ...
 
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor: ...
+
     def close(self) -> None: ...
 
 
@@ -52,6 +54,9 @@ class RankMesh:
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x if self.group is None else self.group.gather_columns(x)
+
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+        return sent if self.group is None else self.group.all_to_all(sent, sizes)
 
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         assert self._pipeline is not None

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
-from torch.distributed.distributed_c10d import GatherOptions, Store
+from torch.distributed.distributed_c10d import AllToAllOptions, GatherOptions, Store
 
 from common.base.device import CPU
 from common.base.errors import ConfigError, RankLost
@@ -74,6 +74,17 @@ class GlooGroup:
         outputs = [parts] if parts else []
         _complete(lambda: self._group.gather(outputs, [x], options), f"gather among ranks {self._ranks}")
         return torch.cat(parts, 1) if parts else None
+
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+        """Bytes from each rank of this stage to each: `Mesh.all_to_all`."""
+        mine = [row[self._index] for row in sizes]
+        received = sent.new_empty(sum(mine))
+        outgoing = list(sizes[self._index])
+        _complete(
+            lambda: self._group.alltoall_base(received, sent, mine, outgoing, AllToAllOptions()),
+            f"all-to-all among ranks {self._ranks}",
+        )
+        return received
 
     def close(self) -> None:
         self._group.shutdown()

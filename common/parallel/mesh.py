@@ -6,7 +6,7 @@ All calls belong to the rank's engine thread. Every rank makes the same collecti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,6 +90,14 @@ class Mesh(Protocol):
         """
         ...
 
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+        """Exchange bytes among the ranks of this stage: `sizes[a][b]` from rank a to rank b, the same on all of them.
+
+        sent: [sum of this rank's row of sizes] uint8, for rank 0 first. Returns [sum of its column] uint8, from rank 0 first.
+        Raises: RankLost.
+        """
+        ...
+
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         """Hand `tensors` to the next stage's rank of the same `tp_rank`, in one message.
 
@@ -121,6 +129,9 @@ class SoloMesh:
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x
+
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+        return sent
 
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         raise AssertionError("a single rank has no next stage")

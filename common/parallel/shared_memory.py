@@ -16,6 +16,7 @@ import os
 import secrets
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -127,7 +128,9 @@ class SharedMemoryGroup:
         self._others = [i for i in range(self._size) if i != index]
         whole = torch.frombuffer(segment.map, dtype=torch.uint8)
         slots = whole[_HEADER_BYTES:].view(2, self._size, SLOT_BYTES)
-        self._slots = {dtype: slots.view(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        self._slots = {
+            dtype: slots.view(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+        }
         self._counters = memoryview(segment.map)[:_HEADER_BYTES].cast("I")
         self._stride = _COUNTER_BYTES // 4
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(segment.map))
@@ -183,6 +186,23 @@ class SharedMemoryGroup:
                     place.copy_(own.reshape(self._size, *piece.shape).transpose(0, 1))
                 self._parity ^= 1
         return None if out is None else out.view(rows, -1)
+
+    def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+        """Bytes from each rank of this stage to each: `Mesh.all_to_all`. A rank's bytes to itself take the same way."""
+        me, slots = self._index, self._slots[torch.uint8]
+        starts = [sum(row[:me]) for row in sizes]  # where the bytes for this rank begin among those that each sends
+        ends = [start + row[me] for start, row in zip(starts, sizes, strict=True)]
+        outs = sent.new_empty(sum(row[me] for row in sizes)).split([row[me] for row in sizes])
+        for low in range(0, max(map(sum, sizes)), SLOT_BYTES):
+            piece, own = sent[low : low + SLOT_BYTES], slots[self._parity]
+            own[me, : piece.numel()].copy_(piece)
+            self._barrier()
+            for source, (start, end, out) in enumerate(zip(starts, ends, outs, strict=True)):
+                first, last = max(start, low), min(end, low + SLOT_BYTES)
+                if first < last:
+                    out[first - start : last - start].copy_(own[source, first - low : last - low])
+            self._parity ^= 1
+        return torch.cat(outs)
 
     def _barrier(self) -> None:
         """Announce that this rank's slot is written; return when all ranks have announced theirs."""

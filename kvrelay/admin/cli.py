@@ -12,6 +12,7 @@ from kvrelay.admin import control, prompts
 from kvrelay.admin.bundle import support_bundle
 from kvrelay.admin.check import check
 from kvrelay.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
+from kvrelay.admin.experts import experts
 from kvrelay.admin.lora import lora
 from kvrelay.admin.options import Everything, Json, NodeName, Url, check_text, show_answer
 from kvrelay.admin.profile import profile
@@ -113,6 +114,7 @@ app.command("route")(prompts.route)
 app.command("blocks")(prompts.blocks)
 app.command("watch")(watch)
 app.command("check", help=flowing(check.__doc__ or ""))(check)
+app.command("experts")(experts)
 app.command("profile", help=flowing(profile.__doc__ or ""))(profile)
 app.command("support-bundle", help=flowing(support_bundle.__doc__ or ""))(support_bundle)
 app.command("drain")(control.drain)

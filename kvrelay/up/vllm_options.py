@@ -104,7 +104,8 @@ _REFUSED: Mapping[str, str] = {
     "data-parallel-external-lb? data-parallel-multi-port-external-lb? data-parallel-supervisor-port",
     "a context is not split over ranks": "prefill-context-parallel-size(1) decode-context-parallel-size(1) "
     "dcp-kv-cache-interleave-size(1) cp-kv-cache-interleave-size(1) dcp-comm-backend",
-    "experts are not moved or copied": "enable-eplb? eplb-config num-redundant-experts(0) enable-elastic-ep? enable-dbo?",
+    "--rebalance-experts and --redundant-experts move and copy experts": "enable-eplb? eplb-config num-redundant-experts(0)",
+    "the number of a node's ranks is fixed, and a step is one batch": "enable-elastic-ep? enable-dbo?",
     "blocks have 16 tokens": "block-size(16)",
     "weights and KV stay on the node's device": "cpu-offload-gb(0) offload-backend kv-offloading-size kv-offloading-backend",
     "set the variable HF_HUB_CACHE": "download-dir",

@@ -14,7 +14,7 @@ import torch
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -45,8 +45,8 @@ class ExpertsStruct(Structure):
     """struct kv_experts."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("gate_up", "down")),
-        *((name, c_int32) for name in ("first", "num_experts", "hidden", "inner")),
+        *((name, c_void_p) for name in ("gate_up", "down", "slots", "replicas", "counts")),
+        *((name, c_int32) for name in ("first", "num_experts", "hidden", "inner", "slot_stride")),
         ("gate", GateStruct),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,13 +27,18 @@ from common.model.build import Build, OwnLinear
 from common.model.description import MixtureDescription
 from common.model.formats.base import Linear
 from common.model.mixture.grouped import GroupedExperts, can_group
+from common.model.mixture.placement import Placement
 from common.model.mixture.routing import Routing
+from common.model.mixture.slots import ExpertSlots
 from common.model.mixture.stacked import unstacked
 from common.model.sharding import even_range
 
 
 class Experts(Protocol):
     """This rank's experts of one layer."""
+
+    slots: ExpertSlots | None
+    """Where the layer's experts are; None if they never move, and are in their order."""
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x: [T, hidden]. Returns a fresh [T, hidden] float32: the weighted sum of the outputs of each token's experts that
@@ -46,30 +52,39 @@ class ExpertLoop:
     def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
         """`prefix`: the layer's name and a dot."""
         place, router = build.mesh.place, mixture.router
-        self.first, end = even_range(router.num_experts, place.tp_size, place.tp_rank)
-        self._num_experts, self._top_k = router.num_experts, router.top_k
+        self.slots = _slots(build, router.num_experts)
+        own = range(*even_range(router.num_experts, place.tp_size, place.tp_rank))
+        experts: Sequence[int] = own
+        self._num_slots, self._top_k = router.num_experts, router.top_k
+        if self.slots is not None:
+            build = replace(build, packed=None)  # what is shared with other processes must not change
+            own, placement = self.slots.own, self.slots.placement
+            self._num_slots, experts = len(placement.slots), placement.by_rank()[place.tp_rank]
+        self.first = own.start
         build = unstacked(build, prefix, mixture)
         names, inner, hidden, bias = mixture.expert_names, mixture.inner_size, build.config.hidden_size, mixture.bias
         layers: list[OwnLinear] = []
-        for expert in range(self.first, end):
+        for expert in experts:
             gate, up, down = (prefix + name.format(expert=expert) for name in (names.gate, names.up, names.down))
             layers += [OwnLinear((gate, up), inner, hidden, is_paired=True), OwnLinear((down,), hidden, inner)]
         linears = build.own_linears(layers, bias=bias)
         self.gate_ups, self.downs = linears[::2], linears[1::2]
+        if self.slots is not None:
+            self.slots.linears = list(zip(self.gate_ups, self.downs, strict=True))
         activate = activate_and_mul(mixture.activation, build.kernels)
         self.activate = activate if mixture.clamp is None else clamped_gate(mixture.clamp)
         self._dtype_for = build.precision.for_rows
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of this rank's experts: `Experts.forward`."""
-        chosen = routing.experts.flatten()
+        chosen = (routing.experts if self.slots is None else self.slots.choose(routing)).flatten()
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self._num_experts).tolist()
+        counts = chosen.bincount(minlength=self._num_slots).tolist()
         at = sum(counts[: self.first])
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         weights = routing.weights.flatten()
-        for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True), self.first):
-            count = counts[expert]
+        for slot, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True), self.first):
+            count = counts[slot]
             if not count:
                 continue
             picks = order[at : at + count]
@@ -87,12 +102,19 @@ class NativeExperts:
     def __init__(self, loop: ExpertLoop, mixture: MixtureDescription, hidden: int, native: NativeLibrary) -> None:
         """loop: on layers of the native kernels."""
         self._loop = loop  # keeps the memory that the structs point to
+        self.slots = loop.slots
         self._native = native
         self._structs = [_structs(linears) for linears in (loop.gate_ups, loop.downs)]
         clamp = mixture.clamp
         gate = GateStruct(SILU_GATE) if clamp is None else GateStruct(CLAMPED_GATE, clamp.alpha, clamp.limit)
         gate_up, down = (ctypes.addressof(each) for each in self._structs)
-        self._struct = ExpertsStruct(gate_up, down, loop.first, len(loop.downs), hidden, mixture.inner_size, gate)
+        self._struct = ExpertsStruct(gate_up, down)
+        self._struct.first, self._struct.num_experts = loop.first, len(loop.downs)
+        self._struct.hidden, self._struct.inner, self._struct.gate = hidden, mixture.inner_size, gate
+        if loop.slots is not None:
+            table, self._struct.slot_stride = loop.slots.table, loop.slots.table.size(1)
+            self._struct.slots, self._struct.replicas = table.data_ptr(), loop.slots.replicas.data_ptr()
+            self._struct.counts = loop.slots.counts.data_ptr()
         self._top_k = mixture.router.top_k
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -109,6 +131,14 @@ def _structs(linears: Sequence[Linear]) -> ctypes.Array[LinearStruct]:
     return (LinearStruct * len(linears))(*(linear.struct for linear in linears if isinstance(linear, NativeLinear)))
 
 
+def _slots(build: Build, num_experts: int) -> ExpertSlots | None:
+    if build.redundant_experts is None:
+        return None
+    place = build.mesh.place
+    placement = Placement.initial(num_experts, place.tp_size, build.redundant_experts)
+    return ExpertSlots(placement, place.tp_rank, build.device)
+
+
 def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Experts:
     """This rank's experts of the layer whose name and a dot are `prefix`."""
     loop, kernels = ExpertLoop(build, prefix, mixture), build.kernels
@@ -118,5 +148,5 @@ def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Expe
         return NativeExperts(loop, mixture, build.config.hidden_size, kernels.native)
     gate_ups, downs = loop.gate_ups, loop.downs
     if can_group(gate_ups, build.device) and can_group(downs, build.device):
-        return GroupedExperts(loop.first, gate_ups, downs, loop.activate)
+        return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots)
     return loop

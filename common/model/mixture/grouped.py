@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from common.model.formats.base import Linear
 from common.model.formats.floating import FloatLinear, stack
 from common.model.mixture.routing import Routing
+from common.model.mixture.slots import ExpertSlots
 
 _HOPPER = (9, 0)
 """First compute capability on which PyTorch's product of groups does not wait for the host."""
@@ -30,8 +31,11 @@ class GroupedExperts:
         gate_ups: Sequence[FloatLinear],
         downs: Sequence[FloatLinear],
         activate: Callable[[Tensor], Tensor],
+        slots: ExpertSlots | None = None,
     ) -> None:
-        """The layers of this rank's experts, from expert `first` on, all of one dtype. activate: [N, 2 inner] -> [N, inner]."""
+        """The layers of this rank's experts, from expert or slot `first` on, all of one dtype. activate: [N, 2 inner] ->
+        [N, inner]."""
+        self.slots = slots
         self._gate_up, self._gate_up_bias = stack(gate_ups)
         self._down, self._down_bias = stack(downs)
         self._first, self._activate = first, activate
@@ -40,7 +44,8 @@ class GroupedExperts:
         """The weighted sum of this rank's experts: `Experts.forward`."""
         num_tokens, top_k = routing.experts.shape
         num_experts = len(self._gate_up)
-        local = routing.experts.flatten() - self._first
+        chosen = routing.experts if self.slots is None else self.slots.choose(routing).long()
+        local = chosen.flatten() - self._first
         group = torch.where((local >= 0) & (local < num_experts), local, num_experts)
         order = group.argsort(stable=True)
         group = group.index_select(0, order)

@@ -21,6 +21,8 @@ from common.base.torch_setup import configure_torch
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput
+from common.model.mixture.placement import imbalance
+from common.model.mixture.report import ExpertReport
 from common.node.parts import warm_up
 from common.node.plan import NodePlan
 from common.node.ranks.forked import ForkedRank
@@ -28,6 +30,7 @@ from common.node.ranks.launch import join_mesh
 from common.node.ranks.links import MultiRankExecutor, RankLinks
 from common.node.ranks.messages import (
     RankBusy,
+    RankExperts,
     RankHello,
     RankLoadedAdapter,
     RankOrder,
@@ -70,6 +73,8 @@ class Leader:
         self._local: LocalExecutor | None = None
         self._outputs: AsyncExecutor | None = None
         self._serving_since_s = 0.0
+        self._experts: dict[int, ExpertReport] = {}
+        """The latest report of each pipeline stage but the first, by the rank that made it."""
 
     @property
     def _host(self) -> str:
@@ -182,7 +187,10 @@ class Leader:
         self._serving_since_s = time.monotonic()
         local = self._local = LocalExecutor(self.worker.runner, on_blocks_final)
         links = self.links
-        ranks = local if links is None else MultiRankExecutor(links, local, samples_here=self.worker.samples)
+        ranks: LocalExecutor | MultiRankExecutor = local
+        if links is not None:
+            rebalances = self._plan.experts.threshold is not None
+            ranks = MultiRankExecutor(links, local, samples_here=self.worker.samples, rebalances=rebalances)
         if post is None or self._plan.steps.depth == 1:
             return ranks
         self._outputs = AsyncExecutor(ranks, post)
@@ -205,6 +213,8 @@ class Leader:
                 on_transfer(report)
             elif isinstance(report, RankLoadedAdapter):
                 on_adapter(report)
+            elif isinstance(report, RankExperts):
+                self._experts[report.rank] = report.report
 
         if self.links is not None:
             self.links.run(on_report, on_dead, self._plan.hosts.lease_s)
@@ -234,6 +244,23 @@ class Leader:
             }
             for rank, busy in enumerate(self.busy())
         ]
+
+    def experts(self) -> dict[str, Any]:
+        """For operators: the loads and slots of experts on each rank, and the last plans. Engine thread."""
+        rebalancer = self.worker.rebalancer
+        own = [] if rebalancer is None else [rebalancer.report()]
+        reports = own + [report for _, report in sorted(self._experts.items())]
+        return {
+            "threshold": self._plan.experts.threshold,
+            "redundant": self._plan.experts.redundant,
+            "layers": [
+                {**vars(layer), "max_over_mean": round(imbalance(layer.loads), 3)}
+                for report in reports
+                for layer in report.layers
+            ],
+            "plans": [vars(plan) for report in reports for plan in report.plans],
+            "pending": sum(report.pending for report in reports),
+        }
 
     def close(self) -> None:
         """End the other ranks and release the packed weights."""

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import signal
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from common.base.clock import monotonic
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, module_command, tied_command
 from common.engine.executor import LocalExecutor, RunningStep
@@ -51,6 +53,8 @@ _LAST_REPORT_S = 0.5
 """On a busy machine the last report of a rank may take this long to be read after the rank has ended."""
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS}
 """Exit codes that no other rank can cause."""
+REBALANCE_EVERY_S = 0.5
+"""Between two steps before which experts may move, those of one layer of each stage."""
 _END_S = 1.0
 """SIGTERM ends a running rank at once; one that is still there after this time is stopped and needs SIGKILL."""
 
@@ -268,10 +272,12 @@ class MultiRankExecutor:
     With one pipeline stage the leader samples and returns the output; with more stages the last one reports it.
     """
 
-    def __init__(self, links: RankLinks, local: LocalExecutor, *, samples_here: bool) -> None:
+    def __init__(self, links: RankLinks, local: LocalExecutor, *, samples_here: bool, rebalances: bool = False) -> None:
+        """rebalances: experts may move among the ranks, every `REBALANCE_EVERY_S`."""
         self._links = links
         self._local = local
         self._samples_here = samples_here
+        self._rebalances_at_s = monotonic() if rebalances else math.inf
 
     def submit(self, step: StepInput) -> StepOutput | None:
         """Run a step on all ranks. Raises: RankLost, after which the node must end."""
@@ -280,6 +286,10 @@ class MultiRankExecutor:
 
     def start(self, step: StepInput) -> RunningStep:
         """Send the step to all ranks and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
+        now_s = monotonic()
+        if now_s >= self._rebalances_at_s:
+            self._rebalances_at_s = now_s + REBALANCE_EVERY_S
+            step = dataclasses.replace(step, rebalances=True)
         self._links.broadcast(step)
         return _SharedStep(_fail_as_rank_lost(lambda: self._local.start(step)))
 

@@ -1,6 +1,7 @@
 """The messages between a node's leader and its other ranks, and their codec.
 
-rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankFailed, RankLoadedAdapter, StepOutput, TransferEvent
+rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankExperts, RankFailed, RankLoadedAdapter, StepOutput,
+                 TransferEvent
 leader -> rank   RankSetup, RankStart, LeaderBeat, LoadAdapter, DropAdapter, StepInput, TransferOrder
 """
 
@@ -17,6 +18,7 @@ from common.control.codec import Codec
 from common.control.versions import PROTOCOL_VERSION, Versions
 from common.engine.kv_transfer import ReceiveFailed, SourceReleased, TransferEvent, TransferOrder
 from common.engine.step import StepInput, StepOutput
+from common.model.mixture.report import ExpertReport
 
 MAX_ORDER_BYTES = 512 * 2**20
 """Longest message from the leader to a rank; the socket itself refuses longer ones. For every sequence with penalties a
@@ -85,6 +87,14 @@ class RankBeat:
 
 
 @dataclass(frozen=True)
+class RankExperts:
+    """How the experts of a pipeline stage are loaded and placed, from its first rank."""
+
+    rank: int
+    report: ExpertReport
+
+
+@dataclass(frozen=True)
 class RankFailed:
     """A rank cannot go on; its process ends."""
 
@@ -128,7 +138,15 @@ class RankLoadedAdapter:
 
 
 RankReport = (
-    RankHello | RankReady | RankStarted | RankBeat | RankFailed | RankLoadedAdapter | StepOutput | TransferEvent
+    RankHello
+    | RankReady
+    | RankStarted
+    | RankBeat
+    | RankExperts
+    | RankFailed
+    | RankLoadedAdapter
+    | StepOutput
+    | TransferEvent
 )
 RankOrder = RankSetup | RankStart | LeaderBeat | LoadAdapter | DropAdapter | StepInput | TransferOrder
 

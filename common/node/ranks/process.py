@@ -31,6 +31,7 @@ from common.node.ranks.messages import (
     RankBeat,
     RankBusy,
     RankCodec,
+    RankExperts,
     RankFailed,
     RankHello,
     RankOrder,
@@ -147,6 +148,9 @@ class RankProcess:
             output = executor.submit(step)
             if worker.samples:
                 self.report(output)
+            experts = None if worker.rebalancer is None else worker.rebalancer.news()
+            if experts is not None:
+                self.report(RankExperts(self._rank, experts))
 
     def _take_orders(self, steps: queue.SimpleQueue[_Work], end: TransferEnd, adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.

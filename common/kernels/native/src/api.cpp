@@ -67,7 +67,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 15; }
+int32_t kv_abi_version(void) { return 16; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)

@@ -33,11 +33,16 @@ struct kv_gate {
     float alpha, limit;
 };
 
-// Experts [first, first + num_experts) of a mixture.
+// What is in slots [first, first + num_experts) of a mixture. Without `slots` each expert is in the slot of its number. Otherwise
+// its replicas take its rows in turn: `slots` is [experts][slot_stride], of which the first replicas[expert] are used, and
+// counts[expert] counts its rows, on whichever rank they are computed.
 struct kv_experts {
-    const kv_linear* gate_up;  // of each expert, paired
+    const kv_linear* gate_up;  // in each slot, paired
     const kv_linear* down;
-    int32_t first, num_experts, hidden, inner;
+    const int32_t* slots;     // or null
+    const int32_t* replicas;  // [experts]
+    int64_t* counts;          // [experts]
+    int32_t first, num_experts, hidden, inner, slot_stride;
     kv_gate gate;
 };
 

@@ -17,6 +17,11 @@ struct Picks {
 // Scratch memory is for so many picks; a step of more is cut.
 constexpr int MOST_PICKS = 4096;
 
+// The slot that computes the next row of an expert; `ExpertSlots.choose` in common/model/mixture/slots.py does the same.
+inline int64_t next_slot(const kv_experts& e, int64_t expert) {
+    return e.slots ? e.slots[expert * e.slot_stride + e.counts[expert]++ % e.replicas[expert]] : expert;
+}
+
 // Called outside of run(). The plan lies in a buffer of the team.
 inline Picks sort_by_expert(kv_team& team, const kv_experts& e, const kv_choice& choice) {
     const int all = choice.rows * choice.top_k;
@@ -24,18 +29,18 @@ inline Picks sort_by_expert(kv_team& team, const kv_experts& e, const kv_choice&
     int32_t* starts = team.buffers[kv_team::EXPERT_PLAN].as<int32_t>();
     int32_t* rows = starts + e.num_experts + 1;
     int32_t* places = rows + all;
-    const auto own = [&](int i) {
-        const int64_t expert = choice.experts[i] - e.first;
-        return expert >= 0 && expert < e.num_experts ? int(expert) : -1;
-    };
     std::fill_n(starts, e.num_experts + 1, 0);
-    for (int i = 0; i < all; ++i)
-        if (own(i) >= 0) ++starts[own(i) + 1];
+    for (int i = 0; i < all; ++i) {
+        const int64_t slot = next_slot(e, choice.experts[i]) - e.first;
+        places[i] = slot >= 0 && slot < e.num_experts ? int(slot) : -1;
+        if (places[i] >= 0) ++starts[places[i] + 1];
+    }
     for (int i = 0; i < e.num_experts; ++i) starts[i + 1] += starts[i];
     // Each start runs to the end of its expert, which is the next one's start, and is moved back afterwards.
     for (int i = 0; i < all; ++i) {
-        places[i] = own(i) < 0 ? -1 : starts[own(i)]++;
-        if (places[i] >= 0) rows[places[i]] = i / choice.top_k;
+        if (places[i] < 0) continue;
+        places[i] = starts[places[i]]++;
+        rows[places[i]] = i / choice.top_k;
     }
     for (int i = e.num_experts; i > 0; --i) starts[i] = starts[i - 1];
     starts[0] = 0;
