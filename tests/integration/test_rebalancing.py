@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,11 @@ def test_a_rank_killed_while_experts_move_costs_no_answer(system: System, model:
     leader = system.kill("decode")
     wait_until(lambda: system.is_restarted("decode", leader), 60, "the node is restarted")
     system.wait_usable(timeout_s=240)
-    while not experts(system)["pending"]:
-        ask(system, PROMPTS[0])
-    leader = system.process("decode")["pid"]
-    os.kill(ranks_of(leader)[1], signal.SIGKILL)
-    serve_until_moved(system, model)
+    prompts = PROMPTS * 15
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, system, prompt) for prompt in prompts]
+        wait_until(lambda: experts(system)["plans"], 120, "a plan is being carried out")
+        os.kill(ranks_of(system.process("decode")["pid"])[1], signal.SIGKILL)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.result() == greedy(model, prompt, TOKENS).tokens
     system.wait_whole()

@@ -52,12 +52,16 @@ def fp8_linear(seed: int, *, is_blocked: bool) -> Fp8Linear:
 
 
 FORMS: dict[str, Callable[[int], Linear]] = {
-    **{f"native {form}": lambda seed, form=form: native_linear(seed, form) for form in ("float", "int8", "int4", "mxfp4")},
+    **{
+        f"native {form}": lambda seed, form=form: native_linear(seed, form)
+        for form in ("float", "int8", "int4", "mxfp4")
+    },
     "float": lambda seed: FloatLinear(weight(seed), weight(seed + 9)[:, 0], FLOAT32),
     "int8": lambda seed: Int8Linear(quantize_int8(weight(seed)), weight(seed + 9)[:, 0]),
     "int4": lambda seed: GroupLinear(quantize_int4(weight(seed)), weight(seed + 9)[:, 0]),
     "act-order": lambda seed: ReorderedLinear(
-        torch.randperm(IN, generator=torch.Generator().manual_seed(seed)), GroupLinear(quantize_int4(weight(seed)), None)
+        torch.randperm(IN, generator=torch.Generator().manual_seed(seed)),
+        GroupLinear(quantize_int4(weight(seed)), None),
     ),
     "fp8": lambda seed: fp8_linear(seed, is_blocked=False),
 }
