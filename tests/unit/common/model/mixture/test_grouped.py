@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,10 @@ from common.model.activations import clamped_gate
 from common.model.description import ClampedGate
 from common.model.formats.floating import FloatLinear
 from common.model.mixture.grouped import GroupedExperts, can_group
+from common.model.mixture.moving import tensors_of
+from common.model.mixture.placement import Placement
 from common.model.mixture.routing import Routing
+from common.model.mixture.slots import ExpertSlots
 from common.model.precision import Precision
 
 HIDDEN, INNER, EXPERTS, TOP_K = 32, 16, 8, 3
@@ -62,3 +67,35 @@ def test_which_experts_run_as_one_product() -> None:
     assert can_group(kept, META)
     assert not can_group(kept, CPU)
     assert not can_group(linears(2, HIDDEN, 20, has_bias=False, device=META), META), "rows of 40 bytes"
+
+
+@torch.inference_mode()
+def test_experts_that_move_between_two_ranks_take_their_rows_along() -> None:
+    all_ups, all_downs = (
+        linears(EXPERTS, 2 * INNER, HIDDEN, has_bias=True),
+        linears(EXPERTS, HIDDEN, INNER, has_bias=True),
+    )
+    placement = Placement.initial(EXPERTS, 2, 2)
+    ranks = [ExpertSlots(placement, rank, CPU) for rank in range(2)]
+    parts: list[GroupedExperts] = []
+    for slots, experts in zip(ranks, placement.by_rank(), strict=True):
+        ups, downs = ([copy.deepcopy(each[expert]) for expert in experts] for each in (all_ups, all_downs))
+        slots.linears = list(zip(ups, downs, strict=True))
+        parts.append(GroupedExperts(slots.own.start, ups, downs, clamped_gate(ClampedGate(1.7, 7.0)), slots))
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(40, HIDDEN, generator=draw).bfloat16()
+    weights, experts = torch.rand(40, EXPERTS, generator=draw).topk(TOP_K)
+    routing = Routing(experts, weights)
+    expected = one_by_one(all_ups, all_downs, 0, x, routing)
+    for counts in ([1.0] * EXPERTS, [100.0, *[1.0] * 7], [*[1.0] * 7, 100.0]):
+        new = ranks[0].placement.balanced(counts)
+        for slots, held in zip(ranks, new.by_rank(), strict=True):
+            for target, expert in zip(slots.linears, held, strict=True):
+                for to, tensor in zip(
+                    tensors_of(target), tensors_of((all_ups[expert], all_downs[expert])), strict=True
+                ):
+                    to.copy_(tensor)
+            slots.place(new)
+        found = parts[0].forward(x, routing) + parts[1].forward(x, routing)
+        assert (found - expected).abs().max() <= 0.01 * expected.abs().max()
+    assert ranks[0].counts.tolist() == experts.flatten().bincount(minlength=EXPERTS).tolist()
