@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 or Llama model's dimensions."""
+    """A Qwen2, Llama or Qwen3-MoE model's dimensions."""
 
     name: str
     hidden: int
@@ -25,17 +25,35 @@ class Shape:
     vocab: int
     head_dim: int = 64
     is_llama: bool = False
-    """Else Qwen2, whose LM head is the embedding."""
+    """No biases, and an LM head of its own; else Qwen2, whose LM head is the embedding."""
+    experts: int = 0
+    """Of each layer, `intermediate` features wide; if not 0, a Qwen3-MoE model."""
+    top_k: int = 1
+    """Experts that one token chooses."""
+
+    @property
+    def family(self) -> str:
+        """Its `model_type`."""
+        return "qwen3_moe" if self.experts else "llama" if self.is_llama else "qwen2"
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of all layers, without the LM head."""
+        """Elements of the matrices of all layers that one token uses, without the LM head."""
+        return self._layer_weights(self.top_k)
+
+    def _layer_weights(self, mlps: float) -> int:
         attention = self.hidden * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        router = self.hidden * self.experts
+        return self.layers * (attention + router + int(mlps * 3 * self.hidden * self.intermediate))
 
     def weight_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of weights that one decode step of one sequence must read: all layers and the LM head."""
-        return element_bytes * (self.layer_weights + self.vocab * self.hidden)
+        return self.weight_bytes_per_step(1, element_bytes)
+
+    def weight_bytes_per_step(self, rows: int, element_bytes: int = 2) -> int:
+        """The same for several sequences, which choose their experts evenly and independently."""
+        mlps = self.experts * (1 - (1 - self.top_k / self.experts) ** rows) if self.experts else 1
+        return element_bytes * (self._layer_weights(mlps) + self.vocab * self.hidden)
 
     def prefill_flop(self, tokens: int) -> float:
         """Floating-point operations of a prompt: linear layers, causal attention (no masked pair), one row of the LM head."""
@@ -53,9 +71,14 @@ SHAPES = {
     "8b": Shape("8b", 4096, 32, 32, 8, intermediate=14_336, vocab=128_256, head_dim=128, is_llama=True),
     # 67 MB of weights in bfloat16.
     "33m": Shape("33m", 512, 8, 8, 4, intermediate=1536, vocab=8192, is_llama=True),
+    # 0.47B weights of 4.3B are used by a token; 8.7 GB in bfloat16.
+    "4b-moe": Shape("4b-moe", 1024, 20, 16, 4, intermediate=512, vocab=151_936, is_llama=True, experts=128, top_k=8),
     # Only shows that the benchmarks run; its figures mean nothing.
     "tiny": Shape("tiny", hidden=256, layers=2, q_heads=4, kv_heads=2, intermediate=512, vocab=20_000),
 }
+
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 def make_model_folder(shape: Shape, parent: Path) -> Path:
@@ -66,8 +89,8 @@ def make_model_folder(shape: Shape, parent: Path) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM" if shape.is_llama else "Qwen2ForCausalLM"],
-        "model_type": "llama" if shape.is_llama else "qwen2",
+        "architectures": [_ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -84,6 +107,15 @@ def make_model_folder(shape: Shape, parent: Path) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+    if shape.experts:
+        config |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "bos_token_id": 0}), "utf-8")
     _tokenizer(shape.vocab).save(str(folder / "tokenizer.json"), pretty=False)

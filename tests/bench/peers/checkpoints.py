@@ -12,7 +12,8 @@ _STD = 0.02
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by its name in the checkpoint. A Qwen2 shape has biases and no LM head of its own."""
+    """Shape of every tensor by its name in the checkpoint. A Qwen2 shape has biases and no LM head of its own;
+    one with experts has a router and norms of queries and keys."""
     hidden, inner = shape.hidden, shape.intermediate
     sizes = {"q": shape.q_heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim}
     sizes["v"] = sizes["k"]
@@ -24,9 +25,15 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             if not shape.is_llama:
                 shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (size,)
         shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, sizes["q"])
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+        if shape.experts:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = shapes[f"{prefix}.self_attn.k_norm.weight"] = (
+                shape.head_dim,
+            )
+            shapes[f"{prefix}.mlp.gate.weight"] = (shape.experts, hidden)
+        for mlp in [f"{prefix}.mlp.experts.{i}" for i in range(shape.experts)] or [f"{prefix}.mlp"]:
+            shapes[f"{mlp}.gate_proj.weight"] = (inner, hidden)
+            shapes[f"{mlp}.up_proj.weight"] = (inner, hidden)
+            shapes[f"{mlp}.down_proj.weight"] = (hidden, inner)
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)

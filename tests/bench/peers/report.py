@@ -26,7 +26,7 @@ class Limits:
     def step_s(self, shape: Shape, rows: int) -> float:
         """Shortest decode step of `rows` sequences: weights read once, or their products, whichever takes longer."""
         products = 2.0 * rows * shape.weight_bytes_per_token(element_bytes=1)
-        return max(shape.weight_bytes_per_token() / self.read, products / self.product)
+        return max(shape.weight_bytes_per_step(rows) / self.read, products / self.product)
 
     def prefill_s(self, shape: Shape, tokens: int) -> float:
         """Shortest time of a prompt's arithmetic."""

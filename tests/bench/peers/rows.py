@@ -159,5 +159,6 @@ ROWS: dict[str, Callable[[Probe], Figures]] = {
     "batch": batch,
     "interference": interference,
 }
-ROWS_OF_SHAPE = {"0.5b": ("one_stream", "ttft", "batch"), "33m": tuple(ROWS), "tiny": tuple(ROWS)}
-"""Prompts of 4,032 tokens every two seconds are more than the larger shape can serve on a few cores."""
+_NO_INTERFERENCE = ("one_stream", "ttft", "batch")
+ROWS_OF_SHAPE = {"0.5b": _NO_INTERFERENCE, "4b-moe": _NO_INTERFERENCE, "33m": tuple(ROWS), "tiny": tuple(ROWS)}
+"""Prompts of 4,032 tokens every two seconds are more than the larger shapes can serve on a few cores."""

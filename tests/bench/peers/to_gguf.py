@@ -6,6 +6,7 @@ python to_gguf.py CHECKPOINT FILE
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -20,6 +21,12 @@ _IN_LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -28,13 +35,22 @@ _IN_LAYER = {
 }
 
 
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+")
+
+
 def gguf_name(name: str) -> str:
-    """GGUF's name of a checkpoint's tensor. Raises: KeyError for a tensor that neither family has."""
-    stem, _, kind = name.rpartition(".")
+    """GGUF's name of a checkpoint's tensor; all experts of a layer are one tensor. Raises: KeyError if no family has it."""
+    stem, _, kind = _EXPERT.sub("", name).rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     number, _, rest = stem.removeprefix("model.layers.").partition(".")
     return f"blk.{number}.{_IN_LAYER[rest]}.{kind}"
+
+
+def _natural(name: str) -> list[str]:
+    """Sort key that puts expert 2 before expert 10."""
+    return [part.zfill(8) if part.isdigit() else part for part in name.split(".")]
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -58,23 +74,26 @@ def _main(checkpoint: Path, target: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     is_llama = config["model_type"] == "llama"
     unfinished = target.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(str(unfinished), config["model_type"])
+    writer = gguf.GGUFWriter(str(unfinished), _ARCHITECTURES[config["model_type"]], use_temp_file=True)
     _add_config(writer, config, gguf)
     _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text("utf-8")), gguf)
     tensors, data_at = read_header(checkpoint / "model.safetensors")
     data = np.memmap(checkpoint / "model.safetensors", dtype=np.uint8, mode="r", offset=data_at)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, tensor in tensors.items():
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]} if is_llama else {}
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: _natural(item[0])):
         begin, end = tensor["data_offsets"]
         words = data[begin:end].view(np.uint16).reshape(tensor["shape"])
-        if words.ndim == 1:  # llama.cpp wants vectors in float32
-            writer.add_tensor(gguf_name(name), (words.astype(np.uint32) << 16).view(np.float32))
-            continue
-        part = name.split(".")[-2]
-        if is_llama and part in heads:
+        if len(words.shape) == 2 and (part := name.split(".")[-2]) in heads:
             words = interleave_halves(words, heads[part])
+        parts.setdefault(gguf_name(name), []).append(words)
+    for name, found in parts.items():
+        words = np.stack(found) if "_exps." in name else found[0]
+        if words.ndim == 1 or "ffn_gate_inp" in name:  # llama.cpp wants vectors and routers in float32
+            writer.add_tensor(name, (words.astype(np.uint32) << 16).view(np.float32))
+            continue
         raw = np.ascontiguousarray(words).view(np.uint8)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,6 +106,10 @@ def _add_config(writer: Any, config: dict[str, Any], gguf: Any) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])

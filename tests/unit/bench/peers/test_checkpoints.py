@@ -14,13 +14,23 @@ from bench.shape import SHAPES, Shape
 SMALL = Shape("small", hidden=64, layers=2, q_heads=2, kv_heads=1, intermediate=96, vocab=400, head_dim=32)
 
 
-@pytest.mark.parametrize("name", ["33m", "0.5b"])
+@pytest.mark.parametrize("name", ["33m", "0.5b", "4b-moe"])
 def test_the_matrices_of_a_checkpoint_are_those_that_a_token_reads(name: str) -> None:
     shape = SHAPES[name]
     matrices = {tensor: size for tensor, size in tensor_shapes(shape).items() if len(size) == 2}
     if shape.is_llama:
         del matrices["model.embed_tokens.weight"]  # only one row of it is read
-    assert 2 * sum(math.prod(size) for size in matrices.values()) == shape.weight_bytes_per_token()
+    experts = {tensor: matrices.pop(tensor) for tensor in list(matrices) if ".experts." in tensor}
+    used = sum(math.prod(size) for size in experts.values()) * shape.top_k // max(shape.experts, 1)
+    assert 2 * (used + sum(math.prod(size) for size in matrices.values())) == shape.weight_bytes_per_token()
+
+
+def test_a_step_of_many_sequences_reads_nearly_all_experts() -> None:
+    shape = SHAPES["4b-moe"]
+    expert = 2 * shape.layers * 3 * shape.hidden * shape.intermediate
+    one, many = shape.weight_bytes_per_step(1), shape.weight_bytes_per_step(1000)
+    assert one == shape.weight_bytes_per_token()
+    assert many - one == pytest.approx(expert * (shape.experts - shape.top_k), rel=1e-3)
 
 
 def test_the_small_shape_has_the_67_mb_that_it_is_known_by() -> None:
@@ -35,6 +45,11 @@ def test_every_tensor_has_its_own_name_in_gguf() -> None:
     assert {"output.weight", "output_norm.weight", "blk.23.ffn_down.weight"} <= set(names)
     whole = [gguf_name(tensor) for tensor in tensor_shapes(SHAPES["0.5b"])]
     assert len(set(whole)) == len(whole)
+
+
+def test_experts_of_a_layer_are_one_tensor_in_gguf() -> None:
+    assert gguf_name("model.layers.3.mlp.experts.17.down_proj.weight") == "blk.3.ffn_down_exps.weight"
+    assert {gguf_name(tensor) for tensor in tensor_shapes(SHAPES["4b-moe"])} >= {"blk.0.ffn_gate_inp.weight"}
 
 
 def test_a_tensor_that_no_family_has_is_refused() -> None:
