@@ -118,7 +118,7 @@ class ReceiveHalf:
         device = self._parts.device
         if device is not None and before is not None and not before.done():
             device.follow(before)
-        return self._parts.copier.scatter_all(claim.slices, self.table.state_of(claim).blocks, arrival.payload)
+        return self._parts.copier.scatter_all(claim.slices, claim.blocks, arrival.payload)
 
     def _placed(self, listener: Listener, arrival: Arrival, header: wire.SliceHeader, claim: Claim) -> None:
         if arrival.revoked():

@@ -8,7 +8,7 @@ whose copies outlive the call that started them. Driven by the I/O thread of one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import OpenDestinationOrder
 from common.kv.rank_layout import KVLayout, check_compatible
+from common.kv.stripes import Stripe
 from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
 
@@ -27,6 +28,18 @@ class Claim:
     key: AttemptKey
     slices: list[KVSlice]
     size_bytes: int
+    blocks: np.ndarray = field(compare=False)
+    """[block tables, blocks]: this rank's blocks that `slices` counts."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The blocks that one source rank and this rank hold both."""
+
+    stripe: Stripe
+    blocks: np.ndarray
+    """[block tables, blocks] on this rank."""
+    hashes: bytes
 
 
 class ReceiveState:
@@ -41,10 +54,14 @@ class ReceiveState:
         check_compatible(order.src_layout, layout)
         self.plan = plan = order.plan
         self.src_incarnation = order.src.incarnation
-        self.blocks = checked_block_ids(plan.blocks, plan.block_hashes, num_blocks)
-        """[block tables, blocks]"""
-        spec = layout.spec
-        check_first_blocks(plan.first_blocks, self.blocks, [0] * spec.num_tables)
+        self._blocks = checked_block_ids(plan.blocks, plan.block_hashes, layout.pool_blocks(num_blocks))
+        """[block tables, blocks], in the node's pool"""
+        self._src_layout = order.src_layout
+        self._shared: dict[int, _Shared | None] = {}
+        """By source rank."""
+        spec, shard = layout.spec, layout.rank_shard(rank)
+        self._stripe = shard.stripe
+        check_first_blocks(plan.first_blocks, self._blocks, [0] * spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a
         pipeline: nothing comes there while the sender computes the layers of the other stages."""
@@ -57,17 +74,20 @@ class ReceiveState:
         self._is_stage = layout.pp_size > 1
         self._groups = spec.groups
         self._unit_bytes = spec.unit_bytes
-        self._parts = layout.rank_shard(rank).parts
-        self._hashes = b"".join(plan.block_hashes)
-        self._total = self.blocks.shape[1]
+        self._parts = shard.parts
+        self._total = self._blocks.shape[1]
         self._first = [plan.first_blocks[group.table] for group in spec.groups]
         """For each group, the first block that will come."""
         self._covered = [
             np.zeros((part.num_layers, part.num_heads, self._total - first), dtype=np.bool_)
             for part, first in zip(self._parts, self._first, strict=True)
         ]
-        """For each group, the cells that were claimed."""
-        self.missing = sum(cells.size for cells in self._covered)
+        """For each group, the cells that were claimed. Those of blocks that other ranks hold stay unclaimed."""
+        count = self._stripe.count
+        self.missing = sum(
+            part.num_layers * part.num_heads * (count(self._total) - count(first))
+            for part, first in zip(self._parts, self._first, strict=True)
+        )
 
     @property
     def complete(self) -> bool:
@@ -82,15 +102,29 @@ class ReceiveState:
         """
         key = self.plan.key
         at = header.first_block * HASH_BYTES
-        if header.block_hashes != self._hashes[at : at + len(header.block_hashes)]:
+        shared = self._shared_with(header.src_rank)
+        if shared is None:
+            raise CorruptSlice(f"{key}: rank {header.src_rank} of the sender holds no block of this rank")
+        if header.block_hashes != shared.hashes[at : at + len(header.block_hashes)]:
             raise CorruptSlice(f"{key}: block hashes from block {header.first_block} on differ from the offer's")
         size_bytes = sum(piece.size_bytes(self._unit_bytes) for piece in header.slices)
         if size_bytes != payload_bytes:
             raise CorruptSlice(f"{key}: {payload_bytes} bytes for slices of {size_bytes}")
         for piece in header.slices:
-            self._cover(piece)
+            self._cover(piece, shared.stripe)
         self.in_use_bytes += size_bytes
-        return Claim(key, header.slices, size_bytes)
+        return Claim(key, header.slices, size_bytes, shared.blocks)
+
+    def _shared_with(self, src_rank: int) -> _Shared | None:
+        if src_rank not in self._shared:
+            src = self._src_layout
+            stripe = src.rank_shard(src_rank).stripe.overlap(self._stripe) if src_rank < src.world_size else None
+            self._shared[src_rank] = stripe and _Shared(
+                stripe,
+                self._blocks[:, stripe.indices] // self._stripe.step,
+                b"".join(self.plan.block_hashes[stripe.indices]),
+            )
+        return self._shared[src_rank]
 
     def placed(self, claim: Claim, now: float) -> None:
         """`claim` is written; restart the deadline."""
@@ -107,15 +141,17 @@ class ReceiveState:
         if self.deadline is not None:
             self.deadline = now + self.plan.timeout_s
 
-    def _cover(self, piece: KVSlice) -> None:
+    def _cover(self, piece: KVSlice, stripe: Stripe) -> None:
         part = self._parts[piece.group] if piece.group < len(self._parts) else None
         first = self._first[piece.group] if part is not None else 0
-        if part is None or not part.contains(piece.part) or not first <= piece.block_lo < piece.block_hi <= self._total:
+        lowest, end = stripe.count(first), stripe.count(self._total)
+        if part is None or not part.contains(piece.part) or not lowest <= piece.block_lo < piece.block_hi <= end:
             raise CorruptSlice(f"{self.plan.key}: {piece} is not wanted here ({part}, blocks from {first} on)")
+        lo, hi = (stripe.first + stripe.step * block - first for block in (piece.block_lo, piece.block_hi))
         cells = self._covered[piece.group][
             piece.layer_lo - part.layer_lo : piece.layer_hi - part.layer_lo,
             piece.head_lo - part.head_lo : piece.head_hi - part.head_lo,
-            piece.block_lo - first : piece.block_hi - first,
+            lo : hi : stripe.step,
         ]
         if cells.any():
             raise CorruptSlice(f"{self.plan.key}: {piece} came before")

@@ -6,15 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 from common.kv.rank_layout import GroupPart, KVLayout, RankShard
+from common.kv.stripes import WHOLE, Stripe
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one layer group that `src_rank` sends to `dst_rank`."""
+    """The part of one layer group that `src_rank` sends to `dst_rank`, in the blocks that both hold."""
 
     src_rank: int
     dst_rank: int
     part: GroupPart
+    stripe: Stripe = WHOLE
 
 
 def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
@@ -28,19 +30,23 @@ def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
     pieces: list[Piece] = []
     for dst_rank, shard in enumerate(dst.shards()):
         for wanted in shard.parts:
-            for stage in range(src.pp_size):
-                turn = wanted.group, stage, wanted.head_lo
-                sources = _sources(src, shards, wanted, stage, turns[turn])
-                pieces += [Piece(src_rank, dst_rank, part) for src_rank, part in sources]
+            for replica in range(src.pp_size * src.cp_size):
+                stripe = shards[replica * src.tp_size].stripe.overlap(shard.stripe)
+                if stripe is None:
+                    continue
+                turn = wanted.group, replica, wanted.head_lo
+                sources = _sources(src, shards, wanted, replica, turns[turn])
+                pieces += [Piece(src_rank, dst_rank, part, stripe) for src_rank, part in sources]
                 turns[turn] += bool(sources)
     return pieces
 
 
 def _sources(
-    src: KVLayout, shards: list[RankShard], wanted: GroupPart, stage: int, turn: int
+    src: KVLayout, shards: list[RankShard], wanted: GroupPart, replica: int, turn: int
 ) -> list[tuple[int, GroupPart]]:
-    """The source ranks of a stage that together have what the stage has of `wanted`, and which part each one sends."""
-    replicas = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
-    ranks = range(stage * src.tp_size + turn % replicas, (stage + 1) * src.tp_size, replicas)
+    """The tensor-parallel ranks of one stage and stripe that together have what these have of `wanted`, and which part each one
+    sends. `replica`: pp_rank * cp_size + cp_rank."""
+    copies = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
+    ranks = range(replica * src.tp_size + turn % copies, (replica + 1) * src.tp_size, copies)
     parts = ((rank, wanted.overlap(shards[rank].parts[wanted.group])) for rank in ranks)
     return [(rank, part) for rank, part in parts if part is not None]

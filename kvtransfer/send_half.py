@@ -124,10 +124,10 @@ class SendHalf:
         state = self.table.state_of(batch)
         buffer = peer.stage()
         header = state.header(batch, self._parts.incarnation, peer.incarnation, peer.next_sequence())
-        if peer.lend(buffer, header, batch, state.blocks):
+        if peer.lend(buffer, header, batch, batch.blocks):
             peer.send(header, buffer, batch, self._clock())  # counted when its ack arrives: nothing has moved yet
             return
-        mark = self._parts.copier.gather_all(batch.slices, state.blocks, buffer)
+        mark = self._parts.copier.gather_all(batch.slices, batch.blocks, buffer)
         if mark is None:
             self._put(peer, batch, header, buffer)
             self.table.sent(batch, self._clock())

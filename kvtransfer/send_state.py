@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import GroupPart, KVLayout, check_compatible
+from common.kv.stripes import Stripe
 from kvtransfer.resharding import reshard
 from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
@@ -32,6 +35,8 @@ class Batch:
     dst_rank: int
     slices: list[KVSlice]
     size_bytes: int
+    blocks: np.ndarray = field(compare=False)
+    """[block tables, blocks]: this rank's blocks that `slices` counts."""
 
     @property
     def key(self) -> AttemptKey:
@@ -48,9 +53,9 @@ class SendState:
 
     def __init__(self, order: OpenSourceOrder, layout: KVLayout, rank: int, num_blocks: int) -> None:
         self.plan = plan = order.plan
-        self.blocks = checked_block_ids(plan.blocks, plan.block_hashes, num_blocks)
-        """[block tables, blocks]"""
-        check_first_blocks(plan.first_blocks, self.blocks, [0] * layout.spec.num_tables)
+        self._blocks = checked_block_ids(plan.blocks, plan.block_hashes, layout.pool_blocks(num_blocks))
+        """[block tables, blocks], in the node's pool"""
+        check_first_blocks(plan.first_blocks, self._blocks, [0] * layout.spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
@@ -91,12 +96,12 @@ class SendState:
         if self.granted:
             return
         check_compatible(self._layout, grant.layout)
-        total = self.blocks.shape[1]
-        if [len(table) for table in grant.block_ids] != [total] * len(self.blocks):
+        total = self._blocks.shape[1]
+        if [len(table) for table in grant.block_ids] != [total] * len(self._blocks):
             raise TransferError(
                 f"{grant.key}: a grant of {[*map(len, grant.block_ids)]} blocks for an offer of {total}"
             )
-        check_first_blocks(grant.first_blocks, self.blocks, self.plan.first_blocks)
+        check_first_blocks(grant.first_blocks, self._blocks, self.plan.first_blocks)
         addresses, ranks = grant.dst.data_addresses, grant.layout.world_size
         if not len(addresses) == len(set(addresses)) == ranks:
             raise TransferError(
@@ -106,15 +111,20 @@ class SendState:
         routes: dict[int, _Route] = {}
         for piece in reshard(self._layout, grant.layout):
             if piece.src_rank == self._rank:
-                part = piece.part
+                part, count = piece.part, piece.stripe.count
                 group = spec.groups[part.group]
                 layers, first = group.layers[part.layer_lo : part.layer_hi], grant.first_blocks[group.table]
-                final = [max(first, self._final[layer - self._layer_lo]) for layer in layers]
-                route = routes.setdefault(piece.dst_rank, _Route(now))
+                final = [count(max(first, self._final[layer - self._layer_lo])) for layer in layers]
+                if piece.dst_rank not in routes:
+                    routes[piece.dst_rank] = _Route(now, piece.stripe, self._local_blocks(piece.stripe))
                 unit = part.num_heads * unit_bytes[part.group]
-                route.pieces.append(_PieceProgress(part, layers, final, first, total, unit))
+                route = routes[piece.dst_rank]
+                route.pieces.append(_PieceProgress(part, layers, final, count(first), count(total), unit))
         self._routes = routes
         self.progress(now)
+
+    def _local_blocks(self, stripe: Stripe) -> np.ndarray:
+        return self._blocks[:, stripe.indices] // self._layout.cp_size
 
     def progress(self, now: float) -> None:
         """Something moved: restart the deadline."""
@@ -126,10 +136,10 @@ class SendState:
 
         Raises: TransferError if there is no such layer or block.
         """
-        if not 0 <= layer < len(self._final) or num_blocks > self.blocks.shape[1]:
+        if not 0 <= layer < len(self._final) or num_blocks > self._blocks.shape[1]:
             raise TransferError(
                 f"{self.plan.key}: layer {layer} final in {num_blocks} blocks, but the transfer has "
-                f"{len(self._final)} layers of {self.blocks.shape[1]} blocks"
+                f"{len(self._final)} layers of {self._blocks.shape[1]} blocks"
             )
         if num_blocks <= self._final[layer]:
             return
@@ -168,7 +178,7 @@ class SendState:
         route.taken_s = now
         slices, size_bytes = route.take(max_bytes)
         self.in_use_bytes += size_bytes
-        return Batch(self.plan, dst_rank, slices, size_bytes)
+        return Batch(self.plan, dst_rank, slices, size_bytes, route.blocks)
 
     def sent(self, batch: Batch, now: float) -> None:
         """`batch` was given to the wire: its source is no longer read. Its ack is still to come."""
@@ -190,6 +200,7 @@ class SendState:
     def header(self, batch: Batch, src_incarnation: str, dst_incarnation: str, sequence: int) -> SliceHeader:
         """The header that goes with `batch`; its hashes are those of the smallest run of blocks that covers all slices."""
         lo, hi = min(s.block_lo for s in batch.slices), max(s.block_hi for s in batch.slices)
+        stripe = (self._routes or {})[batch.dst_rank].stripe
         return SliceHeader(
             key=batch.key,
             src_incarnation=src_incarnation,
@@ -199,14 +210,20 @@ class SendState:
             sequence=sequence,
             slices=batch.slices,
             first_block=lo,
-            block_hashes=b"".join(self.plan.block_hashes[lo:hi]),
+            block_hashes=b"".join(self.plan.block_hashes[stripe.indices][lo:hi]),
         )
 
 
 class _Route:
-    """Progress towards one destination rank: one piece for each layer group that it wants from this rank."""
+    """Progress towards one destination rank: one piece for each layer group that it wants from this rank.
 
-    def __init__(self, now: float) -> None:
+    Its blocks are those that both ranks hold, counted without the others.
+    """
+
+    def __init__(self, now: float, stripe: Stripe, blocks: np.ndarray) -> None:
+        """`blocks`: [block tables, blocks of `stripe`] on this rank."""
+        self.stripe = stripe
+        self.blocks = blocks
         self.taken_s = now
         """Time of the last `take`, at first of the grant."""
         self.pieces: list[_PieceProgress] = []
@@ -221,7 +238,7 @@ class _Route:
 
     def blocks_final(self, layer: int, num_blocks: int) -> None:
         for piece in self.pieces:
-            piece.blocks_final(layer, num_blocks)
+            piece.blocks_final(layer, self.stripe.count(num_blocks))
 
     def take(self, max_bytes: int) -> tuple[list[KVSlice], int]:
         slices: list[KVSlice] = []

@@ -4,7 +4,8 @@ A data message is `[header, payload]`: the header is a `SliceHeader` as MessageP
 after the other, each as `common.kv.memory_layout` places it: `[layers, planes, blocks, heads, block_size, width]`. Every
 message is answered by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was
 sent from. Layers and heads are numbered over the whole layer group, blocks over the sequence: a header means the same
-on every rank of every layout.
+on every rank of every layout. With context parallelism blocks are numbered over those of the sequence that both ranks hold
+(`common.kv.stripes`); both ends know the layouts.
 """
 
 from __future__ import annotations

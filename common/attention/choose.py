@@ -16,19 +16,30 @@ from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
+from common.attention.striped import StripedAttention, TorchPartialAttention
 from common.kernels.library import find_flashinfer
 from common.kernels.native.find import find_native
 from common.kernels.native.library import DTYPES
 from common.kv.storage import GroupStorage, KVStorage
+from common.parallel.mesh import SOLO, Mesh
 
 log = logging.getLogger(__name__)
 
 _SHORT_CONTEXT = 4096
 
 
-def choose_attention(storage: KVStorage, shapes: Sequence[AttentionShape]) -> AttentionBackend:
-    """The attention backends for the device of `storage`. `shapes`: of each layer of the rank."""
+def choose_attention(storage: KVStorage, shapes: Sequence[AttentionShape], mesh: Mesh = SOLO) -> AttentionBackend:
+    """The attention backends for the device of `storage`. `shapes`: of each layer of the rank. `mesh`: the ranks that may hold
+    other blocks of the same sequences."""
+    if mesh.place.cp_size > 1:
+        return attention_of_groups(storage, shapes, lambda kv, shape: _choose_striped(kv, shape, mesh))
     return attention_of_groups(storage, shapes, lambda kv, shape: BACKENDS[shape.kind](kv, shape))
+
+
+def _choose_striped(kv: GroupStorage, shape: AttentionShape, mesh: Mesh) -> AttentionBackend:
+    """Latents are attended to absorbed, also by prompts: expanding would repeat on every rank."""
+    striped = StripedAttention(kv, shape, mesh, TorchPartialAttention)
+    return LatentBackend(kv, shape, striped, expands=False) if isinstance(shape, LatentShape) else striped
 
 
 def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:

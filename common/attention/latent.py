@@ -120,9 +120,13 @@ class _Prompt:
 class LatentBackend:
     """`AttentionBackend` of latents. Not thread-safe; `forward` calls belong to the latest `plan`."""
 
-    def __init__(self, kv: GroupStorage, shape: LatentShape, absorbed: AttentionBackend) -> None:
-        """`absorbed`: multi-query attention over the same memory, whose keys are its values too."""
+    def __init__(
+        self, kv: GroupStorage, shape: LatentShape, absorbed: AttentionBackend, *, expands: bool = True
+    ) -> None:
+        """`absorbed`: multi-query attention over the same memory, whose keys are its values too. `expands`: prompts may be
+        expanded."""
         self.absorbed = absorbed
+        self._expands = expands
         self._shape = shape
         self._kv = kv
         (self._plane,) = kv.planes.values()
@@ -135,6 +139,8 @@ class LatentBackend:
         """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping
         self._prompts, absorbed, rows = [], [], []
+        if not self._expands:
+            return self.absorbed.plan(metadata)
         row = 0
         entries = zip(metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True)
         for index, (query_len, context_len, table) in enumerate(entries):
@@ -178,7 +184,7 @@ class LatentBackend:
 
     def for_graph(self, rows: int) -> LatentBackend:
         """A backend over the same cache for batches of exactly `rows` decode rows, in static memory: `AttentionBackend`."""
-        return LatentBackend(self._kv, self._shape, self.absorbed.for_graph(rows))
+        return LatentBackend(self._kv, self._shape, self.absorbed.for_graph(rows), expands=self._expands)
 
     def _attend_absorbed(self, layer: int, q: Tensor, row: Tensor, matrices: LatentMatrices) -> Tensor:
         attended = self.absorbed.forward(layer, matrices.absorb(q), row, row)

@@ -46,7 +46,7 @@ class _Prefill:
     """[num_blocks] int64"""
 
 
-class _Cache:
+class PagedCache:
     """One rank's KV memory: appending to it, and attending to KV blocks gathered from it."""
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
@@ -103,7 +103,7 @@ class SdpaAttention:
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._shape = shape
-        self._cache = _Cache(kv, shape)
+        self._cache = PagedCache(kv, shape)
         self._device = kv.device
         self._max_blocks = longest_table(shape, kv.num_blocks)
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -180,7 +180,7 @@ class SdpaAttention:
 class SdpaDecode:
     """`AttentionBackend` for steps of exactly `rows` decode rows, in static memory."""
 
-    def __init__(self, cache: _Cache, rows: int, max_blocks: int) -> None:
+    def __init__(self, cache: PagedCache, rows: int, max_blocks: int) -> None:
         device, length = cache.data.device, max_blocks * cache.block_size
         self._cache = cache
         self._slots = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from common.config.context_options import DecodeContextOptions, PrefillContextOptions
 from common.config.fields import for_role, option
-from common.config.option_groups import Favor, GpuMemoryOptions, PipelineOptions, RankOptions
+from common.config.option_groups import (
+    Favor,
+    GpuMemoryOptions,
+    PipelineOptions,
+    RankOptions,
+)
 
 Platform = Literal["machine", "ray"]
 
@@ -42,6 +48,20 @@ class ClusterOptions:
     )
     decode_pp_layers: str = for_role(
         "decode", PipelineOptions, "pp_layers", "Cluster", "Layers of each of these stages, as in 10,14."
+    )
+    prefill_context_parallel: int = for_role(
+        "prefill",
+        PrefillContextOptions,
+        "prefill_context_parallel",
+        "Cluster",
+        "Groups of ranks of each prefill node that share the KV of every prompt.",
+    )
+    decode_context_parallel: int = for_role(
+        "decode",
+        DecodeContextOptions,
+        "decode_context_parallel",
+        "Cluster",
+        "Groups of ranks of each decode node that share the KV of every sequence, so that contexts may be as many times as long.",
     )
     favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
     tls: bool = option(

@@ -13,6 +13,7 @@ from common.base.errors import ConfigError
 from common.base.logs import LogFormat
 from common.config.client_options import ClientOptions
 from common.config.cluster_options import ClusterOptions
+from common.config.context_options import DecodeContextOptions, PrefillContextOptions
 from common.config.fields import NAME, check_bounds, field_infos, for_role, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
@@ -148,9 +149,14 @@ class NodeConfig(
     )
 
     @property
+    def context_parallel(self) -> int:
+        """Groups of ranks that share the blocks of each sequence."""
+        return 1
+
+    @property
     def num_ranks(self) -> int:
         """Ranks on all hosts together."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.context_parallel
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,14 +178,18 @@ class NodeConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(NodeConfig):
+class PrefillConfig(PrefillContextOptions, NodeConfig):
     """A node that computes prompts and relays their KV."""
 
     section: ClassVar[str] = "prefill"
 
+    @property
+    def context_parallel(self) -> int:
+        return self.prefill_context_parallel
+
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(SpeculationOptions, PipelineOptions, NodeConfig):
+class DecodeConfig(SpeculationOptions, PipelineOptions, DecodeContextOptions, NodeConfig):
     """A node that generates: it receives KV and runs continuous batching."""
 
     section: ClassVar[str] = "decode"
@@ -199,13 +209,20 @@ class DecodeConfig(SpeculationOptions, PipelineOptions, NodeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_speculation(self.speculate, self.speculate_tokens)
-        if self.shared_cores and self.num_ranks > self.tensor_parallel_size:
+        if self.shared_cores and self._num_stages > 1:
             raise ConfigError("--shared-cores does not work with pipeline stages")
 
     @property
+    def context_parallel(self) -> int:
+        return self.decode_context_parallel
+
+    @property
     def num_ranks(self) -> int:
-        stages = len(self.pp_layers.split(",")) if self.pp_layers else self.pipeline_parallel_size
-        return self.tensor_parallel_size * stages
+        return super().num_ranks * self._num_stages
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self.pp_layers.split(",")) if self.pp_layers else self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ all h of a table without a window, otherwise those within the window. So a short
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -20,6 +21,7 @@ from common.engine.shares import Shares
 from common.engine.step import BlockCopy
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
+from common.kv.stripes import Stripe
 
 
 def first_seen(num_tokens: int, window: int | None) -> int:
@@ -51,8 +53,21 @@ class KVAllocator:
 
     @property
     def room(self) -> int:
-        """Blocks that can be added to each table of one sequence."""
+        """Blocks that can be added to each table of sequences together."""
         return self.pool.num_idle // self.pool.num_tables
+
+    @property
+    def longest(self) -> int:
+        """Blocks in each table of the longest sequence that fits when it is alone."""
+        pool = self.pool
+        return pool.num_blocks // pool.num_stripes // pool.num_tables * pool.num_stripes
+
+    def room_of(self, seq: Sequence) -> int:
+        """Blocks that can be added to each table of one sequence: those of the stripes take turns."""
+        pool, end = self.pool, len(seq.blocks.tables[0])
+        return min(
+            ahead + pool.idle_in(end + ahead) // pool.num_tables * pool.num_stripes for ahead in range(pool.num_stripes)
+        )
 
     def hit_blocks(self, hashes: Seq[BlockHash]) -> int:
         """The longest leading part of `hashes`, in blocks, after which a sequence can continue from the prefix cache."""
@@ -131,8 +146,13 @@ class KVAllocator:
         """[tables]: the blocks to allocate; None if that would leave less than `spare_blocks` to each table."""
         pool, total = self.pool, blocks_for(seq.num_tokens)
         missing = [total - start - len(blocks) for start, blocks in zip(first, found, strict=True)]
-        idle_hits = sum([pool.is_idle(block) for blocks in found for block in blocks])
-        return missing if sum(missing) + spare_blocks * pool.num_tables <= pool.num_idle - idle_hits else None
+        spare = blocks_for(spare_blocks, pool.num_stripes) * pool.num_tables
+        idle_hits = Counter(block % pool.num_stripes for blocks in found for block in blocks if pool.is_idle(block))
+        for stripe in (Stripe(i, pool.num_stripes) for i in range(pool.num_stripes)):
+            needed = sum(stripe.count(total) - stripe.count(total - count) for count in missing)
+            if needed + spare > pool.idle_in(stripe.first) - idle_hits[stripe.first]:
+                return None
+        return missing
 
     def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
         pool, total, missing = self.pool, blocks_for(seq.num_tokens), self._missing(seq, first, found, spare_blocks)
@@ -142,16 +162,16 @@ class KVAllocator:
             pool.acquire(blocks)
         seq.blocks.first, seq.blocks.num_slots = first, total * BLOCK_SIZE
         seq.blocks.tables = [
-            [0] * start + blocks + pool.allocate(count)
+            [0] * start + blocks + pool.allocate(count, total - count)
             for start, blocks, count in zip(first, found, missing, strict=True)
         ]
         self.shares.add(seq)
         return True
 
     def grow(self, seq: Sequence) -> None:
-        """Add a block to each table of a sequence. Raises: NoFreeBlocks if there is no `room`."""
+        """Add a block to each table of a sequence. Raises: NoFreeBlocks if `room_of` says that there is none."""
         for table in seq.blocks.tables:
-            table += self.pool.allocate(1)
+            table += self.pool.allocate(1, len(table))
         seq.blocks.num_slots += BLOCK_SIZE
         self.shares.grow(seq)
 

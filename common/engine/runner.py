@@ -152,7 +152,7 @@ class ModelRunner:
             drawn = scored = None
             if self._mesh.place.is_last_stage:
                 hidden = computed[HIDDEN]
-                if step.scored:
+                if step.scored and self._mesh.place.computes_logits:
                     scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
                 drawn = self._sample(step, hidden, rows.token_ids)
         except torch.AcceleratorError as error:
@@ -183,12 +183,15 @@ class ModelRunner:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
 
     def _prepare(self, step: StepInput) -> None:
+        stripe = self._storage.shard.stripe
         if self._pages is not None:
-            self._pages.reach(max(map(max, step.slot_mapping)) // self._block_size)
-        for table in {copy.table for copy in step.copies}:
-            copies = [copy for copy in step.copies if copy.table == table]
-            sources = to_device([copy.source for copy in copies], self._device)
-            self._storage.copy_blocks(table, sources, to_device([copy.target for copy in copies], self._device))
+            self._pages.reach(stripe.local(max(map(max, step.slot_mapping)) // self._block_size))
+        own = [copy for copy in step.copies if stripe.owns(copy.source)]
+        for table in {copy.table for copy in own}:
+            copies = [copy for copy in own if copy.table == table]
+            sources = to_device([stripe.local(copy.source) for copy in copies], self._device)
+            targets = to_device([stripe.local(copy.target) for copy in copies], self._device)
+            self._storage.copy_blocks(table, sources, targets)
 
     def _plan(self, step: StepInput) -> StepRows:
         rows = rows_of(step, self._device)
@@ -213,10 +216,10 @@ class ModelRunner:
 
     def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
         if not step.samples:
-            return self._sampler.empty(self._device) if self._mesh.place.tp_rank == 0 else None
+            return self._sampler.empty(self._device) if self._mesh.place.samples else None
         if len(step.samples) < hidden.size(0):
             hidden = hidden.index_select(0, self._sampled_rows(step))
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden) if self._mesh.place.computes_logits else None
         drawn = None
         if logits is not None:
             drawn = self._sampler.sample(logits, step.samples, self._unseen(step, token_ids))
@@ -240,12 +243,12 @@ class ModelRunner:
 
     def _shared(self, drawn: SamplerOutput | None, count: int) -> Tensor:
         """[count] int64, the tokens drawn, on every rank of the stage."""
-        if self._mesh.place.tp_size == 1:
+        if self._mesh.place.tp_size == self._mesh.place.cp_size == 1:
             assert drawn is not None
             return drawn.token_ids.to(self._device)
         # As float32, which every mesh can all-reduce; exact up to 2**24, beyond any vocabulary.
         tokens = torch.zeros(count, device=self._device) if drawn is None else drawn.token_ids.float()
-        return self._mesh.all_reduce(tokens).long()
+        return self._mesh.gather_stripes(self._mesh.all_reduce(tokens))[0].long()
 
 
 def _gpu_lost(step: StepInput, error: Exception) -> RankLost:

@@ -81,10 +81,10 @@ class Scheduler:
         """
         self.config.check_length(seq.num_tokens)
         needed = blocks_for(seq.num_tokens) if seq.relays else seq.max_blocks(self.config.max_model_len)
-        needed *= self.pool.num_tables
-        if needed > self.pool.num_blocks:
+        if needed > self.allocator.longest:
+            tables = self.pool.num_tables
             raise BadRequest(
-                f"The request may grow to {needed} KV blocks, this node has {self.pool.num_blocks}. "
+                f"The request may grow to {needed * tables} KV blocks, this node has {self.allocator.longest * tables}. "
                 "Ask for fewer tokens, or give the node more KV memory."
             )
 
@@ -296,7 +296,7 @@ class Scheduler:
         """Grow a sequence for its next rows. Its drafts take no other sequence's blocks."""
         tokens = seq.tokens
         if tokens.draft_ids:
-            spare = seq.blocks.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
+            spare = seq.blocks.num_slots + self.allocator.room_of(seq) * BLOCK_SIZE - seq.num_tokens
             del tokens.draft_ids[max(0, spare) :]
         needed = seq.num_tokens + seq.progress.num_pending + len(tokens.draft_ids)
         return seq.blocks.num_slots >= needed or self._grow(seq, needed)
@@ -309,7 +309,7 @@ class Scheduler:
         of a lower priority.
         """
         while seq.blocks.num_slots < num_tokens:
-            while self.allocator.room == 0:
+            while self.allocator.room_of(seq) == 0:
                 victim = victim_of_growth(seq, self.running)
                 if not self._preempt(victim, seq.group, "preempted") or victim is seq:
                     return False

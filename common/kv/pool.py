@@ -3,6 +3,9 @@
 A block belongs to one block table of a sequence, so that the content of a hash is a block for each table. The journal gets
 a hash while blocks for all tables are there.
 
+A block also belongs to one of the node's context-parallel ranks, which hold the positions of a sequence in turn
+(`common.kv.stripes`): a sequence's block at position i has a number b with b % num_stripes == i % num_stripes.
+
 Pure bookkeeping, no memory and no torch. Owned by the engine's thread; never shared.
 """
 
@@ -28,9 +31,12 @@ class BlockPool:
     only when no free one is left. Every operation is O(1) per block.
     """
 
-    def __init__(self, num_blocks: int, num_tables: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_tables: int = 1, num_stripes: int = 1) -> None:
+        """`num_blocks`: of all stripes together, a multiple of `num_stripes`."""
+        assert num_blocks % num_stripes == 0
         self.num_blocks = num_blocks
         self.num_tables = num_tables
+        self.num_stripes = num_stripes
         self.journal = BlockJournal()
         """Changes of the hashes that `match` finds for all tables, for KV events."""
         self._refs = [0] * num_blocks
@@ -38,18 +44,22 @@ class BlockPool:
         self._table_of = [0] * num_blocks
         """[num_blocks]: the block table of a cached block's content; without meaning where `_hash_of` is None."""
         self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_tables)]
-        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """Unreferenced blocks in order of reuse: free ones in front, then cached ones, oldest first."""
+        self._idle = [OrderedDict[int, None].fromkeys(range(i, num_blocks, num_stripes)) for i in range(num_stripes)]
+        """For each stripe, unreferenced blocks in order of reuse: free ones in front, then cached ones, oldest first."""
         self.num_cached = 0
 
     @property
     def num_idle(self) -> int:
         """Blocks that `allocate` can hand out, free and cached."""
-        return len(self._idle)
+        return sum(map(len, self._idle))
+
+    def idle_in(self, position: int) -> int:
+        """Blocks that `allocate` can hand out for a position of a sequence, and for others of its stripe."""
+        return len(self._idle[position % self.num_stripes])
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._idle)
+        return self.num_blocks - self.num_idle
 
     def is_idle(self, block: int) -> bool:
         """Whether nothing references `block`."""
@@ -74,20 +84,23 @@ class BlockPool:
         """Add a reference to each of `blocks`, which `match` returned."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._idle[block]
+                del self._idle[block % self.num_stripes][block]
                 self.num_cached -= 1
             self._refs[block] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks of unknown content, each referenced once.
+    def allocate(self, count: int, first: int = 0) -> list[int]:
+        """Take blocks of unknown content, each referenced once, for `count` positions of a sequence from `first` on.
 
         Raises: NoFreeBlocks, with nothing changed.
         """
-        if count > len(self._idle):
-            raise NoFreeBlocks(f"{count} blocks wanted, {len(self._idle)} free")
+        positions = range(first, first + count)
+        if any(
+            len(positions[i :: self.num_stripes]) > self.idle_in(first + i) for i in range(min(count, self.num_stripes))
+        ):
+            raise NoFreeBlocks(f"{count} blocks wanted, {self.num_idle} free")
         blocks: list[int] = []
-        for _ in range(count):
-            block, _ = self._idle.popitem(last=False)
+        for position in positions:
+            block, _ = self._idle[position % self.num_stripes].popitem(last=False)
             if self._hash_of[block] is not None:
                 self.num_cached -= 1
                 self._forget(block)
@@ -104,9 +117,10 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._idle[block] = None
+                idle = self._idle[block % self.num_stripes]
+                idle[block] = None
                 if self._hash_of[block] is None:
-                    self._idle.move_to_end(block, last=False)
+                    idle.move_to_end(block, last=False)
                 else:
                     self.num_cached += 1
 
@@ -127,15 +141,16 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
         for block, refs in enumerate(self._refs):
-            assert (refs == 0) == (block in self._idle), f"block {block}: {refs} references, idle {block in self._idle}"
+            is_idle = block in self._idle[block % self.num_stripes]
+            assert (refs == 0) == is_idle, f"block {block}: {refs} references, idle {is_idle}"
         for table, known in enumerate(self._by_hash):
             for block_hash, block in known.items():
                 recorded = self._hash_of[block], self._table_of[block]
                 assert recorded == (block_hash, table), f"block {block} is found by a hash that it does not have"
         assert sum(map(len, self._by_hash)) == sum(block_hash is not None for block_hash in self._hash_of)
-        idle_cached = [self._hash_of[block] is not None for block in self._idle]
-        assert sum(idle_cached) == self.num_cached, "cached blocks are miscounted"
-        assert idle_cached == sorted(idle_cached), "a cached block would be evicted before a free one"
+        idle_cached = [[self._hash_of[block] is not None for block in idle] for idle in self._idle]
+        assert sum(map(sum, idle_cached)) == self.num_cached, "cached blocks are miscounted"
+        assert idle_cached == [*map(sorted, idle_cached)], "a cached block would be evicted before a free one"
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]

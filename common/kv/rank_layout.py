@@ -1,7 +1,7 @@
 """How a node cuts its KV cache over its ranks, and which nodes can relay to each other. Pure, no torch.
 
-Layers are split over pipeline stages, KV heads over tensor-parallel ranks. `KVLayout` describes a whole node,
-`RankShard` one of its ranks.
+Layers are split over pipeline stages, KV heads over tensor-parallel ranks, the blocks of a sequence over context-parallel
+ranks (`common.kv.stripes`). `KVLayout` describes a whole node, `RankShard` one of its ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
 from common.kv.spec import KVSpec
+from common.kv.stripes import MAX_CP_SIZE, WHOLE, Stripe
 
 MAX_TP_SIZE = 256
 
@@ -56,7 +57,7 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class RankShard:
-    """One rank's part: layers [layer_lo, layer_hi) of the model, and its part of every group."""
+    """One rank's part: layers [layer_lo, layer_hi) of the model, its part of every group, and its stripe of blocks."""
 
     tp_rank: int
     pp_rank: int
@@ -64,6 +65,8 @@ class RankShard:
     layer_hi: int
     parts: tuple[GroupPart, ...]
     """One for each group of the spec, without layers where the rank's stage has none of that group."""
+    stripe: Stripe = WHOLE
+    """Blocks of each sequence that the rank holds."""
 
     @property
     def num_layers(self) -> int:
@@ -84,8 +87,12 @@ class KVLayout:
     tp_size: int = 1
     pp_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty means one stage."""
+    cp_size: int = 1
+    """Context-parallel ranks, which share the blocks of each sequence."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.cp_size <= MAX_CP_SIZE:
+            raise ConfigError(f"context-parallel size {self.cp_size} is not from 1 to {MAX_CP_SIZE}")
         if self.tp_size > MAX_TP_SIZE:
             raise ConfigError(f"tensor-parallel size {self.tp_size} is above {MAX_TP_SIZE}")
         num_layers = self.spec.num_layers
@@ -111,14 +118,18 @@ class KVLayout:
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.cp_size * self.pp_size
+
+    def pool_blocks(self, rank_blocks: int) -> int:
+        """Blocks of a node each of whose ranks has memory for `rank_blocks`."""
+        return self.cp_size * rank_blocks
 
     @property
     def kv_kind(self) -> str:
         """Equal for two layouts exactly where `check_compatible` accepts them."""
         return f"{self.fingerprint}/{self.spec}"
 
-    def shard(self, tp_rank: int, pp_rank: int) -> RankShard:
+    def shard(self, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> RankShard:
         layer_lo = sum(self.pp_layers[:pp_rank])
         layer_hi = layer_lo + self.pp_layers[pp_rank]
         parts = tuple(
@@ -130,11 +141,13 @@ class KVLayout:
             )
             for number, group in enumerate(self.spec.groups)
         )
-        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts)
+        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts, Stripe(cp_rank, self.cp_size))
 
     def rank_shard(self, rank: int) -> RankShard:
-        """The shard of `rank = pp_rank * tp_size + tp_rank`."""
-        return self.shard(rank % self.tp_size, rank // self.tp_size)
+        """The shard of `rank = (pp_rank * cp_size + cp_rank) * tp_size + tp_rank`."""
+        replica, tp_rank = divmod(rank, self.tp_size)
+        pp_rank, cp_rank = divmod(replica, self.cp_size)
+        return self.shard(tp_rank, pp_rank, cp_rank)
 
     def shards(self) -> list[RankShard]:
         """All ranks' shards, in rank order."""

@@ -40,9 +40,9 @@ class RankHoldings:
     def describe(self, layout: KVLayout, weight_bits: int) -> str:
         """One line for operators. `weight_bits`: of the model's dtype."""
         shard = self.shard
-        place = (
-            f"rank {shard.pp_rank * layout.tp_size + shard.tp_rank} holds layers {shard.layer_lo}-{shard.layer_hi - 1}"
-        )
+        place = f"rank {layout.shards().index(shard)} holds layers {shard.layer_lo}-{shard.layer_hi - 1}"
+        if layout.cp_size > 1:
+            place += f", block {shard.stripe.first} of every {layout.cp_size}"
         experts = ""
         if self.experts is not None:
             first, end, count = self.experts
@@ -54,7 +54,8 @@ class RankHoldings:
             experts = f", {held} in {self.num_mixtures} of them"
         size_gb = self.num_weights * weight_bits / 8 / 1e9
         weights = f"{self.num_weights:,} weights ({size_gb:.3g} GB in {weight_bits} bits)"
-        return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for a token"
+        token = "a token" if layout.cp_size == 1 else "each token of these blocks"
+        return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for {token}"
 
 
 def node_holdings(

@@ -187,6 +187,8 @@ class ExpertOptions:
             raise ConfigError(
                 f"--rebalance-experts needs a native family with experts, which {model.architecture} is not"
             )
+        if options.context_parallel > 1:
+            raise ConfigError("--rebalance-experts does not work with context-parallel ranks")
         if tp_size == 1:
             log.info("--rebalance-experts changes nothing here: one tensor-parallel rank holds all experts")
             return cls(None, 0)

@@ -36,9 +36,9 @@ def make_record(
 
 
 def make_scheduler(plan: NodePlan, num_blocks: int) -> Scheduler:
-    """Make the scheduler of a node whose ranks have `num_blocks` KV blocks."""
-    spec = plan.layout.spec
-    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables), spec.windows, make_drafting(plan))
+    """Make the scheduler of a node whose ranks together have `num_blocks` KV blocks."""
+    spec, stripes = plan.layout.spec, plan.layout.cp_size
+    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables, stripes), spec.windows, make_drafting(plan))
 
 
 def make_drafting(plan: NodePlan) -> Drafting:

@@ -69,7 +69,7 @@ class NodePlan:
         return self.layout.world_size
 
     def place(self, rank: int) -> RankPlace:
-        return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size)
+        return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size, self.layout.cp_size)
 
 
 def plan_node(
@@ -163,6 +163,7 @@ def _layout(
         spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
+        cp_size=config.context_parallel,
     )
 
 
@@ -217,8 +218,8 @@ def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
 
     Raises: ConfigError if the operator asked for a longer context.
     """
-    spec = plan.layout.spec
-    longest = num_blocks // spec.num_tables * spec.block_size
+    spec, stripes = plan.layout.spec, plan.layout.cp_size
+    longest = num_blocks // stripes // spec.num_tables * stripes * spec.block_size
     if plan.model.max_model_len <= longest:
         return plan
     if plan.context_is_configured:

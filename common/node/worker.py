@@ -76,7 +76,7 @@ class Worker:
         self.plan = plan
         self.mesh = mesh
         self.place = mesh.place
-        self.shard = plan.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
+        self.shard = plan.layout.rank_shard(mesh.place.rank)
         self._model = model
         self.rebalancer: Rebalancer | None = None
         if plan.experts.threshold is not None and model.expert_layers:
@@ -99,7 +99,7 @@ class Worker:
     @property
     def samples(self) -> bool:
         """Whether this rank samples the tokens."""
-        return self.place.is_last_stage and self.place.tp_rank == 0
+        return self.place.samples
 
     def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
         """The KV blocks that fit beside the largest step. Raises: ConfigError with the sizes, if the GPU has no room."""
@@ -175,7 +175,7 @@ class Worker:
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
         shapes = self._model.attention_shapes(self.plan.layout.spec.block_size, self.plan.model.max_model_len)
-        attention = choose_attention(storage, shapes)
+        attention = choose_attention(storage, shapes, self.mesh)
         return self._model_runner(storage, attention), attention
 
     def _model_runner(
@@ -244,7 +244,7 @@ def load_worker(plan: NodePlan, mesh: Mesh, *, small_batches: bool) -> Worker:
         if device.type == "cpu":
             return Worker(plan, mesh, model, packed=packed)
         capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
-        capture = capture if small_batches else None
+        capture = capture if small_batches and mesh.place.cp_size == 1 else None
         return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture)
     except BaseException as error:
         if packed is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorGroup(Protocol):
-    """The ranks of one pipeline stage; methods as in `Mesh`."""
+    """The tensor-parallel or the context-parallel ranks of one pipeline stage; methods as in `Mesh`."""
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -32,17 +33,26 @@ class TensorGroup(Protocol):
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor: ...
 
+    def gather_all(self, x: Tensor) -> Tensor: ...
+
     def close(self) -> None: ...
 
 
 class RankMesh:
-    """`Mesh` of several ranks: a group for this rank's stage, a link to the neighbouring stages, or both."""
+    """`Mesh` of several ranks: a group for each way in which this rank's stage is split, and a link to the neighbouring stages."""
 
     def __init__(
-        self, place: RankPlace, rendezvous: Rendezvous, group: TensorGroup | None, pipeline: PipelineLink | None
+        self,
+        place: RankPlace,
+        rendezvous: Rendezvous,
+        group: TensorGroup | None,
+        pipeline: PipelineLink | None,
+        stripes: TensorGroup | None = None,
     ) -> None:
+        """`group`: the tensor-parallel ranks; `stripes`: the context-parallel ones."""
         self.place = place
         self.group = group
+        self._stripes = stripes
         self._rendezvous = rendezvous
         self._pipeline = pipeline
 
@@ -58,6 +68,9 @@ class RankMesh:
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         return sent if self.group is None else self.group.all_to_all(sent, sizes)
 
+    def gather_stripes(self, x: Tensor) -> Tensor:
+        return x[None] if self._stripes is None else self._stripes.gather_all(x)
+
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         assert self._pipeline is not None
         self._pipeline.send(tensors, schema)
@@ -67,10 +80,10 @@ class RankMesh:
         return self._pipeline.recv(rows, schema)
 
     def close(self) -> None:
-        for part in (self.group, self._pipeline, self._rendezvous):
+        for part in (self.group, self._stripes, self._pipeline, self._rendezvous):
             if part is not None:
                 part.close()
-        self.group = self._pipeline = None
+        self.group = self._stripes = self._pipeline = None
 
 
 def connect_mesh(
@@ -98,20 +111,26 @@ def connect_mesh(
         return SOLO
     meeting = Rendezvous(place, master_address, master_port, timeout_s, listener)
     opened: list[TensorGroup | PipelineLink] = []
+
+    def join(group: _Group) -> TensorGroup | None:
+        if len(group.ranks) == 1:
+            return None
+        if device.type == "cuda":
+            made: TensorGroup = _nccl(group, meeting, interface, timeout_s)
+        else:
+            shared = _shared_memory(place, group, meeting, timeout_s) if same_host else None
+            made = shared or _gloo(group, meeting, interface, timeout_s)
+        opened.append(made)
+        return made
+
     try:
-        meeting.agree("layout", f"tensor-parallel {place.tp_size} x pipeline-parallel {place.pp_size}")
-        group: TensorGroup | None = None
-        if place.tp_size > 1:
-            if device.type == "cuda":
-                group = _nccl(place, meeting, interface, timeout_s)
-            else:
-                group = _shared_memory(place, meeting, timeout_s) if same_host else None
-                group = group or _gloo(place, meeting, interface, timeout_s)
-            opened.append(group)
+        meeting.agree("layout", _sizes(place))
+        tensor = join(_Group(f"stage/{place.pp_rank}/{place.cp_rank}", place.tp_rank, place.tp_peers))
+        stripes = join(_Group(f"context/{place.pp_rank}/{place.tp_rank}", place.cp_rank, place.cp_peers))
         pipeline: PipelineLink | None = None
         if place.pp_size > 1:
-            ranks = [stage * place.tp_size + place.tp_rank for stage in range(place.pp_size)]
-            store = meeting.group_store(f"pipeline/{place.tp_rank}")
+            ranks = place.pp_peers
+            store = meeting.group_store(f"pipeline/{place.cp_rank}/{place.tp_rank}")
             make = make_nccl_group if device.type == "cuda" else make_group
             stages = make(store, place.pp_rank, ranks, interface, timeout_s)
             pipeline = PipelineLink(stages, place.pp_rank, ranks, device)
@@ -121,30 +140,43 @@ def connect_mesh(
         for part in (*opened, meeting):
             part.close()
         raise
-    log.info("%s is connected; all-reduce by %s", place, "none" if group is None else type(group).__name__)
-    return RankMesh(place, meeting, group, pipeline)
+    log.info("%s is connected; all-reduce by %s", place, "none" if tensor is None else type(tensor).__name__)
+    return RankMesh(place, meeting, tensor, pipeline, stripes)
 
 
-def _gloo(place: RankPlace, meeting: Rendezvous, interface: str, timeout_s: float) -> GlooGroup:
-    peers = place.tp_peers
-    store = meeting.group_store(f"stage/{place.pp_rank}")
-    return GlooGroup(make_group(store, place.tp_rank, peers, interface, timeout_s), place.tp_rank, peers)
+def _sizes(place: RankPlace) -> str:
+    cp = f" x context-parallel {place.cp_size}" if place.cp_size > 1 else ""
+    return f"tensor-parallel {place.tp_size}{cp} x pipeline-parallel {place.pp_size}"
 
 
-def _nccl(place: RankPlace, meeting: Rendezvous, interface: str, timeout_s: float) -> NcclGroup:
-    peers = place.tp_peers
-    store = meeting.group_store(f"stage/{place.pp_rank}")
-    return NcclGroup(make_nccl_group(store, place.tp_rank, peers, interface, timeout_s), place.tp_rank, peers)
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that exchange tensors."""
+
+    name: str
+    index: int
+    """This rank's place in `ranks`."""
+    ranks: list[int]
 
 
-def _shared_memory(place: RankPlace, meeting: Rendezvous, timeout_s: float) -> SharedMemoryGroup | None:
-    """The stage's group in shared memory, or None on all its ranks if one of them cannot map it."""
-    segment = _segment(place, None) if place.tp_rank == 0 else None
+def _gloo(group: _Group, meeting: Rendezvous, interface: str, timeout_s: float) -> GlooGroup:
+    made = make_group(meeting.group_store(group.name), group.index, group.ranks, interface, timeout_s)
+    return GlooGroup(made, group.index, group.ranks)
+
+
+def _nccl(group: _Group, meeting: Rendezvous, interface: str, timeout_s: float) -> NcclGroup:
+    made = make_nccl_group(meeting.group_store(group.name), group.index, group.ranks, interface, timeout_s)
+    return NcclGroup(made, group.index, group.ranks)
+
+
+def _shared_memory(place: RankPlace, group: _Group, meeting: Rendezvous, timeout_s: float) -> SharedMemoryGroup | None:
+    """The group in shared memory, or None on all its ranks if one of them cannot map it."""
+    segment = _segment(place, group, None) if group.index == 0 else None
     try:
-        name = meeting.exchange(f"segment/{place.pp_rank}", segment.name if segment else "", place.tp_peers)[0]
+        name = meeting.exchange(f"segment/{group.name}", segment.name if segment else "", group.ranks)[0]
         if segment is None and name:
-            segment = _segment(place, name)
-        attached = meeting.exchange(f"attached/{place.pp_rank}", "yes" if segment else "no", place.tp_peers)
+            segment = _segment(place, group, name)
+        attached = meeting.exchange(f"attached/{group.name}", "yes" if segment else "no", group.ranks)
     except RankLost:
         if segment is not None:
             segment.close()
@@ -153,18 +185,18 @@ def _shared_memory(place: RankPlace, meeting: Rendezvous, timeout_s: float) -> S
         return None
     segment.unlink()
     if set(attached) == {"yes"}:
-        return SharedMemoryGroup(segment, place.tp_rank, place.tp_peers, timeout_s)
+        return SharedMemoryGroup(segment, group.index, group.ranks, timeout_s)
     segment.close()
     return None
 
 
-def _segment(place: RankPlace, name: str | None) -> Segment | None:
+def _segment(place: RankPlace, group: _Group, name: str | None) -> Segment | None:
     if not futex.AVAILABLE:
         return None
     try:
         if name is None:
-            return Segment.create(place.tp_rank, place.tp_size)
-        return Segment.attach(name, place.tp_rank, place.tp_size)
+            return Segment.create(group.index, len(group.ranks))
+        return Segment.attach(name, group.index, len(group.ranks))
     except (OSError, ValueError) as error:
         log.warning("%s cannot share memory in %s, all-reduces go over TCP: %s", place, futex.SHM_DIR, error)
         return None

@@ -54,7 +54,7 @@ def _device(interface: str) -> object:
 
 
 class GlooGroup:
-    """The ranks of one pipeline stage, on any hosts."""
+    """The tensor-parallel or the context-parallel ranks of one pipeline stage, on any hosts."""
 
     def __init__(self, group: _Group, index: int, ranks: list[int]) -> None:
         self._group = group
@@ -85,6 +85,12 @@ class GlooGroup:
             f"all-to-all among ranks {self._ranks}",
         )
         return received
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: the `x` of all ranks of the group."""
+        out = x.new_empty(len(self._ranks), *x.shape)
+        _complete(lambda: self._group.allgather([list(out.unbind())], [x]), f"all-gather among ranks {self._ranks}")
+        return out
 
     def close(self) -> None:
         self._group.shutdown()

@@ -7,7 +7,7 @@ All calls belong to the rank's engine thread. Every rank makes the same collecti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,29 +18,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of a node of `pp_size` pipeline stages of `tp_size` tensor-parallel ranks each."""
+    """One rank of a node of `pp_size` pipeline stages. Each has `cp_size` times `tp_size` tensor-parallel ranks: the
+    context-parallel ranks hold the same weights, and different blocks of each sequence."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.tp_rank < self.tp_size, self
         assert 0 <= self.pp_rank < self.pp_size, self
+        assert 0 <= self.cp_rank < self.cp_size, self
 
     @staticmethod
-    def of(rank: int, tp_size: int, pp_size: int) -> RankPlace:
+    def of(rank: int, tp_size: int, pp_size: int, cp_size: int = 1) -> RankPlace:
         """The place of `rank`, counted as in `common.kv.rank_layout.KVLayout.shards`."""
-        return RankPlace(rank % tp_size, tp_size, rank // tp_size, pp_size)
+        replica, tp_rank = divmod(rank, tp_size)
+        pp_rank, cp_rank = divmod(replica, cp_size)
+        return RankPlace(tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size)
 
     @property
     def rank(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
+        return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def computes_logits(self) -> bool:
+        """Whether this rank takes part in the LM head."""
+        return self.is_last_stage and self.cp_rank == 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples the tokens."""
+        return self.computes_logits and self.tp_rank == 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -52,11 +68,22 @@ class RankPlace:
 
     @property
     def tp_peers(self) -> list[int]:
-        """Ranks of this stage, in `tp_rank` order."""
-        return [self.pp_rank * self.tp_size + tp for tp in range(self.tp_size)]
+        """Ranks of this stage with the same `cp_rank`, in `tp_rank` order."""
+        return [replace(self, tp_rank=tp).rank for tp in range(self.tp_size)]
+
+    @property
+    def cp_peers(self) -> list[int]:
+        """Ranks of this stage with the same `tp_rank`, in `cp_rank` order."""
+        return [replace(self, cp_rank=cp).rank for cp in range(self.cp_size)]
+
+    @property
+    def pp_peers(self) -> list[int]:
+        """Ranks of all stages in this rank's place, in `pp_rank` order."""
+        return [replace(self, pp_rank=pp).rank for pp in range(self.pp_size)]
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (tp {self.tp_rank} of {self.tp_size}, pp {self.pp_rank} of {self.pp_size})"
+        cp = f"cp {self.cp_rank} of {self.cp_size}, " if self.cp_size > 1 else ""
+        return f"rank {self.rank} (tp {self.tp_rank} of {self.tp_size}, {cp}pp {self.pp_rank} of {self.pp_size})"
 
 
 class Mesh(Protocol):
@@ -77,14 +104,14 @@ class Mesh(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks of this stage, in place; bit-identical on all of them. Returns `x`.
+        """Sum `x` over the tensor-parallel ranks of this stage, in place; bit-identical on all of them. Returns `x`.
 
         x: contiguous, same shape and dtype on all ranks. Raises: RankLost.
         """
         ...
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """The [rows, columns] of all ranks of this stage side by side, on its `tp_rank` 0; None on the others.
+        """The [rows, columns] of all tensor-parallel ranks of this stage side by side, on `tp_rank` 0; None on the others.
 
         x: contiguous, same shape and dtype on all ranks. Returns [rows, tp_size * columns]. Raises: RankLost.
         """
@@ -98,8 +125,15 @@ class Mesh(Protocol):
         """
         ...
 
+    def gather_stripes(self, x: Tensor) -> Tensor:
+        """[cp_size, *x.shape]: the `x` of all context-parallel ranks, in their order, on each of them.
+
+        x: contiguous, same shape and dtype on all ranks. Raises: RankLost.
+        """
+        ...
+
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
-        """Hand `tensors` to the next stage's rank of the same `tp_rank`, in one message.
+        """Hand `tensors` to the next stage's rank of the same `tp_rank` and `cp_rank`, in one message.
 
         Returns before they have arrived, so they must not change afterwards. Waits for the oldest send if as many sends
         as there are stages are in flight. Raises: RankLost.
@@ -132,6 +166,9 @@ class SoloMesh:
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         return sent
+
+    def gather_stripes(self, x: Tensor) -> Tensor:
+        return x[None]
 
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         raise AssertionError("a single rank has no next stage")

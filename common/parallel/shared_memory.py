@@ -115,7 +115,7 @@ def _remove_stale() -> None:
 
 
 class SharedMemoryGroup:
-    """The ranks of one pipeline stage, all on this host."""
+    """The tensor-parallel or the context-parallel ranks of one pipeline stage, all on this host."""
 
     def __init__(self, segment: Segment, index: int, ranks: list[int], timeout_s: float) -> None:
         """`index` is this rank's place in the group; `ranks` are the members, as the node numbers them."""
@@ -203,6 +203,21 @@ class SharedMemoryGroup:
                     out[first - start : last - start].copy_(own[source, first - low : last - low])
             self._parity ^= 1
         return torch.cat(outs)
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: the `x` of all ranks of the group."""
+        flat = x.view(-1)
+        out = x.new_empty(self._size, flat.numel())
+        slots = self._slots[x.dtype]
+        room = slots.size(2)
+        for lo in range(0, flat.numel(), room):
+            piece = flat[lo : lo + room]
+            own = slots[self._parity][:, : piece.numel()]
+            own[self._index].copy_(piece)
+            self._barrier()
+            out[:, lo : lo + room].copy_(own)
+            self._parity ^= 1
+        return out.view(self._size, *x.shape)
 
     def _barrier(self) -> None:
         """Announce that this rank's slot is written; return when all ranks have announced theirs."""

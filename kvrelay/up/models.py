@@ -17,7 +17,7 @@ from common.model.pooling.task import find_task
 
 _OF_ONE_MODEL = ("task",)
 _OF_ONE_GENERATING = ("served_model_name", "lora", "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
-_OF_GENERATING = ("decode", "decode_tp", "decode_pp", "decode_pp_layers", "lora")
+_OF_GENERATING = ("decode", "decode_tp", "decode_pp", "decode_pp_layers", "decode_context_parallel", "lora")
 
 
 class UpModel(NamedTuple):

@@ -81,7 +81,9 @@ def plan_children(
         own = {**of_all, "host": config.host, "port": str(place.port), "admin_port": str(place.admin_port)}
         argv, environ = service_command(RouterConfig, config, sources, {**own, "preload": preload})
         children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
-    ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
+    of_prefill = config.prefill_tp * config.prefill_context_parallel
+    of_decode = config.decode_tp * config.decode_context_parallel * config.decode_pp
+    ranks = [of_prefill] * config.prefill + [of_decode] * config.decode
     shares = iter(
         share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating), config.gpu_memory_utilization)
     )

@@ -102,8 +102,8 @@ _REFUSED: Mapping[str, str] = {
     "other hosts start kvrelay decode with the same --redis-url": "data-parallel-rank data-parallel-start-rank "
     "data-parallel-size-local data-parallel-address data-parallel-rpc-port data-parallel-backend(mp) data-parallel-hybrid-lb? "
     "data-parallel-external-lb? data-parallel-multi-port-external-lb? data-parallel-supervisor-port",
-    "a context is not split over ranks": "prefill-context-parallel-size(1) decode-context-parallel-size(1) "
-    "dcp-kv-cache-interleave-size(1) cp-kv-cache-interleave-size(1) dcp-comm-backend",
+    "whole blocks of a context are split over ranks": "dcp-kv-cache-interleave-size(1) cp-kv-cache-interleave-size(1) "
+    "dcp-comm-backend",
     "--rebalance-experts and --redundant-experts move and copy experts": "enable-eplb? eplb-config num-redundant-experts(0)",
     "the number of a node's ranks is fixed, and a step is one batch": "enable-elastic-ep? enable-dbo?",
     "blocks have 16 tokens": "block-size(16)",
@@ -147,6 +147,14 @@ _BECOMES: Mapping[str, VllmOption] = {
     "tensor-parallel-size": VllmOption("becomes", _PARALLEL, convert=renamed("--prefill-tp", "--decode-tp")),
     "pipeline-parallel-size": VllmOption(
         "becomes", "--decode-pp; prefill nodes have no stages", convert=renamed("--decode-pp")
+    ),
+    "prefill-context-parallel-size": VllmOption(
+        "becomes", "--prefill-context-parallel", convert=renamed("--prefill-context-parallel")
+    ),
+    "decode-context-parallel-size": VllmOption(
+        "becomes",
+        "--decode-context-parallel: as many times the ranks, where vLLM divides those of --tensor-parallel-size",
+        convert=renamed("--decode-context-parallel"),
     ),
     "data-parallel-size": VllmOption("becomes", "--decode: as many decode nodes", convert=renamed("--decode")),
     "max-num-batched-tokens": VllmOption(

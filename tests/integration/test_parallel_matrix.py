@@ -86,11 +86,11 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     return prompts
 
 
-async def ask_all(url: str, model: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+async def ask_all(url: str, model: str, prompts: list[list[int]], num_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
     async with httpx.AsyncClient(base_url=url, timeout=180.0) as client:
 
         async def ask(prompt: list[int]) -> dict[str, Any]:
-            body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+            body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
             answer = await client.post("/v1/completions", json={**body, "return_token_ids": True})
             assert answer.status_code == 200, answer.text
             return answer.json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,9 +17,11 @@ NUM_BLOCKS = 8
 class BlockPoolMachine(RuleBasedStateMachine):
     """`holders` are the lists of blocks that somebody references; `named` what every named block holds."""
 
+    stripes = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, num_stripes=self.stripes)
         self.holders: list[list[int]] = []
         self.content: dict[int, bytes] = {}
         self.next_name = 0
@@ -25,15 +29,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def used(self) -> set[int]:
         return {block for holder in self.holders for block in holder}
 
-    @rule(count=st.integers(0, NUM_BLOCKS + 1))
-    def allocate(self, count: int) -> None:
-        free = NUM_BLOCKS - len(self.used())
-        if count > free:
+    @rule(count=st.integers(0, NUM_BLOCKS + 1), first=st.integers(0, 5))
+    def allocate(self, count: int, first: int) -> None:
+        stripes = [position % self.stripes for position in range(first, first + count)]
+        free = Counter(block % self.stripes for block in set(range(NUM_BLOCKS)) - self.used())
+        if Counter(stripes) - free:
             with pytest.raises(NoFreeBlocks):
-                self.pool.allocate(count)
+                self.pool.allocate(count, first)
             return
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, first)
         assert len(set(blocks)) == count
+        assert [block % self.stripes for block in blocks] == stripes, "a position's block is on another rank"
         assert not set(blocks) & self.used(), "handed out a block in use"
         for block in blocks:
             self.content.pop(block, None)
@@ -74,8 +80,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_cached == len(set(self.content) - self.used())
 
 
+class StripedPoolMachine(BlockPoolMachine):
+    """The same for four context-parallel ranks."""
+
+    stripes = 4
+
+
 TestBlockPool = BlockPoolMachine.TestCase
+TestStripedPool = StripedPoolMachine.TestCase
 TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStripedPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_free_blocks_go_before_cached_ones_and_the_tail_of_a_prefix_before_its_head() -> None:

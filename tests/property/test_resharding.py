@@ -18,7 +18,7 @@ from kvtransfer.copy.host import SliceCopier
 from kvtransfer.resharding import reshard
 from kvtransfer.wire import KVSlice
 
-NUM_BLOCKS = 3
+NUM_BLOCKS = 5
 
 
 @st.composite
@@ -44,7 +44,7 @@ def layouts(draw: st.DrawFn, spec: KVSpec) -> KVLayout:
     cuts = sorted(draw(st.sets(st.integers(1, spec.num_layers - 1), max_size=3))) if spec.num_layers > 1 else []
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, spec.num_layers], strict=True))
     try:
-        return KVLayout("m", spec, tp_size=draw(st.integers(1, 12)), pp_layers=stages)
+        return KVLayout("m", spec, draw(st.integers(1, 12)), stages, cp_size=draw(st.sampled_from([1, 1, 2, 3, 4])))
     except ConfigError:
         assume(False)
         raise
@@ -72,22 +72,26 @@ def inside(piece: GroupPart, part: GroupPart) -> GroupPart:
 @settings(deadline=None)
 @given(pairs())
 def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayout, KVLayout]) -> None:
+    """[layers, heads, blocks] of each group; a rank has the blocks of its stripe."""
     src, dst = pair
-    groups = src.spec.groups
-    whole = [np.arange(len(g.layers) * g.num_heads).reshape(len(g.layers), g.num_heads) for g in groups]
+    sizes = [(len(group.layers), group.num_heads, NUM_BLOCKS) for group in src.spec.groups]
+    whole = [np.arange(np.prod(size)).reshape(size) for size in sizes]
     have = [[cut(whole[part.group], part) for part in shard.parts] for shard in src.shards()]
-    got = [[np.full((part.num_layers, part.num_heads), -1) for part in shard.parts] for shard in dst.shards()]
+    got = [[np.full((part.num_layers, part.num_heads, NUM_BLOCKS), -1) for part in s.parts] for s in dst.shards()]
     for piece in reshard(src, dst):
-        group = piece.part.group
-        a, b = src.shards()[piece.src_rank].parts[group], dst.shards()[piece.dst_rank].parts[group]
-        assert a.contains(piece.part), "the source has the layers and the heads"
-        assert b.contains(piece.part), "the destination wants them"
-        target = cut(got[piece.dst_rank][group], inside(piece.part, b))
+        group, blocks = piece.part.group, piece.stripe.indices
+        a, b = src.shards()[piece.src_rank], dst.shards()[piece.dst_rank]
+        assert a.parts[group].contains(piece.part), "the source has the layers and the heads"
+        assert b.parts[group].contains(piece.part), "the destination wants them"
+        assert all(each.stripe.owns(i) for each in (a, b) for i in range(NUM_BLOCKS)[blocks]), "both hold the blocks"
+        target = cut(got[piece.dst_rank][group], inside(piece.part, b.parts[group]))[..., blocks]
         assert (target == -1).all(), "each byte once"
-        target[:] = cut(have[piece.src_rank][group], inside(piece.part, a))
+        target[:] = cut(have[piece.src_rank][group], inside(piece.part, a.parts[group]))[..., blocks]
     for shard, received in zip(dst.shards(), got, strict=True):
         for part, cells in zip(shard.parts, received, strict=True):
-            np.testing.assert_array_equal(cells, cut(whole[part.group], part))
+            own = shard.stripe.indices
+            np.testing.assert_array_equal(cells[..., own], cut(whole[part.group], part)[..., own])
+            assert (cells >= 0).sum() == cells[..., own].size, "and nothing of other ranks' blocks"
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,6 +101,7 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
     src, dst = pair
     rng = np.random.default_rng(len(src.shards()))
     ids = [np.array(data.draw(st.permutations(range(NUM_BLOCKS))), dtype=np.int64) for _ in range(2)]
+    """Where the rank that holds a block has it, on both sides."""
     whole = [
         [
             rng.integers(0, 2**16, (len(g.layers), g.num_heads, NUM_BLOCKS, 2, plane.width)).astype(word_of(g))
@@ -107,19 +112,22 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
     sources = [KVStorage(src, shard, NUM_BLOCKS) for shard in src.shards()]
     targets = [KVStorage(dst, shard, NUM_BLOCKS) for shard in dst.shards()]
     for storage in sources:
+        own = storage.shard.stripe.indices
         for part in storage.shard.parts:
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
-                plane[:, ids[0]] = cut(truth, part).transpose(0, 2, 1, 3, 4)
+                plane[:, ids[0][own]] = cut(truth, part).transpose(0, 2, 1, 3, 4)[:, own]
     for piece in reshard(src, dst):
-        p = piece.part
-        moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, NUM_BLOCKS)]
+        p, blocks = piece.part, piece.stripe.indices
+        moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, piece.stripe.count(NUM_BLOCKS))]
         payload = np.zeros(moved[0].size_bytes(src.spec.unit_bytes), dtype=np.uint8)
-        SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0][None], payload)
-        SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1][None], payload)
+        if payload.size:
+            SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0][None, blocks], payload)
+            SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1][None, blocks], payload)
     for storage in targets:
+        own = storage.shard.stripe.indices
         for part in storage.shard.parts:
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
-                np.testing.assert_array_equal(plane[:, ids[1]], cut(truth, part).transpose(0, 2, 1, 3, 4))
+                np.testing.assert_array_equal(plane[:, ids[1][own]], cut(truth, part).transpose(0, 2, 1, 3, 4)[:, own])
 
 
 @settings(deadline=None)
@@ -132,14 +140,14 @@ def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLa
 @settings(deadline=None)
 @given(pairs())
 def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayout, KVLayout]) -> None:
-    """In every stage of the source, no rank sends to more than one destination more than another rank does."""
+    """Among the ranks of one stage and stripe of the source, no rank sends to more than one destination more than another rank does."""
     src, dst = pair
     pieces = reshard(src, dst)
     for number, group in enumerate(src.spec.groups):
         if group.num_heads > 1:
             continue
         counts = Counter(p.src_rank for p in pieces if p.part.group == number)
-        for stage in range(src.pp_size):
+        for stage in range(src.pp_size * src.cp_size):
             of_stage = [counts[stage * src.tp_size + tp_rank] for tp_rank in range(src.tp_size)]
             assert max(of_stage) - min(of_stage) <= 1
 

@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 2)]),
         late=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (2,), (20,), (33,), (None, 20), (33, None, 2), (20, 48)]),
+        stripes=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout: tuple[int, int],
         late: bool,
         windows: tuple[int | None, ...],
+        stripes: int,
     ) -> None:
         groups, depth = layout
         self.late = late
@@ -75,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The hashes that the journal has reported, as a router's index holds them."""
         self.wanted: dict[AttemptKey, list[int]] = {}
         """Of sequences whose KV is to arrive, the first block of each table that was asked for."""
-        num_blocks *= len(windows)
+        num_blocks = num_blocks // stripes * stripes * len(windows)
         self.runner = FakeRunner(num_blocks, windows)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -86,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_groups=groups,
                 depth=depth,
             ),
-            BlockPool(num_blocks, len(windows)),
+            BlockPool(num_blocks, len(windows), stripes),
             windows,
         )
         self.made: list[Sequence] = []
@@ -231,7 +233,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return
-        step = scheduled.step
+        step, stripes = scheduled.step, self.scheduler.pool.num_stripes
+        for seq in scheduled.seqs:
+            for blocks, first in zip(seq.blocks.tables, seq.blocks.first, strict=True):
+                assert all(block % stripes == i % stripes for i, block in enumerate(blocks) if i >= first), "other rank"
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
         if self.scheduler.config.depth == 1:
             assert not {seq.key for seq in scheduled.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}

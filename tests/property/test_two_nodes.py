@@ -99,10 +99,14 @@ class Room(RuleBasedStateMachine):
         slots=st.integers(1, 6),
         depth=st.integers(1, 2),
         spec=st.sampled_from(SPECS),
+        p_stripes=st.sampled_from([1, 1, 2]),
+        d_stripes=st.sampled_from([1, 1, 3]),
     )
-    def start(self, p_blocks: int, d_blocks: int, slots: int, depth: int, spec: KVSpec) -> None:
+    def start(
+        self, p_blocks: int, d_blocks: int, slots: int, depth: int, spec: KVSpec, p_stripes: int, d_stripes: int
+    ) -> None:
         layout, windows, tables = KVLayout("fake", spec), spec.windows, spec.num_tables
-        p_blocks, d_blocks = p_blocks * tables, d_blocks * tables
+        p_blocks, d_blocks = p_blocks // p_stripes * p_stripes * tables, d_blocks // d_stripes * d_stripes * tables
         self.clock = MockClock()
         self.clients: dict[AttemptKey, Client] = {}
         self.to_p: deque[object] = deque()
@@ -116,7 +120,9 @@ class Room(RuleBasedStateMachine):
             core_parts(
                 P_REF,
                 layout,
-                Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks, tables), windows),
+                Scheduler(
+                    SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks, tables, p_stripes), windows
+                ),
                 executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
                 SendBuffer(self._from_p),
                 self.clock,
@@ -128,7 +134,9 @@ class Room(RuleBasedStateMachine):
             core_parts(
                 D_REF,
                 layout,
-                Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks, tables), windows),
+                Scheduler(
+                    SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks, tables, d_stripes), windows
+                ),
                 executor(d_runner, self.to_d, depth),
                 SendBuffer(self._from_d),
                 self.clock,

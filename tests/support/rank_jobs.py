@@ -65,6 +65,9 @@ def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, sam
         bits = [_sum(mesh, dtype, numel) for dtype in (torch.float32, torch.bfloat16) for numel in SIZES]
         for rows, columns in ((1, 3), (5, 70_000), (3, 600_000)):
             _gather(mesh, rows, columns)
+            stripes = mesh.gather_stripes(torch.full((rows, columns), float(place.rank)))
+            assert stripes.shape == (place.cp_size, rows, columns)
+            assert [stripe.unique().tolist() for stripe in stripes] == [[rank] for rank in place.cp_peers]
     mesh.close()
     del mesh
     left = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]

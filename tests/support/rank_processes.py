@@ -29,12 +29,13 @@ from common.parallel.mesh import RankPlace
 
 @dataclass(frozen=True)
 class Case:
-    """`tp * pp` ranks; those in `absent` never start."""
+    """`tp * pp * cp` ranks; those in `absent` never start."""
 
     tp: int
     pp: int
     arguments: dict[str, Any] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
+    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,14 @@ def _run_case(job: Callable[..., Any], case: Case) -> list[Outcome]:
     port = listener.getsockname()[1]
     me = os.getpid()
     children: dict[int, tuple[int, int]] = {}
-    for rank in range(case.tp * case.pp):
+    for rank in range(case.tp * case.pp * case.cp):
         if rank in case.absent:
             continue
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             die_with_parent(me)
-            place = RankPlace.of(rank, case.tp, case.pp)
+            place = RankPlace.of(rank, case.tp, case.pp, case.cp)
             os.write(write_end, json.dumps(asdict(_run_rank(job, place, port, listener, case.arguments))).encode())
             os._exit(0)
         os.close(write_end)

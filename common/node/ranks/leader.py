@@ -67,7 +67,7 @@ class Leader:
             self.links = RankLinks(plan.world_size, self._host, hosts.leader_port, node_secret(hosts.tls_dir))
             self.links.spawn(type(role).__module__, hosts.ranks_here[1:], hosts.fields, self.links.address, forked)
         self.worker: Worker
-        self.num_blocks = 0
+        self._rank_blocks = 0
         self.data_addresses: list[str] = []
         """One address for each rank that receives, in rank order."""
         self._local: LocalExecutor | None = None
@@ -77,13 +77,18 @@ class Leader:
         """The latest report of each pipeline stage but the first, by the rank that made it."""
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks of the node. Context-parallel ranks hold different ones, all other ranks parts of the same."""
+        return self._plan.layout.pool_blocks(self._rank_blocks)
+
+    @property
     def _host(self) -> str:
         """The leader's address for the other ranks."""
         hosts = self._plan.hosts
         return hosts.addresses.for_ranks if hosts.same_host else hosts.leader_host
 
     async def load(self) -> None:
-        """Load every shard, agree on the number of KV blocks (that of the rank with the least room), and allocate the
+        """Load every shard, agree on the number of KV blocks of a rank (that of the rank with the least room), and allocate the
         leader's own.
 
         Raises: ConfigError or a rank's error, naming the ranks at fault or missing; ConfigError after `start_timeout_s`.
@@ -117,8 +122,8 @@ class Leader:
 
     def _load(self) -> None:
         self.worker = load_worker(self._plan, SOLO, small_batches=self._small_batches)
-        self.num_blocks = self.worker.max_blocks
-        self.worker.allocate_kv(self.num_blocks)
+        self._rank_blocks = self.worker.max_blocks
+        self.worker.allocate_kv(self._rank_blocks)
         self.worker.capture_graphs()
         self.worker.runner.execute(warm_up(self._plan.layout.spec.num_tables))
         self._log_memory()
@@ -133,7 +138,7 @@ class Leader:
             mesh = join_mesh(plan, 0, setup)
             self.worker = load_worker(plan, mesh, small_batches=self._small_batches)
         ready = self._collect(links, RankReady, "they are loading their shards")
-        self.num_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
+        self._rank_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
         for rank, report in sorted(ready.items()):
             peak_gb = report.peak_bytes / 1e9
             log.info(
@@ -142,7 +147,7 @@ class Leader:
                 peak_gb,
                 report.max_blocks,
             )
-        self.worker.allocate_kv(self.num_blocks)
+        self.worker.allocate_kv(self._rank_blocks)
         self._log_memory()
 
     def _log_memory(self) -> None:
@@ -172,7 +177,7 @@ class Leader:
             started = self._collect(links, RankStarted, "they are opening their transfer ends")
             self.data_addresses += [report.data_address for _, report in sorted(started.items()) if report.data_address]
 
-        links.broadcast(RankStart(self.num_blocks, incarnation))
+        links.broadcast(RankStart(self._rank_blocks, incarnation))
         await self._before_deadline(wait_for_ranks)
 
     def broadcast(self, order: RankOrder) -> None:

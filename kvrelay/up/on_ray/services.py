@@ -101,9 +101,9 @@ class RayServices:
     def _ranks(self, role: str) -> int:
         config = self._config
         if role == "prefill":
-            return config.prefill_tp
+            return config.prefill_tp * config.prefill_context_parallel
         stages = len(config.decode_pp_layers.split(",")) if config.decode_pp_layers else config.decode_pp
-        return config.decode_tp * stages
+        return config.decode_tp * config.decode_context_parallel * stages
 
 
 def _words(argv: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,7 +23,10 @@ ONE_HOST_ONLY = {
     "compose.multi-host.yaml": set[str](),
 }
 """Options without sense on one host."""
-OF_THE_FIRST = {"task", "lora", "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layers"}
+OF_THE_FIRST = {
+    *("task", "lora", "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layers"),
+    *("prefill_context_parallel", "decode_context_parallel"),
+}
 """Options of the first model only."""
 
 

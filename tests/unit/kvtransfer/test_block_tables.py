@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -26,20 +28,35 @@ SPEC = KVSpec(
     ),
     block_size=2,
 )
-SPLITS = [(1, ()), (2, ()), (4, ()), (1, (2, 4)), (2, (3, 3))]
+Split = tuple[int, tuple[int, ...], int]
+"""(tp, pp, cp)"""
+SPLITS: list[Split] = [(1, (), 1), (2, (), 1), (4, (), 1), (1, (2, 4), 1), (2, (3, 3), 1)]
+STRIPED: list[Split] = [(1, (), 2), (2, (2, 4), 3), (1, (), 4)]
+PAIRS = [
+    *itertools.product(SPLITS, SPLITS),
+    *itertools.product(STRIPED, [SPLITS[-1], *STRIPED]),
+    *itertools.product(SPLITS[-1:], STRIPED),
+]
 TOTAL, NUM_BLOCKS = 7, 24
 KEY = AttemptKey("r", 1)
 HASHES = [bytes([i]) * HASH_BYTES for i in range(TOTAL)]
 HELD_BY_SENDER = [0, 3, 3]
 
 
-def tables(seed: int) -> list[list[int]]:
-    """Three tables of different blocks, which all lie in the same memory."""
-    return np.random.default_rng(seed).permutation(NUM_BLOCKS)[: 3 * TOTAL].reshape(3, TOTAL).tolist()
+def tables(seed: int, stripes: int = 1) -> list[list[int]]:
+    """Three tables of different blocks, which all lie in the same memory; with stripes, position i has a block of rank i % stripes."""
+    places = np.random.default_rng(seed).permutation(NUM_BLOCKS)[: 3 * TOTAL].reshape(3, TOTAL)
+    return (places * stripes + np.arange(TOTAL) % stripes).tolist()
 
 
 def storages(layout: KVLayout) -> list[KVStorage]:
     return [KVStorage(layout, shard, NUM_BLOCKS) for shard in layout.shards()]
+
+
+def local(storage: KVStorage, blocks: list[int]) -> list[int]:
+    """Where a rank has its blocks of a sequence."""
+    stripe = storage.shard.stripe
+    return [stripe.local(block) for block in blocks[stripe.indices]]
 
 
 def transfer(source: list[list[int]] | None = None) -> OpenSourceOrder:
@@ -57,20 +74,21 @@ def grant(layout: KVLayout, first_blocks: list[int], blocks: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("first_blocks", [[0, 3, 3], [4, 3, 5], [7, 4, 3], [7, 7, 7]])
-@pytest.mark.parametrize("dst_split", SPLITS)
-@pytest.mark.parametrize("src_split", SPLITS)
+@pytest.mark.parametrize(("src_split", "dst_split"), PAIRS)
 def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
-    src_split: tuple[int, tuple[int, ...]], dst_split: tuple[int, tuple[int, ...]], first_blocks: list[int]
+    src_split: Split, dst_split: Split, first_blocks: list[int]
 ) -> None:
-    src, dst = (KVLayout("m", SPEC, tp_size=tp, pp_layers=pp) for tp, pp in (src_split, dst_split))
+    src, dst = (KVLayout("m", SPEC, tp_size=tp, pp_layers=pp, cp_size=cp) for tp, pp, cp in (src_split, dst_split))
     sources, targets = storages(src), storages(dst)
-    ours, theirs = tables(1), tables(2)
+    ours, theirs = tables(1, src.cp_size), tables(2, dst.cp_size)
     truth = np.random.default_rng(3).random((3, 2, 2, TOTAL, 2, 2, 3), dtype=np.float32)
     """[groups, layers, planes, blocks, heads, slots, width]"""
     for storage in sources:
         for group, part in enumerate(storage.shard.parts):
-            own = truth[group, part.layer_lo : part.layer_hi, :, :, part.head_lo : part.head_hi]
-            storage.groups[group].stacked.numpy()[:, :, ours[group]] = own
+            own = truth[
+                group, part.layer_lo : part.layer_hi, :, storage.shard.stripe.indices, part.head_lo : part.head_hi
+            ]
+            storage.groups[group].stacked.numpy()[:, :, local(storage, ours[group])] = own
     plan = TransferPlan(KEY, theirs, first_blocks, HASHES, 60.0)
     order = OpenDestinationOrder(plan, PeerRef("p", "s1", "", []), src)
     incoming = [ReceiveState(order, dst, r, NUM_BLOCKS, 0) for r in range(dst.world_size)]
@@ -83,9 +101,9 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
         for target in outgoing.destinations:
             while (batch := outgoing.take(target, max_bytes=500, now=0.0)) is not None:
                 payload = np.zeros(batch.size_bytes, np.uint8)
-                SliceCopier(storage).gather_all(batch.slices, outgoing.blocks, payload)
+                SliceCopier(storage).gather_all(batch.slices, batch.blocks, payload)
                 claim = incoming[target].claim(outgoing.header(batch, "s1", "d1", 0), len(payload))
-                SliceCopier(targets[target]).scatter_all(claim.slices, incoming[target].blocks, payload)
+                SliceCopier(targets[target]).scatter_all(claim.slices, claim.blocks, payload)
                 incoming[target].placed(claim, 0.0)
                 moved += batch.size_bytes
     assert all(end.complete for end in incoming)
@@ -94,9 +112,11 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
     assert moved == replicas * wanted * SPEC.unit_bytes[0] * 2 * 2, "blocks x layers x heads of each table"
     for storage in targets:
         for group, part in enumerate(storage.shard.parts):
-            got = storage.groups[group].stacked.numpy()[:, :, theirs[group][first_blocks[group] :]]
-            own = truth[group, part.layer_lo : part.layer_hi, :, first_blocks[group] :, part.head_lo : part.head_hi]
-            np.testing.assert_array_equal(got, own)
+            stripe = storage.shard.stripe
+            first = stripe.count(first_blocks[group])
+            got = storage.groups[group].stacked.numpy()[:, :, local(storage, theirs[group])[first:]]
+            own = truth[group, part.layer_lo : part.layer_hi, :, stripe.indices, part.head_lo : part.head_hi]
+            np.testing.assert_array_equal(got, own[:, :, first:])
 
 
 @pytest.mark.parametrize("first_blocks", [[0, 2, 3], [0, 3, 2], [8, 3, 3], [0, 3], [0]])

@@ -13,6 +13,7 @@ import torch
 from support import fake_flashinfer
 from support.attention_cases import LENS, Case, MakeBackend
 from support.native_variants import VARIANTS, native
+from support.striped_attention import AttentionInStripes
 
 from common.attention import sdpa
 from common.attention.base import AttentionShape
@@ -20,6 +21,7 @@ from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
+from common.attention.striped import TorchPartialAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
 from common.kv.rank_layout import blocks_for
 
@@ -33,6 +35,7 @@ BACKENDS: dict[str, MakeBackend] = {
     "sdpa": SdpaAttention,
     "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
     **{variant: partial(_native, variant) for variant in VARIANTS},
+    **{f"{n} stripes": partial(AttentionInStripes, stripes=n, make=TorchPartialAttention) for n in (1, 2, 4)},
 }
 """All on a CPU, flashinfer as a stand-in of plain operations; tests/gpu tests the real one."""
 SHAPES = {"1:1": (4, 4, 16), "2:1": (4, 2, 32), "7:1": (14, 2, 64), "one kv head": (3, 1, 8)}
@@ -217,13 +220,13 @@ def test_decode_rows_are_gathered_some_at_a_time(
     lens = [(1, 40), (1, 3), (1, 300), (1, 16), (1, 17), (1, 90), (1, 1)]
     case = make_case("sdpa", (4, 2, 16), lens, "float32")
     seen: list[int] = []
-    gather = sdpa._Cache.gather
+    gather = sdpa.PagedCache.gather
 
-    def watched(cache: sdpa._Cache, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def watched(cache: sdpa.PagedCache, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         seen.append(len(wanted))
         return gather(cache, layer, wanted, dtype)
 
-    monkeypatch.setattr(sdpa._Cache, "gather", watched)
+    monkeypatch.setattr(sdpa.PagedCache, "gather", watched)
     of_one = 2 * blocks_for(300) * case.block_size * 2 * 16
     monkeypatch.setattr(sdpa, "_MAX_GATHERED", int(rows_at_once * of_one))
     for backend in (case.backend, case.backend.for_graph(len(lens))):

@@ -37,7 +37,8 @@ def segments() -> set[Path]:
 @pytest.mark.parametrize("same_host", KINDS)
 def test_all_reduce_and_gather_are_exact_and_equal_on_all_ranks(same_host: bool) -> None:
     before = segments()
-    cases = [Case(tp, pp, {"same_host": same_host}) for tp, pp in ((2, 1), (4, 1), (3, 2))]
+    sizes = ((2, 1, 1), (4, 1, 1), (3, 2, 1), (2, 1, 3), (2, 2, 2))
+    cases = [Case(tp, pp, {"same_host": same_host}, cp=cp) for tp, pp, cp in sizes]
     for case, outcomes in zip(cases, run_ranks("support.rank_jobs:exchange", cases), strict=True):
         for rank, outcome in enumerate(ok(outcomes)):
             assert outcome.value["kind"] == ("SharedMemoryGroup" if same_host else "GlooGroup")
