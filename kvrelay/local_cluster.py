@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from common.base.errors import ConfigError, KvRelayError
+from common.base.files import temporary_folder
 from common.base.process import module_command
-from common.base.temporary_folder import temporary_folder
 from common.config.fields import api_keys
 from common.config.sources import SUPERVISOR_VARIABLE
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from common.base.clock import Clock
-from common.base.counted import counted
 from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, Unavailable
+from common.base.sentences import counted
 from common.control.links import Identity
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PrefillRequest
 from common.control.pooling import PoolInput, PoolRequest, PoolResult

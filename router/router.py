@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.base.counted import counted
+from common.base.sentences import counted
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord

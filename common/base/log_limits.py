@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from common.base.counted import counted
+from common.base.sentences import counted
 
 WINDOW_S = 10.0
 PER_PEER, PER_KIND = 5, 100

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from typing import Literal
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.counted import counted
 from common.base.hashing import HASH_BYTES, BlockHash
+from common.base.sentences import counted
 from common.cluster.membership import LEASE_IN_REDIS
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys

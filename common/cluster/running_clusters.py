@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.base.files import temporary_folder
 from common.base.process import start_ticks
-from common.base.temporary_folder import temporary_folder
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ import errno
 import inspect
 import logging
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,6 @@ from common.base import logs
 from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.process import die_with_parent
 from common.config.fields import field_infos
-from common.config.help import HelpRow, help_text
 from common.config.service_configs import ServiceConfig
 from common.config.sources import (
     BOOLEANS,
@@ -38,6 +39,41 @@ from common.config.sources import (
     resolve,
     type_label,
 )
+
+
+class HelpRow(NamedTuple):
+    """One option."""
+
+    group: str
+    names: str
+    """The option's flags and the type of its value, such as `--port INTEGER`."""
+    help: str
+    variable: str = ""
+    default: str = ""
+
+
+def help_text(usage: str, description: str, rows: Iterable[HelpRow], width: int) -> str:
+    """The whole help: usage, description, then each group under its name, in the order of their first options."""
+    plain = re.sub(r"\[/?bold\]", "", description).strip()
+    paragraphs = [textwrap.fill(" ".join(part.split()), width) for part in plain.split("\n\n")]
+    groups: dict[str, list[HelpRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    blocks = [_group(name, members, width) for name, members in groups.items()]
+    return "\n\n".join([usage.strip(), *paragraphs, *blocks]) + "\n"
+
+
+def _group(name: str, rows: Sequence[HelpRow], width: int) -> str:
+    lines = [name, "-" * len(name)]
+    for row in rows:
+        more = [row.variable, f"default: {row.default}" if row.default else ""]
+        told = "; ".join(each for each in more if each)
+        text = f"{row.help} [{told}]" if told else row.help
+        wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False)
+        wrap.break_on_hyphens = False
+        lines += [f"  {row.names}", *wrap.wrap(text)]
+    return "\n".join(lines)
+
 
 log = logging.getLogger(__name__)
 

@@ -41,8 +41,7 @@ from common.base.errors import (
 from common.control.admin_token import check_token
 from common.control.disconnects import listener_of
 from common.control.http_connection import HttpConnection
-from common.control.http_connection_limit import ConnectionLimit
-from common.control.http_server import HttpServer, listen
+from common.control.http_server import ConnectionLimit, HttpServer, listen
 from common.security.tls import Credentials
 
 log = logging.getLogger(__name__)

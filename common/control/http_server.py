@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.clock import monotonic, until_next
 from common.base.errors import ConfigError
@@ -90,3 +92,28 @@ class HttpServer(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_next(_TICK_S, monotonic())):
                     await self._stopping.wait()
+
+
+log = logging.getLogger(__name__)
+
+
+class ConnectionLimit:
+    """Passes requests to `app` within the limit. Set `connections` to the server's open connections.
+
+    uvicorn has such a limit, too, but answers with plain text, and clients then show only the status.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, refusal: Callable[[Scope], ASGIApp]) -> None:
+        """`refusal` makes the answer to a request beyond the limit."""
+        self.connections: Collection[object] = ()
+        self._app = app
+        self._most = most
+        self._refusal = refusal
+        self._is_full = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        full = len(self.connections) > self._most
+        if full and not self._is_full:
+            log.warning("refusing requests: more than %d connections are open", self._most)
+        self._is_full = full
+        await (self._refusal(scope) if full else self._app)(scope, receive, send)

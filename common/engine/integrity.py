@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.engine.kv_allocator import KVAllocator
+from common.engine.preemption import Yielding
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import SequenceState
-from common.engine.yielding import Yielding
 
 
 def check_running(running: Iterable[Sequence], yielding: Yielding, allocator: KVAllocator) -> None:

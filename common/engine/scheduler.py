@@ -28,14 +28,13 @@ from common.engine.drafting import Drafting
 from common.engine.integrity import check_reserved, check_running, check_waiting
 from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
+from common.engine.preemption import Yielding, may_give_way, victim_of_growth
 from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_output
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import END_IGNORED, SequenceState
 from common.engine.step import BlockCopy, SampledToken
-from common.engine.victims import may_give_way, victim_of_growth
 from common.engine.waiting_queue import WaitingQueue, goes_first
-from common.engine.yielding import Yielding
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.cache_folder import cache_folder
-from common.base.file_lock import locked, try_lock
+from common.base.files import locked, try_lock
 
 NAME = "name"
 """A file of each model: how its name is shown."""

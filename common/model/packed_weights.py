@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.base.errors import ConfigError
-from common.base.file_lock import locked, try_lock
+from common.base.files import locked, try_lock, write_whole
 from common.base.variables import CACHE
-from common.base.whole_file import write_whole
 from common.model.cached_models import IN_USE, NAME, cached_models, is_still, weights_folder
 from common.model.packed_file import PackedTensors, map_packed, write_packed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.base.cache_folder import cache_folder
 from common.base.errors import ConfigError
-from common.base.whole_file import write_whole
+from common.base.files import write_whole
 from common.model.hub import is_gguf, model_folder, resolve_tokenizer
 
 _lock = threading.Lock()

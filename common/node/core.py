@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from common.base.clock import Clock
-from common.base.counted import counted
 from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
+from common.base.sentences import counted
 from common.control.links import Identity
 from common.control.messages import (
     AttemptFailed,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.cores import usable_cores
-from common.base.counted import counted
 from common.base.endpoints import is_loopback
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 from common.cluster.address import HostAddresses
 from common.config.fields import listed
 from common.config.option_groups import LoadFormat, LoraOptions, Quantization

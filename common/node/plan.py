@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.base.counted import counted
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig

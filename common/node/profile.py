@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.base import stack_sampler
 from common.base.errors import Unavailable
-from common.base.temporary_folder import temporary_folder
+from common.base.files import temporary_folder
 
 _HEAD_BYTES = 65_536
 _EVENTS, _LAST_FIELD = b'"traceEvents": [', b'"traceName": '

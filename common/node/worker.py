@@ -14,9 +14,9 @@ import torch
 
 from common.attention.base import AttentionBackend
 from common.attention.choose import choose_attention, worth_capturing
-from common.base.counted import counted
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 from common.engine.cuda_graphs import (
     CannotCapture,
     CudaGraphCapture,

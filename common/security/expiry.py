@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from common.base.counted import counted
+from common.base.sentences import counted
 from common.security.names import CA, CERTIFICATE
 
 log = logging.getLogger(__name__)

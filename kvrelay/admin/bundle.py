@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from common.base.whole_file import write_whole
+from common.base.files import write_whole
 from common.config.cli import run_checked
 from kvrelay.admin.check import examine, own_version
 from kvrelay.admin.client import AdminRefused, AdminUnreachable, connect, router_urls

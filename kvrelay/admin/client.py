@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -17,7 +18,43 @@ from common.base.resolve import NameUnknown, is_own, resolve_now
 from common.cluster.running_clusters import RunningCluster, running_clusters, runtime_folder
 from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX, optional_variable
 from common.control.admin_token import check_token
-from kvrelay.admin.opener import admin_opener
+from common.security.tls import Credentials, shows_role
+
+
+def admin_opener(tls_dir: str | None) -> urllib.request.OpenerDirector:
+    """An opener without proxies from the environment and without redirects: they would get the token.
+
+    Raises: ConfigError if the files in `tls_dir` cannot be used.
+    """
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirection()]
+    if tls_dir is not None:
+        handlers.append(_Https(Credentials(tls_dir).for_client()))
+    return urllib.request.build_opener(*handlers)
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(context=context)
+        context.check_hostname = False  # certificates name roles, which `_Connection` checks
+        self._secured = context
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req, context=self._secured)
+
+
+class _Connection(http.client.HTTPSConnection):
+    def connect(self) -> None:
+        """Raises: ssl.SSLError unless a router or a node answers."""
+        super().connect()
+        if not isinstance(self.sock, ssl.SSLSocket) or not shows_role(self.sock, ("router", "node")):
+            self.sock.close()
+            raise ssl.SSLError("its certificate is of neither a router nor a node")
+
 
 TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
 BUDGET_S = 1.4

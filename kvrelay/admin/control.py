@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from common.base.counted import counted
 from common.base.errors import DeadlineExceeded
+from common.base.sentences import counted
 from kvrelay.admin.client import AdminClient, AdminRefused
 from kvrelay.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
 

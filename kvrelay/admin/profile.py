@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from common.base.whole_file import write_whole
+from common.base.files import write_whole
 from kvrelay.admin.client import AdminClient
 from kvrelay.admin.options import Json, Url, check_output, file_name, said_if_slow, show_answer
 

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from common.base.counted import counted
+from common.base.sentences import counted
 
 _PIPE_WIDTH = 240
 """Width of output that is not a terminal, unless COLUMNS is set."""

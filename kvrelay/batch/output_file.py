@@ -17,8 +17,8 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from common.base.errors import KvRelayError
-from common.base.file_lock import try_lock
-from common.base.one_line import one_line
+from common.base.files import try_lock
+from common.base.sentences import one_line
 from kvrelay.api_client import ApiAnswer
 from kvrelay.batch.input_file import BadBatch
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from common.base.counted import counted
+from common.base.sentences import counted
 from common.config.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 

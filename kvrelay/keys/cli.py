@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from common.base.counted import counted
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 from common.config.cli import command_group, run_checked
 from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
 

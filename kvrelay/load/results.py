@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from common.base.whole_file import write_whole
+from common.base.files import write_whole
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
 from kvrelay.load.processes import LoadFailed

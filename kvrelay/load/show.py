@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from common.base.counted import counted
+from common.base.sentences import counted
 from kvrelay.admin.show import Fitted, percent, size, table
 from kvrelay.load.report.page import objectives
 from kvrelay.load.summary import PERCENTILES

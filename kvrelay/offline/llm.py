@@ -32,16 +32,18 @@ from common.control.messages import Task
 from common.model.hub import resolve_model
 from common.model.pooling.task import find_task
 from kvrelay.offline.engine import Engine, load_options
-from kvrelay.offline.outputs import RequestOutput, completion_output, prompt_logprobs
-from kvrelay.offline.pooling_engine import PoolingEngine
-from kvrelay.offline.pooling_outputs import (
+from kvrelay.offline.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    completion_output,
+    prompt_logprobs,
 )
+from kvrelay.offline.pooling_engine import PoolingEngine
 from kvrelay.offline.prompts import Conversation, Params, Prompt, PromptJob, chat_jobs, generate_jobs
 from router.http.pooling.format import floats, token_vectors
 from router.models.served_model import LoadOptions

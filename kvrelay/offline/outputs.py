@@ -106,3 +106,50 @@ def _by_token(
         position.setdefault(token_id, Logprob(found.logprob, None, tokenizer.text_of(token_id)))
         positions.append(position)
     return positions
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One prompt and its vector."""
+
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """One vector for each token."""
+
+    data: list[list[float]]
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput:
+    """One prompt and the vectors of its tokens."""
+
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well a pair of texts fits."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """One pair and its score."""
+
+    outputs: ScoringOutput
+    finished: bool = True

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from common.base.counted import counted
 from common.base.errors import BadRequest
+from common.base.sentences import counted
 from kvrelay.offline.run_async import run_async
 from kvrelay.offline.sampling_params import SamplingParams, to_request
 from router.http.openai.build_request import Caller, chat_generation, chat_prompt, completion_generation

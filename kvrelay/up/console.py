@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import TextIO
 
-from common.base.counted import counted
 from common.base.logs import LogFormat
 from common.base.output import Output
+from common.base.sentences import counted
 from kvrelay.up.restarts import describe_exit
 from kvrelay.up.trials import Trial
 

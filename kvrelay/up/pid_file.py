@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
-from common.base.whole_file import write_whole
+from common.base.files import write_whole
 
 
 @dataclass(frozen=True)

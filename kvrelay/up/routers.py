@@ -6,8 +6,8 @@ import contextlib
 import socket
 from dataclasses import dataclass
 
+from common.base.endpoints import free_port
 from common.base.errors import ConfigError
-from common.base.free_port import free_port
 from common.config.fields import HIGHEST_PORT
 from common.config.service_configs import UpConfig
 from kvrelay.up.health import connect_host

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.base.errors import ConfigError
-from common.base.file_lock import try_lock
-from common.base.temporary_folder import temporary_folder
+from common.base.files import temporary_folder, try_lock
 from common.config.sources import CONFIG_FILE_VARIABLE
 from kvrelay.up.plan import ChildSpec
 

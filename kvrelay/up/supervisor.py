@@ -16,9 +16,9 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from common.base import logs
+from common.base.endpoints import free_port
 from common.base.errors import DeadlineExceeded, KvRelayError
 from common.base.free_memory import free_memory_bytes
-from common.base.free_port import free_port
 from common.base.process import SAME_SIGNAL_S, ending_signals, start_ticks
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import redis_command

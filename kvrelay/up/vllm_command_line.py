@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.base.counted import counted
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 from common.config.cli import Translated
 from kvrelay.up.vllm_options import OPTIONS, SHORT, VllmOption
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pydantic_core
 
 from common.base.errors import ClientError, KvRelayError, Overloaded
-from common.base.one_line import one_line
+from common.base.sentences import one_line
 
 Json = dict[str, Any]
 _MANY = 16_384

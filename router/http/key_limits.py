@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.base.clock import Clock, monotonic
-from common.base.counted import counted
 from common.base.errors import ConfigError, RateLimited
+from common.base.sentences import counted
 from router.http.openai.shared_fields import MAX_PRIORITY
 from router.http.response_headers import RawHeaders
 

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.errors import KvRelayError, Unavailable
 from common.base.process import allow_files
@@ -21,8 +21,7 @@ from common.cluster.membership import Directory
 from common.config.fields import api_keys, listed
 from common.config.service_configs import RouterConfig
 from common.control.http_connection import HttpConnection
-from common.control.http_connection_limit import ConnectionLimit
-from common.control.http_server import HttpServer, listen
+from common.control.http_server import ConnectionLimit, HttpServer, listen
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
@@ -34,9 +33,24 @@ from router.http.key_limits import LIMIT_HEADERS, ApiKeys
 from router.http.response_headers import OWN_HEADERS
 from router.http.response_store import ResponseStore
 from router.http.responses import error_response
-from router.http.root_path import WithRootPath
 from router.models.adapter_control import AdapterControl
 from router.router import Router
+
+
+class WithRootPath:
+    """Takes the path off requests, which a proxy may have taken off already. `root_path`: such as `/llm`."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._root_path or path.startswith(f"{self._root_path}/"):
+            inner = path.removeprefix(self._root_path) or "/"
+            scope = {**scope, "path": inner, "raw_path": inner.encode()}
+        await self._app(scope, receive, send)
+
 
 log = logging.getLogger(__name__)
 

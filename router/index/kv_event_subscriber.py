@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.counted import counted
+from common.base.sentences import counted
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.control.messages import NodeLoad, NodeRecord, Tier

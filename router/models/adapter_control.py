@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from common.base.counted import counted
 from common.base.errors import BadRequest, Forbidden, KvRelayError, NotFound, Unavailable
+from common.base.sentences import counted
 from common.control.messages import NodeRecord
 from router.admin_http import admin_address, admin_http
 from router.models.catalog import ModelCatalog

@@ -6,8 +6,8 @@ one. Runs in the router process, on its event loop, once per attempt.
 
 from __future__ import annotations
 
-from common.base.counted import counted
 from common.base.errors import ConfigError, Unavailable
+from common.base.sentences import counted
 from router.policy import kv_aware, scorers
 from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision

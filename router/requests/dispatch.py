@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.counted import counted
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
+from common.base.sentences import counted
 from common.config.service_configs import RouterConfig
 from common.control.links import Link
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch

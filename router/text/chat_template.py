@@ -17,12 +17,12 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 from router.text.conversation_fit import REASONING_NAMES, ConversationFit
-from router.text.json_text import JsonText
 from router.text.template_steps import STEP, BoundedEnvironment, Steps, count_steps
-from router.text.tool_fit import ToolFit
+from router.text.tool_fit import JsonText, ToolFit
 
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
@@ -195,3 +195,33 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refusal(error: Exception) -> BadRequest:
     return BadRequest(f"the chat template refused the messages: {error}", param="messages")
+
+
+_MARK = "\ue000the answer continues here\ue000 "
+"""Ends with a space, so that it shows whether the template strips the text."""
+
+
+def with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages to render so that the answer continues the last one. Raises: BadRequest if that has no text.
+
+    Source: transformers' `apply_chat_template(continue_final_message=True)`: a mark after the message's text shows where the
+    template puts it, and the prompt ends there.
+    """
+    *others, last = messages
+    if not isinstance(last.get("content"), str):
+        raise BadRequest("continue_final_message needs a last message with text", param="messages")
+    return [*others, {**last, "content": last["content"] + _MARK}]
+
+
+def before_mark(rendered: str) -> str:
+    """The prompt: the rendered text up to the end of the last message's content.
+
+    Raises: BadRequest if the template leaves that content out.
+    """
+    at = rendered.rfind(_MARK.rstrip())
+    if at < 0:
+        raise BadRequest(
+            "the chat template does not show the last message, so it cannot be continued", param="messages"
+        )
+    text = rendered[:at]
+    return text if rendered.startswith(_MARK, at) else text.rstrip()

@@ -15,12 +15,22 @@ from itertools import groupby
 from typing import Any, NamedTuple, Protocol, cast
 
 from common.base.errors import BadRequest
-from router.text.json_text import JsonText
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 WriteCalls = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 """The text of calls, in the model's format."""
+
+
+class JsonText(dict[str, Any]):
+    """A JSON object that joins texts as JSON: some templates take a call's arguments for the text that clients send."""
+
+    def __add__(self, other: str) -> str:
+        return json.dumps(self, ensure_ascii=False) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + json.dumps(self, ensure_ascii=False)
+
 
 _SHOWN = ("name_of_tool", "value_of_argument", "result_of_tool")
 _TOOL: Tool = {

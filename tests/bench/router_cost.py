@@ -25,7 +25,7 @@ from bench.shape import random_prompt, random_text
 from bench.worker import ROOT, Worker, child_env
 from support.redis_server import RedisServer
 
-from common.base.free_port import free_port
+from common.base.endpoints import free_port
 
 _PROMPT = 512
 _MAX_LEN = 16_384

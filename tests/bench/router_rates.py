@@ -44,7 +44,7 @@ from bench.worker import ROOT, child_env
 from support.redis_server import RedisServer
 from support.stub_node import make_model_folder
 
-from common.base.free_port import free_port
+from common.base.endpoints import free_port
 
 VOCAB = 4096
 PROMPT_WORDS = 24

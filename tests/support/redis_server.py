@@ -15,7 +15,7 @@ import redis
 from support.ports import free_port
 
 from common.base.errors import ConfigError
-from common.base.temporary_folder import temporary_folder
+from common.base.files import temporary_folder
 from common.cluster.redis_server import find_redis_binary, redis_command
 
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 15.0, 5.0

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common.base.cache_folder import readable_folders, writable_folder
 from common.base.errors import ConfigError
-from common.base.file_lock import locked
+from common.base.files import locked
 from common.base.logs import configure
 from common.kernels.native.compiler import CompileFailed, Compiler, find_compilers, run_all
 from common.kernels.native.recipe import SOURCES, make_recipe, platform_tag, source_digest, this_machine

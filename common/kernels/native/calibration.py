@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 from common.base.errors import ConfigError
-from common.base.file_lock import locked
-from common.base.whole_file import write_whole
+from common.base.files import locked, write_whole
 from common.kernels.native.build import native_folder
 
 log = logging.getLogger(__name__)

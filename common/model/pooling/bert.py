@@ -19,7 +19,7 @@ from common.kernels.choose import choose_kernels
 from common.model.formats.base import Linear
 from common.model.formats.floating import float_linear
 from common.model.pooling.encoder_config import EncoderConfig
-from common.model.pooling.pool import same_length, starts
+from common.model.pooling.pooler import same_length, starts
 from common.model.precision import Precision
 from common.model.weights import CheckpointWeights
 

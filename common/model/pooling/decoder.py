@@ -18,7 +18,7 @@ from common.config.option_groups import LoadFormat, Quantization
 from common.control.pooling import PoolInput
 from common.model.loader import load_model
 from common.model.pooling.decoder_config import PoolingDecoderConfig
-from common.model.pooling.pool import same_length
+from common.model.pooling.pooler import same_length
 from common.model.rank_model import HIDDEN
 
 _ROWS = 512

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from common.base.endpoints import free_port
 from common.base.errors import ConfigError
 from common.base.free_memory import peak_memory_bytes, resident_bytes
-from common.base.free_port import free_port
 from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from common.base.free_port import free_port
+from common.base.endpoints import free_port
 from common.base.process import module_command
 from common.config.sources import SUPERVISOR_VARIABLE
 from kvrelay.up.on_ray.services import HOST, RayService

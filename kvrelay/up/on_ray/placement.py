@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.base.counted import counted
 from common.base.errors import ConfigError
+from common.base.sentences import counted
 
 Resources = dict[str, float]
 """Amounts by Ray's names: CPU, GPU."""

@@ -15,9 +15,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from common.base import logs
-from common.base.counted import counted
 from common.base.errors import ConfigError, DeadlineExceeded, KvRelayError
 from common.base.process import ending_signals, start_ticks
+from common.base.sentences import counted
 from common.cluster.desired_state import Counts, read_desired, write_desired
 from common.cluster.redis_client import UNREACHABLE, check_redis, connect, forget_connections
 from common.cluster.redis_keys import Keys

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from common.base.counted import counted
 from common.base.errors import PeerLost, ProtocolError
+from common.base.sentences import counted
 from kvtransfer.copy.host import as_tensor
 from kvtransfer.mailbox import Command
 from kvtransfer.transports.base import MESSAGE_BYTES, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message

@@ -1,7 +1,8 @@
-"""ollama's calls: `/api/chat` and `/api/generate`; those of the other files. Runs on the router's event loop."""
+"""ollama's calls that generate or embed; the others are in the files beside it. Runs on the router's event loop."""
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,19 +11,61 @@ from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
 from router.http.json_body import Json
-from router.http.ollama.answer_types import OllamaAnswer
-from router.http.ollama.embeddings import add_ollama_embedding_routes
+from router.http.ollama.answer_types import OllamaAnswer, OllamaEmbedding, OllamaEmbeddings
 from router.http.ollama.model_routes import add_ollama_model_routes
 from router.http.ollama.ollama_format import OllamaFormat
-from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
+from router.http.ollama.requests import EmbedRequest, GenerateRequest, OllamaChatRequest, OllamaEmbeddingsRequest
 from router.http.openai.build_request import completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
 from router.http.openapi import OF_GENERATION, described
+from router.http.pooling.format import floats
+from router.http.pooling.requests import EmbeddingRequest
+from router.http.pooling.serve import EmbeddedInputs, serve_embeddings
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, caller_from, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
+
+
+def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
+    """Add both to the application."""
+
+    @app.post(
+        "/api/embed",
+        openapi_extra=described(OllamaEmbeddings, body=EmbedRequest, errors=OF_GENERATION, error=OllamaError),
+    )
+    async def ollama_embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The vector of each input, like ollama's endpoint of the same name."""
+        assign_ids(request, "ollama-")
+        began_s = time.perf_counter()
+        body, size = await parse_as(request, services, EmbedRequest, validated)
+        wanted = validated(body.embedding_request(), EmbeddingRequest)
+
+        def answer(found: EmbeddedInputs) -> Json:
+            return {
+                "model": found.model.name,
+                "embeddings": map(floats, found.vectors),
+                "total_duration": int(1e9 * (time.perf_counter() - began_s)),
+                "load_duration": 0,
+                "prompt_eval_count": found.work.num_tokens,
+            }
+
+        return await serve_embeddings(request, services, wanted, size, answer)
+
+    @app.post(
+        "/api/embeddings",
+        openapi_extra=described(OllamaEmbedding, body=OllamaEmbeddingsRequest, errors=OF_GENERATION, error=OllamaError),
+    )
+    async def ollama_embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The vector of a prompt, like ollama's endpoint of the same name; it is not normalized."""
+        assign_ids(request, "ollama-")
+        body, size = await parse_as(request, services, OllamaEmbeddingsRequest, validated)
+        wanted = validated(body.embedding_request(), EmbeddingRequest)
+        return await serve_embeddings(
+            request, services, wanted, size, lambda found: {"embedding": floats(found.vectors[0])}
+        )
+
 
 _LINES = "application/x-ndjson"
 

@@ -19,7 +19,7 @@ from router.http.client import client_of
 from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.sampling_params import sampling_params
+from router.http.openai.sampling_params import bad_word_ids, sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import header
 from router.models.served_model import ServedModel
@@ -28,8 +28,7 @@ from router.requests.queued_request import NOBODY, Tenant
 from router.requests.request import GenerationRequest, TraceContext
 from router.structured.relaxed import Relaxed
 from router.structured.tool_markup import written_calls
-from router.text.bad_words import bad_word_ids
-from router.text.continue_message import before_mark, with_mark
+from router.text.chat_template import before_mark, with_mark
 from router.text.tokenizer import WHOLE, Part
 
 _MAX_KEY_CHARS = 256

@@ -12,7 +12,7 @@ from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
 from router.http.openai.past_parts import PartKinds
 from router.text.conversation_fit import REASONING_NAMES
-from router.text.json_text import JsonText
+from router.text.tool_fit import JsonText
 
 _TEXTS = ("text", "input_text", "output_text")
 _REASONING = ("thinking", "redacted_thinking", "reasoning")

@@ -6,6 +6,7 @@ Fields are read from the body's dictionary: reading an attribute of a pydantic m
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterable
 
 from common.base.errors import BadRequest
 from common.control.ids import Ids, pack_ids
@@ -59,3 +60,20 @@ def sampling_params(
         prompt_logprobs=body.num_prompt_logprobs,
         logprob_token_ids=given["logprob_token_ids"] or [],
     )
+
+
+def bad_word_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The token sequences of each word at the start of a text, and after a space if that is a different sequence of as many
+    tokens. `encode`: without special tokens.
+
+    Source: vLLM, `SamplingParams.update_from_tokenizer`: a word that a space makes longer begins with a token of its own,
+    and the first sequence covers it.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = encode(word.lstrip())
+        spaced = encode(" " + word.lstrip())
+        found += [plain] if plain else []
+        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found

@@ -27,7 +27,7 @@ from bench.peers.environments import (
 from bench.peers.serving import serving
 from support.system import running_system
 
-from common.base.free_port import free_port
+from common.base.endpoints import free_port
 
 MODEL_NAME = "bench"
 """Under which every system serves its model."""

@@ -23,7 +23,7 @@ from support.fault_services import Service
 from support.network_hosts import Host, Network
 from support.system import wait_until
 
-from common.base.free_port import free_port
+from common.base.endpoints import free_port
 from common.cluster.redis_server import find_redis_binary
 
 _NAMES = ("first", "second")

@@ -1,4 +1,4 @@
-"""`common.base.spare_cores`: whether other processes leave cores idle."""
+"""`common.kv.page_supply`: whether other processes leave cores idle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from common.base.spare_cores import LOOK_S, SpareCores
+from common.kv.page_supply import LOOK_S, SpareCores
 
 
 def test_cores_are_spare_while_others_use_little_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

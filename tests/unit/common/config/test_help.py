@@ -6,9 +6,12 @@ import re
 
 import pytest
 
-from common.config.cli import _help_rows  # pyright: ignore[reportPrivateUsage]
+from common.config.cli import (
+    HelpRow,
+    _help_rows,  # pyright: ignore[reportPrivateUsage]
+    help_text,
+)
 from common.config.fields import field_infos
-from common.config.help import HelpRow, help_text
 from common.config.service_configs import SERVICES, ServiceConfig
 
 

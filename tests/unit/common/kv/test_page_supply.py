@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.base.spare_cores import SpareCores
-from common.kv.page_supply import PageSupply
+from common.kv.page_supply import PageSupply, SpareCores
 
 _SIZE = 8 * 2**20
 _PLANES = [(0, _SIZE // 2), (_SIZE // 2, _SIZE // 2)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from common.base.file_lock import locked
+from common.base.files import locked
 from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
 from kvrelay.cache.cli import clear, list_cache

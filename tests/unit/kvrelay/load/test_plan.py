@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from common.base.errors import ConfigError
-from kvrelay.load.plan import LoadPlan, Workload
+from kvrelay.load.plan import LoadPlan, Workload, arrivals
 
 
 def trace(folder: Path, *rows: tuple[int, int, int, list[int]]) -> str:
@@ -67,3 +68,27 @@ def test_requests_of_a_trace_that_do_not_fit_are_skipped_and_counted(tmp_path: P
 def test_contradictory_plans_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(**options).check()
+
+
+def test_arrivals_have_the_given_rate_and_burstiness() -> None:
+    for burstiness in (0.25, 1.0, 16.0):
+        times = list(itertools.islice(arrivals(50.0, burstiness, seed=3), 4000))
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
+        variation = statistics.stdev(gaps) / statistics.mean(gaps)
+        assert variation == pytest.approx(burstiness**-0.5, rel=0.15)
+
+
+def test_a_burst_arrives_at_once_and_the_mean_rate_stays() -> None:
+    times = list(itertools.islice(arrivals(50.0, 1.0, seed=3, group=10), 4000))
+    assert all(len(set(times[first : first + 10])) == 1 for first in range(0, 4000, 10))
+    assert len(times) / times[-1] == pytest.approx(50, rel=0.15)
+
+
+def test_a_ramp_grows_linearly_and_then_stays() -> None:
+    times = list(
+        itertools.takewhile(lambda at_s: at_s < 60.0, arrivals(100.0, 1.0, seed=3, ramp_from=0.0, ramp_s=40.0))
+    )
+    per_ten = [sum(start <= at_s < start + 10 for at_s in times) for start in range(0, 60, 10)]
+    for count, expected in zip(per_ten, (125, 375, 625, 875, 1000, 1000), strict=True):
+        assert count == pytest.approx(expected, rel=0.2)

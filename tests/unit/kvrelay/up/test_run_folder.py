@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.file_lock import try_lock
+from common.base.files import try_lock
 from kvrelay.up.run_folder import run_folder
 
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from common.config.service_configs import RouterConfig
-from common.control.http_connection_limit import ConnectionLimit
+from common.control.http_server import ConnectionLimit
 from router.http.direct_endpoints import DirectEndpoints
 from router.http.hosts import HostGuard
 from router.http.server import http_server

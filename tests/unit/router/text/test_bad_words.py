@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.bad_words import bad_word_ids
+from router.http.openai.sampling_params import bad_word_ids
 
 IDS = {
     "fox": [5],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.errors import BadRequest
-from router.text.chat_template import ChatTemplate
-from router.text.continue_message import before_mark, with_mark
+from router.text.chat_template import ChatTemplate, before_mark, with_mark
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 STRIPPING = PLAIN.replace("m.content", "m.content | trim")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.base.counted import counted
+from common.base.sentences import counted
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from support.grammars import EOS, fake_tokenizer
 from common.control.messages import SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.grammar.state import GrammarState
+from router.http.openai.chat_grammar import behind_reasoning
 from router.output.reasoning import ReasoningTags
 from router.structured.json_schema import json_schema_grammar
-from router.structured.reasoning import behind_reasoning
 
 TAGS = ReasoningTags("<think>", "</think>")
 SOURCES = [json_schema_grammar({"type": "integer"}), "start: /[0-9]+/"]
