@@ -17,7 +17,6 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
 from router.text.conversation_fit import REASONING_NAMES, ConversationFit
