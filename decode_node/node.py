@@ -35,6 +35,7 @@ from common.control.versions import PROTOCOL_VERSION
 from common.engine.kv_transfer import DestinationReleased, Opened, Received, ReceiveFailed, TransferPlan
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
+from common.engine.step import HandedOn
 from common.engine.waiting_queue import insert_by_priority
 from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
@@ -295,7 +296,16 @@ class DecodeNode(NodeCore[_Attempt]):
             self.scheduler.end(attempt.seq, "withdrawn by its prefill node")
             return
         attempt.phase = Phase.ARRIVED
+        self._hand_on(attempt)
         self._join_if_complete(attempt)
+
+    def _hand_on(self, attempt: _Attempt) -> None:
+        """Have the next step, before which no other rank of a stage reads them, hand on what the first one received."""
+        assert attempt.offer is not None
+        for number in self.layout.handed_on(attempt.offer.layout):
+            table = self.layout.spec.groups[number].table
+            blocks = attempt.seq.blocks.tables[table][attempt.first_blocks[table] :]
+            self.handed_on.append(HandedOn(number, blocks))
 
     def on_ready(self, attempt: _Attempt) -> None:
         if attempt.request.prefill is None:

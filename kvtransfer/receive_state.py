@@ -74,7 +74,7 @@ class ReceiveState:
         self._is_stage = layout.pp_size > 1
         self._groups = spec.groups
         self._unit_bytes = spec.unit_bytes
-        self._parts = shard.parts
+        self._parts = layout.relayed_parts(order.src_layout, shard)
         self._total = self._blocks.shape[1]
         self._first = [plan.first_blocks[group.table] for group in spec.groups]
         """For each group, the first block that will come."""

@@ -20,7 +20,7 @@ class Piece:
 
 
 def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
-    """The pieces that give every destination rank its shard, each byte once.
+    """The pieces that give every destination rank its shard, each byte once; what a stage hands on, only to its first rank.
 
     At most one piece for each pair of ranks and group. Where the source replicates a group, because it has fewer heads
     than ranks or none, its replicas take turns in serving the destination ranks that want the same heads.
@@ -29,7 +29,7 @@ def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
     turns: Counter[tuple[int, int, int]] = Counter()
     pieces: list[Piece] = []
     for dst_rank, shard in enumerate(dst.shards()):
-        for wanted in shard.parts:
+        for wanted in dst.relayed_parts(src, shard):
             for replica in range(src.pp_size * src.cp_size):
                 stripe = shards[replica * src.tp_size].stripe.overlap(shard.stripe)
                 if stripe is None:

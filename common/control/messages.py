@@ -20,13 +20,13 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from common.base.since import Since
 from common.config.option_groups import CapacityOptions
 from common.control.attempt_stats import AttemptStats
 from common.control.identities import Adapter, AttemptKey, PeerRef
 from common.control.ids import Ids, pack_ids
 from common.control.node_load import NodeLoad
 from common.control.pooling import PoolRequest, PoolResult
-from common.control.versions import Since
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")

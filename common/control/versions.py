@@ -7,11 +7,12 @@ docs/decisions/0020 says why, and how a field is added. Types name their newer f
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from functools import cache
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from common.base.errors import ProtocolError
+from common.base.since import Since
 
 PROTOCOL_VERSION = 17
 """Version of control messages, records and data headers. It also changes when the byte order of payloads changes."""
@@ -40,18 +41,6 @@ class Versions(NamedTuple):
 
 
 OURS = Versions(OLDEST_VERSION, PROTOCOL_VERSION)
-
-
-@dataclass(frozen=True)
-class Since:
-    """The version in which a field was added, in the field's annotation. An older end is not sent the field.
-
-    needed: an older end would do something wrong without the field, so a message in which it differs from its default is
-    refused instead.
-    """
-
-    version: int
-    needed: bool = False
 
 
 def as_of(value: Any, version: int) -> Any:

@@ -16,6 +16,7 @@ from common.base.device import use_device
 from common.base.errors import EngineError, RankLost
 from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
+from common.engine.handing_on import hand_on
 from common.engine.native_step import NativeStep, native_step
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
@@ -100,18 +101,21 @@ class ModelRunner:
         if every rank detects the error before the first collective. RankLost, after which this rank must end, if
         another one is gone or if this one failed mid-step.
         """
+        if step.handed_on:
+            self._between_ranks(lambda: hand_on(self._storage, step.handed_on, self._mesh), step)
         if step.rebalances and self._rebalancer is not None:
-            self._rebalance(self._rebalancer, step)
+            self._between_ranks(self._rebalancer.take_turn, step)
         if self._native_step is not None and on_layer is None and self._native_step.takes(step):
             return self._launch_native(self._native_step, step)
         return self._launch(step, on_layer)
 
-    def _rebalance(self, rebalancer: Rebalancer, step: StepInput) -> None:
+    def _between_ranks(self, exchange: Callable[[], None], step: StepInput) -> None:
+        """What all ranks of a stage do together before a step."""
         use_device(self._device)
         try:
-            rebalancer.take_turn()
+            exchange()
         except RuntimeError as error:  # the other ranks wait for this one
-            raise RankLost(f"experts could not be moved before step {step.step_id}: {error}") from error
+            raise RankLost(f"the exchange before step {step.step_id} failed: {error}") from error
 
     def _launch_native(self, native: NativeStep, step: StepInput) -> LaunchedStep:
         started = time.perf_counter()

@@ -50,6 +50,13 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class HandedOn(NamedTuple):
+    """Blocks whose KV of one layer group only the first rank of each stage has received."""
+
+    group: int
+    blocks: list[int]
+
+
 @dataclass(frozen=True)
 class RelayProgress:
     """After this step, blocks [0, `num_blocks`) of this attempt hold final KV in every layer.
@@ -97,6 +104,8 @@ class StepInput:
     """[num_seqs], the id of each sequence's LoRA adapter in the ranks' memory, 0 without; empty: none has one."""
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     """Made before anything else of the step. No block is the target of two."""
+    handed_on: list[HandedOn] = field(default_factory=list[HandedOn])
+    """Before anything else the first rank of each stage hands these on to its other ranks."""
     rebalances: bool = False
     """Before the step the ranks may move experts among them (`common.model.mixture.rebalancer`)."""
 

@@ -7,10 +7,12 @@ ranks (`common.kv.stripes`). `KVLayout` describes a whole node, `RankShard` one 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
+from common.base.since import Since
 from common.kv.spec import KVSpec
 from common.kv.stripes import MAX_CP_SIZE, WHOLE, Stripe
 
@@ -87,8 +89,11 @@ class KVLayout:
     tp_size: int = 1
     pp_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty means one stage."""
-    cp_size: int = 1
+    cp_size: Annotated[int, Since(17, needed=True)] = 1
     """Context-parallel ranks, which share the blocks of each sequence."""
+    hands_on: Annotated[bool, Since(17)] = False
+    """Whether the node sends planes that all ranks of a stage hold whole to the first one only, and as a receiver hands them on
+    to the others. Nodes of protocol 16 do not."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.cp_size <= MAX_CP_SIZE:
@@ -148,6 +153,17 @@ class KVLayout:
         replica, tp_rank = divmod(rank, self.tp_size)
         pp_rank, cp_rank = divmod(replica, self.cp_size)
         return self.shard(tp_rank, pp_rank, cp_rank)
+
+    def handed_on(self, src: KVLayout) -> tuple[int, ...]:
+        """Numbers of the groups that a node with the layout `src` sends to the first rank of each stage only."""
+        if not (self.hands_on and src.hands_on and self.tp_size > 1):
+            return ()
+        return tuple(number for number, group in enumerate(self.spec.groups) if group.num_heads == 1)
+
+    def relayed_parts(self, src: KVLayout, shard: RankShard) -> tuple[GroupPart, ...]:
+        """The parts of a rank that come from a node with the layout `src`; empty ones for groups that are handed on to it."""
+        handed_on = self.handed_on(src) if shard.tp_rank else ()
+        return tuple(replace(part, layer_hi=part.layer_lo) if part.group in handed_on else part for part in shard.parts)
 
     def shards(self) -> list[RankShard]:
         """All ranks' shards, in rank order."""

@@ -164,6 +164,7 @@ def _layout(
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
         cp_size=config.context_parallel,
+        hands_on=True,
     )
 
 

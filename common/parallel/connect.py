@@ -31,6 +31,8 @@ class TensorGroup(Protocol):
 
     def gather_columns(self, x: Tensor) -> Tensor | None: ...
 
+    def broadcast(self, x: Tensor) -> None: ...
+
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor: ...
 
     def gather_all(self, x: Tensor) -> Tensor: ...
@@ -64,6 +66,10 @@ class RankMesh:
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x if self.group is None else self.group.gather_columns(x)
+
+    def broadcast(self, x: Tensor) -> None:
+        if self.group is not None:
+            self.group.broadcast(x)
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         return sent if self.group is None else self.group.all_to_all(sent, sizes)

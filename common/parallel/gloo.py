@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
-from torch.distributed.distributed_c10d import AllToAllOptions, GatherOptions, Store
+from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions, GatherOptions, Store
 
 from common.base.device import CPU
 from common.base.errors import ConfigError, RankLost
@@ -74,6 +74,12 @@ class GlooGroup:
         outputs = [parts] if parts else []
         _complete(lambda: self._group.gather(outputs, [x], options), f"gather among ranks {self._ranks}")
         return torch.cat(parts, 1) if parts else None
+
+    def broadcast(self, x: Tensor) -> None:
+        """The bytes of rank 0 of the stage on all ranks: `Mesh.broadcast`."""
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        _complete(lambda: self._group.broadcast([x], options), f"broadcast among ranks {self._ranks}")
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         """Bytes from each rank of this stage to each: `Mesh.all_to_all`."""

@@ -117,6 +117,10 @@ class Mesh(Protocol):
         """
         ...
 
+    def broadcast(self, x: Tensor) -> None:
+        """Fill `x` on all ranks of this stage with that of its `tp_rank` 0. x: [bytes] uint8. Raises: RankLost."""
+        ...
+
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         """Exchange bytes among the ranks of this stage: `sizes[a][b]` from rank a to rank b, the same on all of them.
 
@@ -163,6 +167,9 @@ class SoloMesh:
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         return x
+
+    def broadcast(self, x: Tensor) -> None:
+        pass
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         return sent

@@ -187,6 +187,17 @@ class SharedMemoryGroup:
                 self._parity ^= 1
         return None if out is None else out.view(rows, -1)
 
+    def broadcast(self, x: Tensor) -> None:
+        """The bytes of rank 0 of the stage on all ranks: `Mesh.broadcast`."""
+        for piece in x.split(SLOT_BYTES):
+            slot = self._slots[torch.uint8][self._parity, 0, : piece.numel()]
+            if self._index == 0:
+                slot.copy_(piece)
+            self._barrier()
+            if self._index:
+                piece.copy_(slot)
+            self._parity ^= 1
+
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         """Bytes from each rank of this stage to each: `Mesh.all_to_all`. A rank's bytes to itself take the same way."""
         me, slots = self._index, self._slots[torch.uint8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,7 +45,14 @@ def layouts(draw: st.DrawFn, spec: KVSpec) -> KVLayout:
     cuts = sorted(draw(st.sets(st.integers(1, spec.num_layers - 1), max_size=3))) if spec.num_layers > 1 else []
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, spec.num_layers], strict=True))
     try:
-        return KVLayout("m", spec, draw(st.integers(1, 12)), stages, cp_size=draw(st.sampled_from([1, 1, 2, 3, 4])))
+        return KVLayout(
+            "m",
+            spec,
+            draw(st.integers(1, 12)),
+            stages,
+            cp_size=draw(st.sampled_from([1, 1, 2, 3, 4])),
+            hands_on=draw(st.booleans()),
+        )
     except ConfigError:
         assume(False)
         raise
@@ -87,8 +95,10 @@ def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayo
         target = cut(got[piece.dst_rank][group], inside(piece.part, b.parts[group]))[..., blocks]
         assert (target == -1).all(), "each byte once"
         target[:] = cut(have[piece.src_rank][group], inside(piece.part, a.parts[group]))[..., blocks]
-    for shard, received in zip(dst.shards(), got, strict=True):
-        for part, cells in zip(shard.parts, received, strict=True):
+    for rank, shard in enumerate(dst.shards()):
+        for number in dst.handed_on(src):
+            got[rank][number] = got[rank - shard.tp_rank][number]
+        for part, cells in zip(shard.parts, got[rank], strict=True):
             own = shard.stripe.indices
             np.testing.assert_array_equal(cells[..., own], cut(whole[part.group], part)[..., own])
             assert (cells >= 0).sum() == cells[..., own].size, "and nothing of other ranks' blocks"
@@ -125,7 +135,10 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
             SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1][None, blocks], payload)
     for storage in targets:
         own = storage.shard.stripe.indices
+        handed_on = dst.handed_on(src) if storage.shard.tp_rank else ()
         for part in storage.shard.parts:
+            if part.group in handed_on:
+                continue
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
                 np.testing.assert_array_equal(plane[:, ids[1][own]], cut(truth, part).transpose(0, 2, 1, 3, 4)[:, own])
 
@@ -150,6 +163,18 @@ def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayou
         for stage in range(src.pp_size * src.cp_size):
             of_stage = [counts[stage * src.tp_size + tp_rank] for tp_rank in range(src.tp_size)]
             assert max(of_stage) - min(of_stage) <= 1
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_what_a_stage_hands_on_is_sent_to_it_once(pair: tuple[KVLayout, KVLayout]) -> None:
+    src, dst = (replace(each, hands_on=True) for each in pair)
+    for number in dst.handed_on(src):
+        pieces = [piece for piece in reshard(src, dst) if piece.part.group == number]
+        sent = sum(piece.part.num_layers * piece.stripe.count(NUM_BLOCKS) for piece in pieces)
+        assert sent == len(src.spec.groups[number].layers) * NUM_BLOCKS
+    assert not replace(dst, hands_on=False).handed_on(src)
+    assert not dst.handed_on(replace(src, hands_on=False)), "a node of protocol 16 sends to every rank"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, sam
             stripes = mesh.gather_stripes(torch.full((rows, columns), float(place.rank)))
             assert stripes.shape == (place.cp_size, rows, columns)
             assert [stripe.unique().tolist() for stripe in stripes] == [[rank] for rank in place.cp_peers]
+        _exchange_bytes(mesh)
     mesh.close()
     del mesh
     left = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -90,6 +91,19 @@ def _sum(mesh: Mesh, dtype: torch.dtype, numel: int) -> int:
     torch.testing.assert_close(x.float(), expected, atol=tolerance, rtol=tolerance)
     words = x.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).long()
     return int((words * (torch.arange(numel) % 8191 + 1)).sum())
+
+
+def _exchange_bytes(mesh: Mesh) -> None:
+    """All-to-all with sizes from none to more than a slot of shared memory, and a broadcast as large."""
+    me, size = mesh.place.tp_rank, mesh.place.tp_size
+    sizes = [[(a * 7 + b * 3) % 4 * 700_001 + a for b in range(size)] for a in range(size)]
+    sent = [torch.full((sizes[me][b],), 16 * me + b, dtype=torch.uint8) for b in range(size)]
+    received = mesh.all_to_all(torch.cat(sent), sizes)
+    expected = [torch.full((sizes[a][me],), 16 * a + me, dtype=torch.uint8) for a in range(size)]
+    assert torch.equal(received, torch.cat(expected))
+    x = torch.arange(2_500_000).remainder(251).to(torch.uint8)
+    mesh.broadcast(own := x.clone() if me == 0 else torch.zeros_like(x))
+    assert torch.equal(own, x)
 
 
 def _gather(mesh: Mesh, rows: int, columns: int) -> None:

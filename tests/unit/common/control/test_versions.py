@@ -17,6 +17,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from common.base.errors import ProtocolError
+from common.base.since import Since
 from common.cluster.records import LoadedAdapters, SignedRecord
 from common.control import links
 from common.control.codec import Codec, encode, join, split
@@ -25,7 +26,7 @@ from common.control.handshake import GREETING, versions_frame, versions_in
 from common.control.ids import pack_ids
 from common.control.links import Link, Server
 from common.control.messages import AttemptKey, Grant, Message, NodeLoad, PeerRef, Ping, Pong
-from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION, Since, Versions, as_of, fields_of, since_of
+from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION, Versions, as_of, fields_of, since_of
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from kvtransfer.transports.collective.protocol import GroupLeave, GroupMeet, GroupReply, GroupRequest
@@ -33,7 +34,7 @@ from kvtransfer.wire import SliceAck, SliceHeader
 
 SCHEMAS = {
     16: "9e91d97938920dc3",
-    17: "66f7228680536219",
+    17: "b63b07f91c4a24f4",
 }
 """A digest of all messages and records of each protocol version. A version that has been released never changes. A change of
 the newest one, which has not: a new field has a default and `Since(PROTOCOL_VERSION)`; put its digest here."""

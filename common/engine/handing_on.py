@@ -1,0 +1,33 @@
+"""KV that all ranks of a stage hold whole and one of them received: it hands it on to the others. Engine thread, before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.engine.device_inputs import to_device
+from common.engine.step import HandedOn
+from common.kv.storage import KVStorage
+from common.parallel.mesh import Mesh
+
+
+@torch.inference_mode()
+def hand_on(storage: KVStorage, received: Sequence[HandedOn], mesh: Mesh) -> None:
+    """Copy the blocks of each layer group from the first rank of the stage to the others, layer after layer. All ranks of
+    the stage do this together. Raises: RankLost."""
+    stripe = storage.shard.stripe
+    for number, of_node in received:
+        group = storage.groups[number]
+        blocks = [stripe.local(block) for block in of_node if stripe.owns(block)]
+        index = to_device(blocks, group.device)
+        for plane in group.planes.values():
+            for layer in plane.view(torch.uint8):
+                rows = (
+                    layer.index_select(0, index)
+                    if mesh.place.tp_rank == 0
+                    else layer.new_empty(len(blocks), *layer.shape[1:])
+                )
+                mesh.broadcast(rows.view(-1))
+                if mesh.place.tp_rank:
+                    layer.index_copy_(0, index, rows)
