@@ -39,7 +39,8 @@ _Name = Annotated[str, Field(max_length=256)]
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Blocks [block_lo, block_hi) of a sequence in some layers and KV heads of one group, as in `GroupPart`."""
+    """Blocks [block_lo, block_hi), of those of a sequence that both ranks hold, in some layers and KV heads of one group, as in
+    `GroupPart`."""
 
     __pydantic_config__ = _STRICT
     group: _Count

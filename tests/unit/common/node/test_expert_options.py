@@ -45,3 +45,9 @@ def test_what_cannot_be_is_refused(
     folder = make_tiny(model, tmp_path / model)
     with pytest.raises(ConfigError, match=message):
         options(folder, threshold, redundant, 2)
+
+
+def test_experts_do_not_move_where_context_parallel_ranks_have_copies(mixture: Path) -> None:
+    config = DecodeConfig(model=str(mixture), tensor_parallel_size=2, rebalance_experts=1.1, decode_context_parallel=2)
+    with pytest.raises(ConfigError, match="--rebalance-experts does not work with context-parallel ranks"):
+        ExpertOptions.of(config, load_model_config(mixture))
