@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from common.config.cli import service_app
 from common.config.service_configs import DecodeConfig
 from common.node.before_torch import import_node, main
-
-if TYPE_CHECKING:
-    from decode_node.role import DecodeRole
 
 _HELP = """Start a decode node: it receives KV caches and generates with continuous batching.
 
@@ -22,13 +17,7 @@ off or no prefill node is alive.
 
 def preload() -> None:
     """Import all that the node needs, for a process that forks it."""
-    import_node(_load_role)
+    import_node("decode")
 
 
-def _load_role() -> DecodeRole:
-    from decode_node.role import ROLE
-
-    return ROLE
-
-
-app = service_app(DecodeConfig, help=_HELP, run=lambda resolved: main(resolved.config, _load_role))
+app = service_app(DecodeConfig, help=_HELP, run=main)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from common.base.process import lasting_imports, prepare_compute
 from common.config.cli import service_app
 from common.config.service_configs import PrefillConfig
 from common.config.sources import Resolved
 from common.node.before_torch import import_node, main
-
-if TYPE_CHECKING:
-    from prefill_node.role import PrefillRole
 
 _HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
 
@@ -24,13 +19,7 @@ next one. It samples the first token of each answer.
 
 def preload() -> None:
     """Import all that the node needs, for a process that forks it."""
-    import_node(_load_role)
-
-
-def _load_role() -> PrefillRole:
-    from prefill_node.role import ROLE
-
-    return ROLE
+    import_node("prefill")
 
 
 def _run(resolved: Resolved[PrefillConfig]) -> None:
@@ -40,7 +29,7 @@ def _run(resolved: Resolved[PrefillConfig]) -> None:
     config = resolved.config
     path = resolve_model(config.model)
     if find_task(path, config.task) == "generate":
-        main(config, _load_role)
+        main(resolved)
         return
     from common.config.pooling_options import check_options
     from common.model.pooling.encoder_config import is_encoder

@@ -277,6 +277,7 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
         "usable": node.usable,
         "draining": node.load.draining,
         "model": record.model.name,
+        "task": record.model.task,
         "adapters": [adapter.name for adapter in record.adapters],
         "fingerprint": record.layout.fingerprint,
         "kv": f"{record.layout.spec.dtype}, {record.layout.spec.bytes_per_block} bytes per block",

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from common.base.errors import BadRequest, NotFound
-from common.cluster.redis_client import RedisClient
 from common.cluster.redis_keys import Keys
 
+if TYPE_CHECKING:  # `kvrelay admin` imports this module, and no Redis client
+    from common.cluster.redis_client import RedisClient
+
 Counts = dict[str, int]
-"""Nodes by role."""
+"""Nodes by role, and `TOTAL` if there can be neither more nor fewer."""
 SCALED_ROLES = ("prefill", "decode")
+TOTAL = "total"
+"""Key of the number of nodes on a machine, which only trade roles."""
 MOST = 1000
 
 
@@ -33,22 +38,48 @@ async def change_desired(client: RedisClient, keys: Keys, changes: Mapping[str, 
     """Change the counts of some roles. Returns all of them. Raises: NotFound, BadRequest, UNREACHABLE."""
     wanted = await read_desired(client, keys)
     if wanted is None:
-        raise NotFound("nothing keeps the shape of this cluster: only `kvrelay up --on ray` can be scaled")
-    counts = checked_counts({**wanted, **changes})
+        raise NotFound(
+            "nothing keeps the shape of this cluster: only `kvrelay up` does, with a Redis of its own or on Ray"
+        )
+    if TOTAL in changes:
+        raise BadRequest(
+            "the number of all nodes is that of the nodes on this machine: it cannot be changed", param=TOTAL
+        )
+    counts = checked_counts({**wanted, **_other_role(wanted, changes), **changes})
     await write_desired(client, keys, counts)
     return counts
 
 
+def _other_role(wanted: Counts, changes: Mapping[str, object]) -> Counts:
+    """Where nodes only trade roles, one number says the other."""
+    (role, count), *more = (changes or {"": 0}).items()
+    if more or TOTAL not in wanted or role not in SCALED_ROLES or type(count) is not int:
+        return {}
+    return {"decode" if role == "prefill" else "prefill": wanted[TOTAL] - count}
+
+
+def shown(counts: Counts) -> str:
+    """Such as `prefill 2, decode 1`."""
+    return ", ".join(f"{role} {count}" for role, count in counts.items() if role != TOTAL)
+
+
 def checked_counts(counts: object) -> Counts:
-    """Raises: BadRequest if these are no counts of nodes by role, or there would be no decode node."""
+    """Raises: BadRequest if these are no counts of nodes by role, there would be no decode node, or nodes that only trade roles
+    would be more, fewer, or all of one role."""
     if not isinstance(counts, dict):
         raise BadRequest("the numbers of nodes are not an object")
     checked: Counts = {}
     for role, count in counts.items():  # pyright: ignore[reportUnknownVariableType] - checked here
+        if role == TOTAL and type(count) is int:  # pyright: ignore[reportUnknownArgumentType]
+            checked[TOTAL] = count
+            continue
         if role not in SCALED_ROLES:
             raise BadRequest(f"{str(role)[:40]} is no role that can be scaled: {' and '.join(SCALED_ROLES)} are")  # pyright: ignore[reportUnknownArgumentType]
         low = 1 if role == "decode" else 0
         if type(count) is not int or not low <= count <= MOST:  # pyright: ignore[reportUnknownArgumentType]
             raise BadRequest(f"{role} must be a number from {low} to {MOST}", param=role)
         checked[role] = count
+    total = checked.get(TOTAL)
+    if total is not None and sum(checked.get(role, 0) for role in SCALED_ROLES) != total:
+        raise BadRequest(f"there are {total} nodes on this machine, which only trade roles: that many must be wanted")
     return checked

@@ -25,15 +25,15 @@ from common.cluster.redis_client import UNREACHABLE, connect, forget_connections
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_scripts import DEREGISTER, READ, RENEW
 from common.config.option_groups import MembershipOptions
-from common.control.messages import Adapter, NodeLoad, NodeRecord
+from common.control.messages import Adapter, NodeLoad, NodeRecord, Role
 
 log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
 """A node id that is not renewed for this long is removed from the index; its record expires long before."""
 _KEEP = b"keep"
-_KEEP_ADAPTERS_S = 86_400
-"""How long the list of the adapters loaded into a node outlives the node."""
+_KEEP_S = 86_400
+"""How long a node's changed role, and the list of the adapters loaded into it, outlive the node."""
 _RETRY_S = 0.2
 _AT_A_START, _START_S = 0.2, 5.0
 """Factor of the poll interval while no node is known, and how long it applies after the first node: the start of a cluster
@@ -77,12 +77,15 @@ class Registrar:
         load: Callable[[], NodeLoad] = NodeLoad,
         loaded: LoadedAdapters | None = None,
         tls_dir: str | None = None,
+        own_role: Role | None = None,
     ) -> None:
-        """loaded: None if it is unknown; then the list in Redis stays."""
+        """loaded: None if it is unknown; then the list in Redis stays. own_role: the role of the node's command, None if it is
+        that of the record."""
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._record = record
         self._loaded = loaded
+        self._changed_role = "" if own_role in (None, record.role) else record.role
         self._outdated = False
         """Whether the encoded record is stale."""
         self._records = Records(cluster, tls_dir)
@@ -136,14 +139,18 @@ class Registrar:
         except ConfigError as error:  # the certificate's files are being replaced; the old signature is still valid
             log.warning("the record is not signed with the new certificate yet: %s", error.message)
 
-    async def deregister(self) -> None:
-        """Delete the keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first."""
+    async def deregister(self, next_role: Role | None = None) -> None:
+        """Delete the keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first.
+
+        next_role: of the node's next process; None: as this one's."""
         peer, keys = self._record.peer, self._keys
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         try:
             await self._client.eval(
                 DEREGISTER, len(names), *names, peer.incarnation, peer.node_id, max(1, round(1000 * self._lease_s))
             )
+            if next_role is not None:
+                await self._client.set(keys.role(peer.node_id), next_role, ex=_KEEP_S)
         except UNREACHABLE as error:
             log.warning("could not deregister, the record expires with its lease: %s", short(error))
         finally:
@@ -151,7 +158,8 @@ class Registrar:
 
     async def _renew(self) -> None:
         peer = self._record.peer
-        names = [*self._own_keys(), self._keys.nodes, self._keys.epoch, self._keys.adapters(peer.node_id)]
+        keys = self._keys
+        names = [*self._own_keys(), keys.nodes, keys.epoch, keys.adapters(peer.node_id), keys.role(peer.node_id)]
         if self._outdated or self._records.must_sign_again:
             self._encode_again()
         load = load_fields(self._load(), peer.incarnation, time.time())
@@ -167,8 +175,9 @@ class Registrar:
             _FORGET_ID_S,
             secrets.token_hex(8),
             self._encoded_loaded,
-            1000 * _KEEP_ADAPTERS_S,
+            1000 * _KEEP_S,
             self._encoded.newest,
+            self._changed_role,
             *(part for pair in load.items() for part in pair),
         )
         if answer != 1:

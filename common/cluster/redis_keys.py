@@ -40,6 +40,11 @@ class Keys:
         """Hash: the router that plans the cluster's shape, and its last plan."""
         return self.prefix + "planner"
 
+    @property
+    def flip(self) -> str:
+        """String: whoever changes roles of nodes at this moment."""
+        return self.prefix + "flip"
+
     def node(self, node_id: str) -> str:
         """String: the node's record."""
         return f"{self.prefix}node:{node_id}"
@@ -55,6 +60,10 @@ class Keys:
     def adapters(self, node_id: str) -> str:
         """String: the LoRA adapters that an operator loaded into the running node."""
         return f"{self.prefix}adapters:{node_id}"
+
+    def role(self, node_id: str) -> str:
+        """String: the node's role, if it is not that of the command that starts it."""
+        return f"{self.prefix}role:{node_id}"
 
     def load(self, node_id: str) -> str:
         """Hash: the node's load."""

@@ -8,14 +8,14 @@ end
 """
 """Lua function that deletes a key of the wrong type, because every command on it would fail."""
 
-# KEYS: fence, node, load, newest, nodes, epoch, adapters. ARGV: incarnation, its start time, lease in ms, record, node id,
-# seconds until an id is forgotten, a new epoch, loaded adapters, their expiry in ms, the record in the newest protocol version,
-# then alternately field and value of the load. Returns 1, or a newer holder's record.
+# KEYS: fence, node, load, newest, nodes, epoch, adapters, role. ARGV: incarnation, its start time, lease in ms, record, node id,
+# seconds until an id is forgotten, a new epoch, loaded adapters, their and the role's expiry in ms, the record in the newest
+# protocol version, the role if it was changed, then alternately field and value of the load. Returns 1, or a newer holder's record.
 RENEW = (
     HEAL
     + """
 heal(KEYS[1], 'hash') heal(KEYS[2], 'string') heal(KEYS[3], 'hash') heal(KEYS[4], 'string') heal(KEYS[5], 'zset')
-heal(KEYS[6], 'string') heal(KEYS[7], 'string')
+heal(KEYS[6], 'string') heal(KEYS[7], 'string') heal(KEYS[8], 'string')
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
   local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
@@ -29,11 +29,12 @@ if holder[1] and holder[1] ~= ARGV[1] then
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[4])
-redis.call('HSET', KEYS[3], unpack(ARGV, 11))
+redis.call('HSET', KEYS[3], unpack(ARGV, 12))
 if ARGV[10] == '' then redis.call('DEL', KEYS[4]) else redis.call('SET', KEYS[4], ARGV[10]) end
 if ARGV[8] == '' then redis.call('DEL', KEYS[7])
 elseif ARGV[8] == 'keep' then redis.call('PEXPIRE', KEYS[7], ARGV[9])
 else redis.call('SET', KEYS[7], ARGV[8], 'PX', ARGV[9]) end
+if ARGV[11] == '' then redis.call('DEL', KEYS[8]) else redis.call('SET', KEYS[8], ARGV[11], 'PX', ARGV[9]) end
 for i = 1, 4 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 -- Redis's clock, because a node whose own clock is an hour ahead would make Redis forget all others.
 local time = redis.call('TIME')

@@ -17,13 +17,13 @@ class PlannerOptions:
     planner: PlannerMode = option(
         "off",
         "Plan how many prefill and decode nodes the load needs: advise shows it (`kvrelay admin plan`), apply also changes the "
-        "numbers that `kvrelay up --on ray` keeps. One of the cluster's routers plans.",
+        "numbers that `kvrelay up` keeps: on one machine nodes trade roles, with --on ray they come and go. One of the cluster's routers plans.",
         "Planner",
     )
     planner_max_nodes: int | None = option(
         None,
         "Maximum number of nodes of both roles together that the planner may want; by default it changes only the split of "
-        "those there are.",
+        "those there are, as always on one machine.",
         "Planner",
         low=2,
     )

@@ -6,8 +6,9 @@ the base that is named last first. Pure data, in every process.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from common.base.errors import ConfigError
 from common.base.logs import LogFormat
@@ -118,6 +119,17 @@ class StepTokens:
 _PREFILL_STEP, _DECODE_STEP = StepTokens(512, 8192), StepTokens(256, 2048)
 
 
+def options_in_other_role(text: str | None) -> dict[str, object]:
+    """Options by name from the value of `--in-other-role`. Raises: ConfigError if it is not a JSON object of plain values."""
+    try:
+        options: Any = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"--in-other-role {text!r} is not valid JSON") from error
+    if not isinstance(options, dict) or any(isinstance(value, list | dict) for value in options.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        raise ConfigError(f"--in-other-role {text!r} is not a JSON object of options")
+    return cast("dict[str, object]", options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(
     AdminHostOptions,
@@ -147,6 +159,13 @@ class NodeConfig(
     nice: int = option(
         0, "Niceness to add to this process; positive values need no privileges.", "Capacity", low=-20, high=19
     )
+    in_other_role: str | None = option(
+        None,
+        "Options that are different after `kvrelay admin flip` has given this node the other role, as a JSON object such as "
+        '{"max_num_batched_tokens": 256}; null stands for the default.',
+        "Capacity",
+        own=True,
+    )
 
     @property
     def context_parallel(self) -> int:
@@ -160,6 +179,7 @@ class NodeConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        options_in_other_role(self.in_other_role)
         if self.nnodes > 1 and not self.may_use_collectives:
             raise ConfigError(
                 "--tls-dir refuses a node on several hosts, whose ranks exchange activations without encryption: "
@@ -285,6 +305,8 @@ class UpConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_speculation(self.speculate, self.speculate_tokens)
+        if self.planner == "apply" and self.planner_max_nodes is not None and self.on == "machine":
+            raise ConfigError("--planner-max-nodes needs --on ray: on one machine nodes only trade roles")
 
 
 SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)

@@ -138,6 +138,14 @@ class BlockPool:
             if self._is_complete(block_hash):
                 self.journal.stored(block_hash)
 
+    def new_journal(self) -> BlockJournal:
+        """Replace the journal by one that begins with all that is held, for a reader that knows nothing yet."""
+        self.journal = BlockJournal()
+        for block_hash in self._by_hash[0]:
+            if self._is_complete(block_hash):
+                self.journal.stored(block_hash)
+        return self.journal
+
     def check_integrity(self) -> None:
         """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
         for block, refs in enumerate(self._refs):

@@ -148,6 +148,11 @@ class AdapterAdmin:
         self._model_names = model_names
         self._node = node
         self._ask = node.ask
+        self._began = False
+
+    def moved_to(self, node: AdministeredNode) -> None:
+        """From now on `node` serves the table."""
+        self._node, self._ask = node, node.ask
 
     @property
     def loaded(self) -> LoadedAdapters | None:
@@ -169,7 +174,10 @@ class AdapterAdmin:
         self._node.adapters_changed(self._table.sources, self.loaded)
 
     def load_first(self) -> None:
-        """Begin to load the first `max_loras` of the registered adapters."""
+        """Begin to load the first `max_loras` of the registered adapters. Later calls do nothing."""
+        if self._began:
+            return
+        self._began = True
 
         def load() -> None:
             for adapter in self._table.adapters[: self._options.max_loras]:

@@ -121,7 +121,7 @@ class NodeAdmin:
             await asyncio.sleep(_IDLE_POLL_S)
 
     def _is_idle(self, attempts: list[dict[str, Any]] | None) -> bool:
-        return self._node.drain.active and attempts == [] and self._node.drain.untold(self._node.leases) == 0
+        return is_idle(self._node, attempts)
 
     async def _status(self, call: Call) -> dict[str, Any]:
         node, record = self._node, self._record
@@ -159,9 +159,18 @@ class NodeAdmin:
         }
 
     async def _attempts(self) -> list[dict[str, Any]] | None:
-        """All attempts; None if the engine does not answer in time."""
-        try:
-            async with asyncio.timeout(_ENGINE_ANSWERS_S):
-                return await asyncio.wrap_future(self._node.ask_attempts())
-        except TimeoutError:
-            return None
+        return await attempts_of(self._node)
+
+
+async def attempts_of(node: AdministeredNode) -> list[dict[str, Any]] | None:
+    """All attempts of a node; None if its engine does not answer in time."""
+    try:
+        async with asyncio.timeout(_ENGINE_ANSWERS_S):
+            return await asyncio.wrap_future(node.ask_attempts())
+    except TimeoutError:
+        return None
+
+
+def is_idle(node: AdministeredNode, attempts: list[dict[str, Any]] | None) -> bool:
+    """Whether a draining node has no attempt, and everybody who could send one knows that it drains."""
+    return node.drain.active and attempts == [] and node.drain.untold(node.leases) == 0

@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.base.errors import ConfigError
 from common.base.process import lasting_imports, prepare_compute
 from common.config.service_configs import NodeConfig
+from common.config.sources import Resolved
+from common.control.messages import Role
+from common.node.roles import NodeRoles, load_role
 
-if TYPE_CHECKING:
-    from common.node.role import NodeRole
+log = logging.getLogger(__name__)
 
 COMPILE_S = 120.0
 """Time limit for compiling native kernels at a start, if the installation has not done it. If it passes, PyTorch computes."""
 
 
-def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any]]) -> None:
-    """Set threads and niceness, import the role and with it torch, and run the node.
+def main(resolved: Resolved[Any]) -> None:
+    """Set threads and niceness, import the role and with it torch, and run the node. It has the role of its command, unless an
+    operator or a planner changed that of its last process.
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
+    from common.cluster.changed_roles import forget_changed_role
+
+    config: NodeConfig = resolved.config
+    roles = NodeRoles(resolved, os.environ)
+    changed = asyncio.run(_check_redis(config))
+    try:
+        _run(roles, changed or roles.own)
+    except ConfigError as error:
+        if changed not in (None, roles.own) and not roles.served:
+            log.error("this node cannot be a %s node, and will be a %s node: %s", changed, roles.own, error.message)
+            asyncio.run(forget_changed_role(config.redis_url, config.cluster, str(config.node_id)))
+        raise
+
+
+async def _check_redis(config: NodeConfig) -> Role | None:
+    """Check that Redis answers. Returns the role that the node's last process had, if it was changed. Raises: ConfigError."""
+    from common.cluster.changed_roles import read_changed_role
     from common.cluster.redis_client import check_redis
+
+    await check_redis(config.redis_url)
+    if config.node_id is None:
+        return None
+    return await read_changed_role(config.redis_url, config.cluster, config.node_id)
+
+
+def _run(roles: NodeRoles, role: Role) -> None:
     from common.kernels.native.build import build_library
     from common.model.choose import check_model
     from common.model.hub import resolve_model
     from common.model.pooling.task import find_task
 
-    asyncio.run(check_redis(config.redis_url))
+    config = roles.config(role)
     path = resolve_model(config.model)
     task = find_task(path, config.task)
     if task != "generate":
@@ -38,14 +68,13 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any]]) -> None:
         build_library(min(COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        run_node, role = import_node(load_role)
-    run_node(role, config)
+        run_node = import_node(role)
+    run_node(roles, role)
 
 
-def import_node(
-    load_role: Callable[[], NodeRole[Any]],
-) -> tuple[Callable[[NodeRole[Any], Any], None], NodeRole[Any]]:
-    """Import all that a node needs. Returns what runs it, and its role."""
+def import_node(role: Role) -> Callable[[NodeRoles, Role], None]:
+    """Import all that a node of this role needs. Returns what runs it."""
     from common.node.startup import run_node
 
-    return run_node, load_role()
+    load_role(role)
+    return run_node

@@ -87,7 +87,10 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.max_accepted = parts.max_accepted
         self.transfer_timeout_s = parts.transfer_timeout_s
         self.attempts: dict[AttemptKey, AttemptT] = {}
-        self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks // parts.scheduler.pool.num_tables)
+        pool = parts.scheduler.pool
+        self.load = NodeLoad(
+            kv_blocks_total=pool.num_blocks // pool.num_tables, kv_blocks_cached=pool.num_cached // pool.num_tables
+        )
         self.rests_until_s = 0.0
         """Time at which `step` may have work again without an event; a time in the past means nothing."""
         self.handed_on: list[HandedOn] = []
@@ -162,6 +165,11 @@ class NodeCore(ABC, Generic[AttemptT]):
     def has_deadlines(self) -> bool:
         """Whether `on_time` may have something to do before the next event."""
         return bool(self.attempts) or not self.adapters.is_settled
+
+    def fail_all(self, error: KvRelayError) -> None:
+        """End all attempts with this error."""
+        for attempt in list(self.attempts.values()):
+            self._fail(attempt, error)
 
     def describe_attempts(self) -> list[dict[str, Any]]:
         """For operators: every attempt with its state and age."""

@@ -35,10 +35,15 @@ def make_record(
     )
 
 
-def make_scheduler(plan: NodePlan, num_blocks: int) -> Scheduler:
-    """Make the scheduler of a node whose ranks together have `num_blocks` KV blocks."""
-    spec, stripes = plan.layout.spec, plan.layout.cp_size
-    return Scheduler(plan.steps, BlockPool(num_blocks, spec.num_tables, stripes), spec.windows, make_drafting(plan))
+def make_pool(plan: NodePlan, num_blocks: int) -> BlockPool:
+    """Make the block pool of a node whose ranks together have `num_blocks` KV blocks."""
+    return BlockPool(num_blocks, plan.layout.spec.num_tables, plan.layout.cp_size)
+
+
+def make_scheduler(plan: NodePlan, num_blocks: int, pool: BlockPool | None = None) -> Scheduler:
+    """Make the scheduler of such a node. `pool`: None makes a new one, with nothing cached."""
+    pool = pool or make_pool(plan, num_blocks)
+    return Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan))
 
 
 def make_drafting(plan: NodePlan) -> Drafting:

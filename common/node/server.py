@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.base.clock import monotonic, until_next
+from common.base.endpoints import tcp_place
 from common.base.errors import EngineError, ProtocolError, RankLost, RestartRequested, Unavailable
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
@@ -32,6 +33,7 @@ from common.control.messages import (
     PeerRef,
     Ping,
     Pong,
+    Role,
     TokenBatch,
     TransferAbort,
 )
@@ -86,7 +88,16 @@ class NodeServer:
         self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
-        self._restart = asyncio.Event()
+        self._end = asyncio.Event()
+        self._restarts = False
+        self._next_role: Role | None = None
+
+    @property
+    def port(self) -> int:
+        """The port of the control socket, after `bind`."""
+        place = tcp_place(self._server.address)
+        assert place is not None
+        return place[1]
 
     @property
     def node_id(self) -> str:
@@ -164,10 +175,12 @@ class NodeServer:
         describe: Describe = dict,
         lora: AdapterAdmin | None = None,
         routes: Sequence[AdminRoute] = (),
+        own_role: Role | None = None,
         use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
-        status at the admin port, and `routes` are served there too; `lora` says which adapters are loaded. `use_idle_time` is passed to `EngineLoop`.
+        """Serve until cancelled or `leave`, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to
+        the status at the admin port, and `routes` are served there too; `lora` says which adapters are loaded; `own_role` is that
+        of the node's command. `use_idle_time` is passed to `EngineLoop`.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
         `restart`.
@@ -185,6 +198,7 @@ class NodeServer:
             load=lambda: self.load,
             loaded=None if lora is None else lora.loaded,
             tls_dir=self._options.tls_dir,
+            own_role=own_role,
         )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
@@ -194,7 +208,7 @@ class NodeServer:
             asyncio.create_task(publisher.run()),
             asyncio.create_task(self._housekeeping()),
             asyncio.create_task(self._crashed.wait()),
-            asyncio.create_task(self._restart.wait()),
+            asyncio.create_task(self._end.wait()),
         ]
         if self._options.tls_dir is not None:
             tasks.append(asyncio.create_task(warn_before_end(self._options.tls_dir)))
@@ -213,7 +227,7 @@ class NodeServer:
         if self._crash is not None:
             what = "a rank was lost" if isinstance(self._crash, RankLost) else "the engine loop crashed"
             raise EngineError(f"{what}: {self._crash}") from self._crash
-        if self._restart.is_set():
+        if self._restarts:
             raise RestartRequested("an operator asked for a restart")
 
     async def _close(self, registrar: Registrar, engine: EngineLoop) -> None:
@@ -225,7 +239,7 @@ class NodeServer:
                 parts.push_async_callback(asyncio.to_thread, engine.stop)
             if self._admin is not None:
                 parts.push_async_callback(self._admin.close)
-            parts.push_async_callback(registrar.deregister)
+            parts.push_async_callback(registrar.deregister, self._next_role)
 
     def _close_links(self) -> None:
         for link in self._links.values():
@@ -281,9 +295,14 @@ class NodeServer:
             self._crash = error
         self._loop.call_soon_threadsafe(self._crashed.set)
 
-    def restart(self) -> None:
-        """End the node in order: `run` raises RestartRequested."""
-        self._restart.set()
+    def restart(self, role: Role | None = None) -> None:
+        """End the node in order: `run` raises RestartRequested. `role`: of the node's next process; None: as now."""
+        self._restarts, self._next_role = True, role
+        self._end.set()
+
+    def leave(self) -> None:
+        """End serving in order: `run` returns. Nothing may run any more."""
+        self._end.set()
 
     # ------------------------------------------------------------ out
 

@@ -1,7 +1,7 @@
 """Starts a node of either role, from top to bottom.
 
 run_node: plan -> processes of this host's other ranks
-_serve:   control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server
+_Node:    control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server, these three anew in each role
 """
 
 from __future__ import annotations
@@ -11,103 +11,179 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from common.base.clock import monotonic
+from common.base.counted import counted
+from common.base.errors import EngineError
 from common.base.process import run_service
+from common.cluster.changed_roles import OTHER, FlipLock
 from common.cluster.loaded_adapters import read_loaded_adapters
-from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminRoute
+from common.control.messages import PeerRef, Role
+from common.engine.grammar.compiler import GrammarCompiler
+from common.kv.pool import BlockPool
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
+from common.node.flip import FlipAdmin, Part
 from common.node.holdings import report_holdings
 from common.node.options import ServerOptions
-from common.node.parts import make_grammars, make_record, make_scheduler
+from common.node.parts import make_grammars, make_pool, make_record, make_scheduler
 from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.adapters import NodeAdapters
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import fork_ranks, run_other_host
 from common.node.ranks.leader import Leader
 from common.node.ranks.main import run_rank
-from common.node.role import NodeRole
+from common.node.roles import NodeRoles, load_role
 from common.node.server import NodeServer
 from common.node.transfers import NodeTransfers
 
 log = logging.getLogger(__name__)
 
-ConfigT = TypeVar("ConfigT", bound=NodeConfig)
-
 _MAX_ACCEPTED = 1024
 """Maximum number of attempts at a node at once, including waiting ones; further attempts are refused as overload."""
 
 
-def run_node(role: NodeRole[ConfigT], config: ConfigT) -> None:
-    """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
+def run_node(roles: NodeRoles, role_name: Role) -> None:
+    """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT. It begins in the role
+    `role_name`.
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
+    role, config = load_role(role_name), roles.config(role_name)
     plan = role.plan(config)
     report_holdings(plan)
     # Fork before there is a second thread or an event loop, because neither survives a fork.
     forked = fork_ranks(plan, partial(run_rank, lambda: role))
     if 0 in plan.hosts.ranks_here:
-        options = ServerOptions.of(role.name, replace(config, threads=plan.hosts.threads))
-        run_service(lambda: _serve(role, options, plan, forked))
+        run_service(lambda: _Node(roles, Part(role, config, plan), forked).run())
     else:
         run_service(lambda: run_other_host(role, plan, forked))
 
 
-async def _serve(role: NodeRole[Any], options: ServerOptions, plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
-    """Run the leader of a node until cancelled. Raises: ConfigError, EngineError."""
-    server = NodeServer(options)
-    await server.bind()
-    configured = configured_sources(plan.adapters, plan.model_config, plan.names)
-    before = await read_loaded_adapters(options.redis_url, options.cluster, server.node_id, options.tls_dir)
-    loaded, missing = await loaded_sources(before, configured, plan.adapters, plan.model_config, plan.names)
-    grammars = make_grammars(plan, server.post)
-    grammars.preload()
-    leader = Leader(role, plan, forked)
-    await leader.load()
-    try:
-        plan = fit_memory(plan, leader.num_blocks)
-        incarnation = server.me.incarnation
-        loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
-        adapters = AdapterTable(loader, plan.adapters.max_loras, [*configured, *loaded])
-        lora = AdapterAdmin(adapters, configured, missing, plan.adapters, plan.model_config, server, plan.names)
-        make_end = partial(role.transfer_end, leader.worker, 0, incarnation)
-        transfers = NodeTransfers(plan.world_size, leader.broadcast, server.post, make_end)
-        experts = AdminRoute("GET", "/experts", lambda call: asyncio.wrap_future(server.ask(leader.experts)))
+class _Node:
+    """The leader of a node: what it keeps when it changes its role, and what it has in one role only."""
+
+    def __init__(self, roles: NodeRoles, part: Part, forked: Sequence[ForkedRank]) -> None:
+        self._roles = roles
+        self._part = part
+        self._forked = forked
+        self._server = NodeServer(self._options())
+        self._leader: Leader
+        self._grammars: GrammarCompiler
+        self._adapters: AdapterTable
+        self._loader: NodeAdapters
+        self._lora: AdapterAdmin
+        self._pool: BlockPool
+
+    def _options(self) -> ServerOptions:
+        config, threads = self._part.config, self._part.plan.hosts.threads
+        return ServerOptions.of(self._part.role.name, replace(config, threads=threads))
+
+    def _post(self, event: Any) -> None:
+        """Pass an event to the core of the present role. Any thread."""
+        self._server.post(event)
+
+    async def run(self) -> None:
+        """Run until cancelled. Raises: ConfigError, EngineError, RestartRequested."""
+        await self._server.bind()
+        plan, options = self._part.plan, self._options()
+        configured = configured_sources(plan.adapters, plan.model_config, plan.names)
+        before = await read_loaded_adapters(options.redis_url, options.cluster, self._server.node_id, options.tls_dir)
+        loaded, missing = await loaded_sources(before, configured, plan.adapters, plan.model_config, plan.names)
+        self._grammars = make_grammars(plan, self._post)
+        self._grammars.preload()
+        self._leader = leader = Leader(self._part.role, plan, self._forked)
+        await leader.load()
         try:
-            await leader.start_ranks(incarnation, options.addresses.advertised(transfers.end.address))
-            leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
-            me = replace(server.me, data_addresses=leader.data_addresses)
-            parts = CoreParts(
-                me=me,
-                layout=plan.layout,
-                vocab_size=plan.model.vocab_size,
-                scheduler=make_scheduler(plan, leader.num_blocks),
-                executor=leader.executor(transfers.end.blocks_final, server.post),
-                grammars=grammars,
-                send_buffer=server.send_buffer,
-                clock=monotonic,
-                max_accepted=_MAX_ACCEPTED,
-                transfer_timeout_s=plan.relay.timeout_s,
-                adapters=adapters,
+            worker = leader.worker
+            self._pool = make_pool(plan, leader.num_blocks)
+            self._loader = NodeAdapters(
+                worker.adapters, plan.model_config, plan.world_size, leader.broadcast, self._post
             )
+            self._adapters = AdapterTable(self._loader, plan.adapters.max_loras, [*configured, *loaded])
+            self._lora = AdapterAdmin(
+                self._adapters, configured, missing, plan.adapters, plan.model_config, self._server, plan.names
+            )
+            try:
+                await self._serve_in_turn()
+            finally:
+                self._loader.close()
+        finally:
+            self._grammars.close()
+            leader.close()
+
+    async def _serve_in_turn(self) -> None:
+        """Serve in one role after the other, with the same weights, KV and adapters."""
+        done: FlipAdmin | None = None
+        while True:
+            done = await self._serve(done)
+            node_id, port = self._server.node_id, self._server.port
+            assert done.next is not None
+            self._part = done.next
+            # The same address, for whoever watches this process.
+            self._server = NodeServer(replace(self._options(), node_id=node_id, port=port))
+            await self._server.bind()
+            self._lora.moved_to(self._server)
+
+    async def _serve(self, before: FlipAdmin | None) -> FlipAdmin:
+        """Serve in the present role. `before`: what ended the one before. Returns what has changed the role."""
+        server, leader, role = self._server, self._leader, self._part.role
+        plan = fit_memory(self._part.plan, leader.num_blocks)
+        make_end = partial(role.transfer_end, leader.worker, 0, server.me.incarnation)
+        transfers = NodeTransfers(plan.world_size, leader.broadcast, self._post, make_end)
+        options = self._options()
+        lock = FlipLock(options.redis_url, options.cluster, options.tls_dir)
+        try:
+            await leader.start_ranks(server.me.incarnation, options.addresses.advertised(transfers.end.address))
+            leader.watch(self._post, transfers.on_event, server.on_crash, self._loader.on_report)
+            me = replace(server.me, data_addresses=leader.data_addresses)
+            record = make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, self._adapters.sources)
+            core = role.core(plan, self._core_parts(plan, me, transfers), transfers)
+            experts = AdminRoute("GET", "/experts", lambda call: asyncio.wrap_future(server.ask(leader.experts)))
+            flip = FlipAdmin(server, lock, self._roles, self._part, record, core.fail_all)
             await server.run(
-                role.core(plan, parts, transfers),
-                make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, adapters.sources),
-                parts.scheduler.pool.journal,
-                on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
-                describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},
-                routes=[*lora.routes(), experts],
-                lora=lora,
+                core,
+                record,
+                self._pool.new_journal(),
+                on_ready=lambda: self._on_ready(me, lock, before),
+                describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe(), **flip.describe()},
+                routes=[*self._lora.routes(), experts, *flip.routes()],
+                lora=self._lora,
+                own_role=self._roles.own,
                 use_idle_time=leader.worker.page_supply.use_idle_time,
             )
+            if self._pool.num_used:
+                raise EngineError(
+                    f"{counted(self._pool.num_used, 'KV block')} are in use after all requests have ended"
+                )
+            return flip
         finally:
-            loader.close()
+            await lock.close()
             transfers.close()
-    finally:
-        grammars.close()
-        leader.close()
+
+    def _core_parts(self, plan: NodePlan, me: PeerRef, transfers: NodeTransfers) -> CoreParts:
+        return CoreParts(
+            me=me,
+            layout=plan.layout,
+            vocab_size=plan.model.vocab_size,
+            scheduler=make_scheduler(plan, self._leader.num_blocks, self._pool),
+            executor=self._leader.executor(transfers.end.blocks_final, self._post),
+            grammars=self._grammars,
+            send_buffer=self._server.send_buffer,
+            clock=monotonic,
+            max_accepted=_MAX_ACCEPTED,
+            transfer_timeout_s=plan.relay.timeout_s,
+            adapters=self._adapters,
+        )
+
+    def _on_ready(self, me: PeerRef, lock: FlipLock, before: FlipAdmin | None) -> None:
+        name = self._part.role.name
+        log.info("%s node %s ready at %s", name, me.node_id, me.control_address)
+        self._roles.served = True
+        if before is not None:
+            log.info("it was drained %.3f s ago, as a %s node", monotonic() - before.idle_s, OTHER[name])
+            if not before.keeps_lock:
+                self._releasing = asyncio.create_task(lock.release(before.transaction))

@@ -13,6 +13,7 @@ from kvrelay.admin.bundle import support_bundle
 from kvrelay.admin.check import check
 from kvrelay.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from kvrelay.admin.experts import experts
+from kvrelay.admin.flip import flip
 from kvrelay.admin.lora import lora
 from kvrelay.admin.options import Everything, Json, NodeName, Url, check_text, show_answer
 from kvrelay.admin.profile import profile
@@ -121,5 +122,6 @@ app.command("drain")(control.drain)
 app.command("undrain")(control.undrain)
 app.command("scale")(control.scale)
 app.command("plan")(control.plan)
+app.command("flip", help=flowing(flip.__doc__ or ""))(flip)
 app.command("roll", help=flowing(roll.__doc__ or ""))(roll)
 app.add_typer(lora)

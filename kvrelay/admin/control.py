@@ -9,6 +9,7 @@ import typer
 
 from common.base.errors import DeadlineExceeded
 from common.base.sentences import counted
+from common.cluster.desired_state import shown
 from kvrelay.admin.client import AdminClient, AdminRefused
 from kvrelay.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
 
@@ -76,12 +77,15 @@ def scale(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Change how many nodes `kvrelay up --on ray` keeps running. Nodes that go finish their requests first."""
+    """Change how many nodes `kvrelay up --on ray` keeps running, or how many of each role on one machine, where nodes trade roles.
+
+    Nodes that go, or change, finish their requests first.
+    """
     show_answer(
         url,
         as_json,
         lambda client: client.post("/scale", {role: int(count) for role, count in _pairs(counts)}),
-        lambda show, wanted: show.cell("wanted: " + ", ".join(f"{role} {count}" for role, count in wanted.items())),
+        lambda show, wanted: show.cell(f"wanted: {shown(wanted)}"),
     )
 
 

@@ -158,7 +158,7 @@ class Roll:
         self._cluster.client(address).post("/restart", body)
         limit_s = self._grace_s + self._timeout_s + self._start_timeout_s
         say(f"{service.name}: finishes its requests")
-        new = _poll(find, limit_s, service.name)
+        new = poll(find, limit_s, service.name)
         took_s = round(time.monotonic() - started_s, 1)
         say(f"{service.name}: restarted in {took_s:g} s")
         return {
@@ -207,15 +207,19 @@ def _usable(nodes: Sequence[dict[str, Any]]) -> int:
     return sum(bool(node["usable"]) for node in nodes)
 
 
-def _poll(find: Callable[[], FoundT | None], limit_s: float, name: str) -> FoundT:
-    """Call `find` until it returns something. Errors of a service that is gone for now are ignored.
+def poll(
+    find: Callable[[], FoundT | None], limit_s: float, name: str, refusal: type[AdminRefused] | tuple[()] = ()
+) -> FoundT:
+    """Call `find` until it returns something. Errors of a service that is gone for now are ignored, except a `refusal`.
 
-    Raises: DeadlineExceeded.
+    Raises: DeadlineExceeded, `refusal`.
     """
     started_s = said_s = time.monotonic()
     while True:
         try:
             found = find()
+        except refusal:
+            raise
         except (AdminUnreachable, AdminRefused):
             found = None
         if found is not None:

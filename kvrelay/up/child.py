@@ -40,6 +40,8 @@ class Child:
         self.started_at = 0.0
         """The same time by the wall clock."""
         self.address = ""
+        self.role: str = spec.role
+        """A node's role may have changed since its first start."""
         self.incarnation = ""
         """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
         self.last_line = ""

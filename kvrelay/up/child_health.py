@@ -21,7 +21,7 @@ class ChildHealth:
         self.probe = HealthProbe()
         self.records: dict[str, NodeRecord] = {}
         """By node id, as of the latest `find_nodes`."""
-        self._redis_url = redis_url
+        self.redis_url = redis_url
         self._credentials = credentials
         tls_dir = None if credentials is None else credentials.folder
         self._directory = Directory(redis_url, cluster, self._on_nodes, tls_dir=tls_dir)
@@ -33,8 +33,8 @@ class ChildHealth:
     async def is_usable(self, child: Child) -> bool:
         """Whether a child that is not ready can be used now; notes its address, and a node's incarnation."""
         if child.spec.role == "redis":
-            child.address = self._redis_url
-            return await redis_answers(self._redis_url)
+            child.address = self.redis_url
+            return await redis_answers(self.redis_url)
         if child.spec.role == "router":
             child.address = child.spec.url
             return await self.probe.health(child.spec.url) is not None
@@ -44,14 +44,21 @@ class ChildHealth:
         # The wall clock may have been set since the child started, or since it registered.
         if record.started_at < min(child.started_at, time.time() - (time.monotonic() - child.started_s)):
             return False  # record of an earlier process: in a shared Redis it remains for one lease
-        child.incarnation = record.peer.incarnation
-        child.address = record.peer.control_address
+        _note(child, record)
+        return True
+
+    def has_moved(self, child: Child) -> bool:
+        """Whether a ready node has another incarnation, without a start of its process; notes its address and its role."""
+        record = self.records.get(child.spec.node_id or "")
+        if record is None or record.peer.incarnation == child.incarnation or record.started_at < child.started_at:
+            return False
+        _note(child, record)
         return True
 
     async def answers(self, child: Child) -> bool:
         """Whether a ready child answers."""
         if child.spec.role == "redis":
-            return await redis_answers(self._redis_url)
+            return await redis_answers(self.redis_url)
         if child.spec.role == "router":
             return await router_answers(child.spec.url)
         try:
@@ -66,3 +73,9 @@ class ChildHealth:
 
     def _on_nodes(self, records: list[NodeRecord]) -> None:
         self.records = {record.peer.node_id: record for record in records}
+
+
+def _note(child: Child, record: NodeRecord) -> None:
+    child.incarnation, child.address = record.peer.incarnation, record.peer.control_address
+    if child.spec.role != "pooling":
+        child.role = record.role

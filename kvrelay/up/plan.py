@@ -99,6 +99,8 @@ def plan_children(
                 node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
                 share = next(shares) if model.generates else None
                 own = {**of_all, **_ON_LOOPBACK, **_ON_ONE_HOST, "model": model.model, "node_id": node_id}
+                if model.generates:
+                    own |= _in_other_role(cls, config, given, share)
                 if model.generates or not generating:
                     own |= role_options(cls.section, config, share)
                 own |= _host_options(cls, config, on_gpus=share is not None)
@@ -165,6 +167,22 @@ def _host_options(cls: type[NodeConfig], config: UpConfig, *, on_gpus: bool) -> 
     return options
 
 
+def _in_other_role(
+    cls: type[NodeConfig], config: UpConfig, sources: Mapping[str, Source], share: NodeGpus | None
+) -> dict[str, str]:
+    """The option that tells a node which of its options are different after a change of its role."""
+
+    def options(of: type[NodeConfig]) -> dict[str, str]:
+        by_role = {**role_options(of.section, config, share), **_host_options(of, config, on_gpus=share is not None)}
+        return {**_given(of, config, sources), **by_role}
+
+    other = PrefillConfig if cls is DecodeConfig else DecodeConfig
+    mine, then = options(cls), options(other)
+    gone = {name: None for name in mine if name not in then and name in field_infos(other)}
+    different = {**gone, **{name: value for name, value in then.items() if mine.get(name) != value}}
+    return {"in_other_role": json.dumps(different)} if different else {}
+
+
 def _shares_cores(config: UpConfig) -> bool:
     """Whether decode nodes on the CPU should leave more of it to the prefill nodes while streams are still in
     prefill."""
@@ -172,16 +190,22 @@ def _shares_cores(config: UpConfig) -> bool:
     return config.prefill > 0 and config.favor != "itl" and not has_stages
 
 
+def _given(cls: type[ServiceConfig], config: UpConfig, sources: Mapping[str, Source]) -> dict[str, str]:
+    """The options of `config` that are passed on to a `cls`."""
+    infos = field_infos(cls)
+    return {
+        key: str(getattr(config, key))
+        for key, source in sources.items()
+        if key in infos and not infos[key].own and source not in ("default", "file")
+    }
+
+
 def service_command(
     cls: type[ServiceConfig], config: UpConfig, sources: Mapping[str, Source], own: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Arguments and environment of a service with the options `own`, and those of `config` that it has too."""
     infos = field_infos(cls)
-    options = {
-        key: str(getattr(config, key))
-        for key, source in sources.items()
-        if key in infos and not infos[key].own and source not in ("default", "file")
-    }
+    options = _given(cls, config, sources)
     if cls is RouterConfig:
         # The router uses the model that its nodes report, since they know where they found it, whatever else a file or
         # a variable names.

@@ -40,6 +40,7 @@ from kvrelay.up.models import find_models
 from kvrelay.up.pid_file import PidEntry, PidFile
 from kvrelay.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
 from kvrelay.up.restarts import EndCluster, describe_exit
+from kvrelay.up.role_keeper import RoleKeeper
 from kvrelay.up.routers import router_places
 from kvrelay.up.run_folder import run_folder, with_config_copy
 from kvrelay.up.trials import trials
@@ -153,6 +154,7 @@ class Supervisor:
                 watch_orphans(lambda: [child.pid for child in self._children]),
                 self._show_progress(),
                 hangs.run(),
+                self._keep_roles(),
             ):
                 self._spawn_watcher(watcher)
             await self._stop.wait()
@@ -324,11 +326,21 @@ class Supervisor:
             self._console.say(f"{child.spec.name} is not ready after {allowed_s:g} s (pid {child.pid}): killing it")
             child.signal(signal.SIGKILL)
 
+    async def _keep_roles(self) -> None:
+        """Not in a shared Redis, whose numbers would be those of several machines, and only where roles can be traded."""
+        while not self._published:
+            await asyncio.sleep(_PROBE_S)
+        nodes = [child for child in self._children if child.spec.node_id]
+        models = {record.model.name for record in self._health.records.values()}
+        running = None if self._config.redis_url else self._running
+        if running is not None and len(models) == 1 and {child.role for child in nodes} == {"prefill", "decode"}:
+            await RoleKeeper(self._config, nodes, self._health, self._console, running, self._write_pids).run()
+
     def _write_pids(self) -> None:
         if not self._published or self._stop.is_set():
             return
         running = [child for child in self._children if child.pid is not None]
-        entries = [PidEntry(c.spec.name, c.spec.role, c.pid or 0, c.address if c.ready else "") for c in running]
+        entries = [PidEntry(c.spec.name, c.role, c.pid or 0, c.address if c.ready else "") for c in running]
         try:
             self._pid_file.write(entries)
         except OSError as error:
@@ -340,7 +352,7 @@ class Supervisor:
         self._stop.set()
         await _cancel([*self._watchers, *self._starts])
         for role in STOP_ORDER:
-            await self._stop_children([child for child in self._children if child.spec.role == role])
+            await self._stop_children([child for child in self._children if child.role == role])
         self._pid_file.remove()
         await self._health.close()
 

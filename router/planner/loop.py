@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.base.clock import monotonic, until_next
 from common.base.errors import BadRequest
-from common.cluster.desired_state import checked_counts
+from common.cluster.desired_state import TOTAL, checked_counts
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_scripts import HEAL
@@ -148,7 +148,8 @@ class PlannerLoop:
         memory = PlanMemory() if self._latest is None else self._latest.memory
         if wanted is None:  # nodes that come and go are no numbers that somebody set
             memory = replace(memory, wanted=None)
-        decision = plan(observed, self._objectives, self._limits, memory)
+        limits = replace(self._limits, max_nodes=None) if self._applies and _trades_only(desired) else self._limits
+        decision = plan(observed, self._objectives, limits, memory)
         await self._store(decision, observed, desired if self._applies and wanted is not None else None)
 
     def _observe(self, now_s: float, model: str, nodes: list[Node], wanted: NodeCounts | None) -> Observed:
@@ -166,7 +167,9 @@ class PlannerLoop:
         """desired: the counts in Redis, if they are to be replaced by those of the decision."""
         stored = StoredPlan(decision.counts, decision.why, observed.now_s, decision.memory)
         changes = decision.counts != observed.wanted
-        after = json.dumps(decision.counts._asdict()) if changes and desired is not None else ""
+        after = (
+            json.dumps({**json.loads(desired), **decision.counts._asdict()}) if changes and desired is not None else ""
+        )
         before = desired if after and desired is not None else b""
         done = await self._eval(_STORE, self._dispatcher.nodes.router_id, _STORED.dump_json(stored), before, after)
         if not done:
@@ -190,6 +193,11 @@ def _stored(data: bytes | None) -> StoredPlan | None:
         return None if data is None else _STORED.validate_json(data)
     except ValidationError:
         return None
+
+
+def _trades_only(desired: bytes | None) -> bool:
+    """Whether the nodes are those of one machine, which only trade roles."""
+    return _wanted(desired) is not None and TOTAL in json.loads(desired or b"")
 
 
 def _wanted(desired: bytes | None) -> NodeCounts | None:

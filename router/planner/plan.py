@@ -115,6 +115,8 @@ def _remember(observed: Observed, memory: PlanMemory) -> PlanMemory:
     by_hand = wanted not in (before, memory.proposed)
     short = any(have < want for have, want in zip(observed.usable, wanted, strict=True))
     since_s = memory.short_since_s if wanted == before else None
+    if short and since_s is not None:  # a change ends, and its cool-down begins, when its nodes are usable
+        moved = {role: (way, now_s if at_s >= since_s else at_s) for role, (way, at_s) in moved.items()}
     return replace(
         memory,
         wanted=wanted,

@@ -24,9 +24,9 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 12
-    with running_system(tmp_path, "--planner", "advise") as system:
-        system.wait_usable()
+    assert len(patterns) == 14
+    with running_system(tmp_path, "--planner", "advise", "--prefill", "2") as system:
+        system.wait_usable(2, 1)
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
         prompt = "the quick brown fox jumps over the lazy dog. " * 8
         body = {"model": "demo", "prompt": prompt, "max_tokens": 4}
@@ -37,8 +37,9 @@ def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exist
         wait_until(lambda: system.metric("kvrelay_index_blocks") > 0, 20, "the router learns what the nodes hold")
         with redis.Redis(port=port, decode_responses=True) as client:
             wait_until(lambda: len(list(client.scan_iter(match="*:blocks:*"))) == 2, 20, "both nodes publish")
-            client.set("kvrelay:{default}:desired", '{"prefill": 1, "decode": 1}')  # as `kvrelay up --on ray` does
-            assert system.admin("scale", "prefill=6") == {"prefill": 6, "decode": 1}
+            system.admin("flip", "prefill-1")
+            assert system.admin("scale", "decode=2") == {"prefill": 1, "decode": 2, "total": 3}
+            client.set("kvrelay:{default}:flip", "a node that changes its role", px=60_000)
             keys = list(client.scan_iter())
             for key in keys:
                 assert any(pattern.fullmatch(key) for pattern in patterns), f"{key} is not in {DOCUMENT.name}"

@@ -71,6 +71,10 @@ class System:
         os.kill(pid, number)
         return pid
 
+    def kill_name(self, name: str) -> None:
+        """Kill the process of the service with this name."""
+        os.kill(next(entry["pid"] for entry in self.processes() if entry["name"] == name), signal.SIGKILL)
+
     def health(self) -> dict[str, Any]:
         """The router's view, {} while it cannot be reached."""
         try:

@@ -188,7 +188,10 @@ class Leader:
     def executor(
         self, on_blocks_final: OnBlocksFinal | None = None, post: Callable[[StepDone | StepFailed], None] | None = None
     ) -> Executor:
-        """An executor over all ranks. With asynchronous scheduling, outputs of steps go to `post`."""
+        """An executor over all ranks, in place of an earlier one. With asynchronous scheduling, outputs of steps go to `post`."""
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
         self._serving_since_s = time.monotonic()
         local = self._local = LocalExecutor(self.worker.runner, on_blocks_final)
         links = self.links

@@ -29,6 +29,21 @@ def test_counts_are_kept_and_changed_role_by_role(redis_server: RedisServer, clu
     asyncio.run(scene())
 
 
+def test_where_nodes_only_trade_roles_one_number_says_the_other(redis_server: RedisServer, cluster: str) -> None:
+    async def scene() -> None:
+        client, keys = connect(redis_server.url), Keys(cluster)
+        try:
+            await write_desired(client, keys, {"prefill": 2, "decode": 2, "total": 4})
+            assert await change_desired(client, keys, {"prefill": 1}) == {"prefill": 1, "decode": 3, "total": 4}
+            for changes in ({"prefill": 4}, {"prefill": 2, "decode": 3}, {"total": 5}):
+                with pytest.raises(BadRequest):
+                    await change_desired(client, keys, changes)
+        finally:
+            await client.aclose()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     ("counts", "sentence"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,3 +268,17 @@ def test_pooling_models_are_on_no_gpu() -> None:
     models = (UpModel("/e", "embed", Path("/e")), UpModel("demo", "generate", DEMO_MODEL_PATH))
     specs = plan(resolved(), models=models, gpus=("0", "1"))
     assert [spec.environ.get("CUDA_VISIBLE_DEVICES") for spec in specs[2:]] == [None, "0", "1"]
+
+
+def test_a_node_knows_its_options_in_the_other_role() -> None:
+    specs = {
+        spec.name: spec for spec in plan(resolved(favor="ttft", decode_tp="2", prefill_max_num_batched_tokens="99"))
+    }
+    as_decode = json.loads(as_the_child_sees_it(specs["prefill-0"]).in_other_role or "{}")
+    assert (as_decode["tensor_parallel_size"], as_decode["nice"], as_decode["max_num_batched_tokens"]) == (
+        "2",
+        "5",
+        None,
+    )
+    as_prefill = json.loads(as_the_child_sees_it(specs["decode-0"]).in_other_role or "{}")
+    assert as_prefill == {"tensor_parallel_size": "1", "nice": None, "max_num_batched_tokens": "99"}

@@ -114,6 +114,19 @@ def test_nothing_turns_back_within_ten_minutes() -> None:
     assert decide(observed(LONG_ANSWERS, wanted, now_s=COOL_DOWN_S + 20), memory).counts == (1, 3)
 
 
+def test_the_ten_minutes_begin_when_all_nodes_are_usable() -> None:
+    """A node that drains for minutes before it changes its role would else change back too soon."""
+    memory, wanted = decide(observed(LONG_PROMPTS, now_s=0)).memory, NodeCounts(3, 1)
+    for now_s in range(10, 210, 10):
+        memory = decide(observed(LONG_ANSWERS, wanted, now_s=now_s, usable=NodeCounts(2, 1)), memory).memory
+    late_s = 200 + COOL_DOWN_S - 10
+    memory = decide(observed(LONG_ANSWERS, wanted, now_s=210), memory).memory
+    assert "not before" in decide(observed(LONG_ANSWERS, wanted, now_s=late_s), memory).why
+    # One that dies later delays nothing.
+    memory = decide(observed(LONG_ANSWERS, wanted, now_s=500, usable=NodeCounts(3, 0)), memory).memory
+    assert decide(observed(LONG_ANSWERS, wanted, now_s=late_s + 30), memory).counts == (1, 3)
+
+
 def test_with_room_it_grows_at_once_and_shrinks_after_a_quiet_time() -> None:
     limits = Limits(max_nodes=6)
     decision = decide(observed(Demand(120, 30_000, 1200), now_s=0), None, limits)
