@@ -60,7 +60,7 @@ def _other_role(wanted: Counts, changes: Mapping[str, object]) -> Counts:
 
 def shown(counts: Counts) -> str:
     """Such as `prefill 2, decode 1`."""
-    return ", ".join(f"{role} {count}" for role, count in counts.items() if role != TOTAL)
+    return ", ".join(f"{role} {counts[role]}" for role in SCALED_ROLES if role in counts)
 
 
 def checked_counts(counts: object) -> Counts:
