@@ -190,18 +190,8 @@ class NodeServer:
         self._engine.start()
         redis_url, cluster, lease_s = self._options.redis_url, self._options.cluster, self._options.lease_s
         record = replace(record, admin_address=self._admin_address, lease_s=lease_s)
-        registrar = Registrar(
-            redis_url,
-            cluster,
-            record,
-            lease_s=lease_s,
-            load=lambda: self.load,
-            loaded=None if lora is None else lora.loaded,
-            tls_dir=self._options.tls_dir,
-            own_role=own_role,
-        )
+        registrar = self._registrar = self._make_registrar(record, lora, own_role)
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
-        self._registrar = registrar
         self._start_admin(record, describe, routes)
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
@@ -229,6 +219,18 @@ class NodeServer:
             raise EngineError(f"{what}: {self._crash}") from self._crash
         if self._restarts:
             raise RestartRequested("an operator asked for a restart")
+
+    def _make_registrar(self, record: NodeRecord, lora: AdapterAdmin | None, own_role: Role | None) -> Registrar:
+        return Registrar(
+            self._options.redis_url,
+            self._options.cluster,
+            record,
+            lease_s=self._options.lease_s,
+            load=lambda: self.load,
+            loaded=None if lora is None else lora.loaded,
+            tls_dir=self._options.tls_dir,
+            own_role=own_role,
+        )
 
     async def _close(self, registrar: Registrar, engine: EngineLoop) -> None:
         """End all parts; an error of one part does not prevent the others from ending."""
