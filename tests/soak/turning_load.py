@@ -29,10 +29,11 @@ _RESULTS = _ROOT / "bench-results" / "soak-roles.json"
 _LEAST_S, _TELL_S = 600.0, 30.0
 _KINDS = 12
 """Different requests of each of the two sorts."""
-_LONG, _SHORT = 1200, 24
+_LONG, _SHORT = 900, 24
 """Tokens of a prompt."""
-_FEW, _MANY = 4, 200
+_FEW, _MANY = 4, 260
 """Tokens of an answer."""
+_MOST_AT_ONCE = 200
 _TURN_AT = 0.8
 """Share of the first sort at the start; at the end it is that of the second."""
 
@@ -47,43 +48,54 @@ def body(prefills: bool, index: int) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Clients that each send one request after the other. The salt keeps prompts from being cached: all are computed."""
+    """Requests that arrive at random, whether or not earlier ones have ended. The salt keeps prompts from being cached: all are
+    computed."""
 
     url: str
-    clients: int
+    rate: float
+    """Requests per second."""
     duration_s: float
     seed: int
     expected: dict[tuple[bool, int], list[int]] = field(default_factory=dict[tuple[bool, int], list[int]])
     problems: list[str] = field(default_factory=list[str])
     answered: Counter[bool] = field(default_factory=Counter[bool])
     longest_s: float = 0.0
+    most_at_once: int = 0
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_connections=self.clients)
-        async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as http:
+        limits = httpx.Limits(max_connections=_MOST_AT_ONCE)
+        async with httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as http:
             for prefills, index in itertools.product((True, False), range(_KINDS)):
                 self.expected[prefills, index] = await self._ask(http, prefills, index, "at rest")
-            started_s = time.monotonic()
-            await asyncio.gather(*(self._client(http, number, started_s) for number in range(self.clients)))
+            await self._arrive(http)
 
-    async def _client(self, http: httpx.AsyncClient, number: int, started_s: float) -> None:
-        rng = random.Random(f"{self.seed} {number}")
-        for turn in itertools.count():
+    async def _arrive(self, http: httpx.AsyncClient) -> None:
+        rng, started_s = random.Random(self.seed), time.monotonic()
+        running: set[asyncio.Task[None]] = set()
+        for number in itertools.count():
+            await asyncio.sleep(rng.expovariate(self.rate))
             done = (time.monotonic() - started_s) / self.duration_s
             if done > 1:
-                return
+                break
             prefills = rng.random() < _TURN_AT + (1 - 2 * _TURN_AT) * done
-            index = rng.randrange(_KINDS)
-            asked_s = time.monotonic()
-            try:
-                tokens = await self._ask(http, prefills, index, f"{number}-{turn}")
-            except Exception as error:
-                self.problems.append(f"request {number}-{turn} failed: {error!r}")
-                continue
-            self.longest_s = max(self.longest_s, time.monotonic() - asked_s)
-            self.answered[prefills] += 1
-            if tokens != self.expected[prefills, index]:
-                self.problems.append(f"request {number}-{turn} has other tokens")
+            running.add(task := asyncio.create_task(self._request(http, prefills, rng.randrange(_KINDS), str(number))))
+            task.add_done_callback(running.discard)
+            self.most_at_once = max(self.most_at_once, len(running))
+            if len(running) >= _MOST_AT_ONCE:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*running)
+
+    async def _request(self, http: httpx.AsyncClient, prefills: bool, index: int, name: str) -> None:
+        asked_s = time.monotonic()
+        try:
+            tokens = await self._ask(http, prefills, index, name)
+        except Exception as error:
+            self.problems.append(f"request {name} failed: {error!r}")
+            return
+        self.longest_s = max(self.longest_s, time.monotonic() - asked_s)
+        self.answered[prefills] += 1
+        if tokens != self.expected[prefills, index]:
+            self.problems.append(f"request {name} has other tokens")
 
     async def _ask(self, http: httpx.AsyncClient, prefills: bool, index: int, salt: str) -> list[int]:
         answer = await http.post(f"{self.url}/v1/completions", json={**body(prefills, index), "cache_salt": salt})
@@ -148,7 +160,7 @@ async def _run(system: System, load: Load) -> tuple[Watch, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=3.2, help="requests per second: near what the machine can do")
     parser.add_argument("--prefill", type=int, default=3)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument(
@@ -160,7 +172,7 @@ def main() -> int:
     options += ("--max-num-seqs", str(arguments.max_num_seqs), "--kv-memory-gb", "0.2")
     with tempfile.TemporaryDirectory() as folder, running_system(Path(folder), *options) as system:
         system.wait_usable(arguments.prefill, arguments.decode)
-        load = Load(system.url, arguments.clients, 60 * arguments.minutes, arguments.seed)
+        load = Load(system.url, arguments.rate, 60 * arguments.minutes, arguments.seed)
         watch, problems = asyncio.run(_run(system, load))
         log = system.log_file.read_text(errors="replace")
         system.wait_whole()
@@ -170,6 +182,7 @@ def main() -> int:
         "cores": os.cpu_count(),
         "answered": {"long prompts": load.answered[True], "long answers": load.answered[False]},
         "longest_s": round(load.longest_s, 1),
+        "most_at_once": load.most_at_once,
         "switches": watch.switches,
         "plans": watch.plans,
         "problems": problems,
