@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from common.base.clock import monotonic
+from common.base.counted import counted
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
 from common.cluster.changed_roles import HELD_S, OTHER, FlipLock
 from common.cluster.redis_client import UNREACHABLE, short
@@ -180,10 +181,8 @@ def why_restart(now: Part, then: Part) -> str:
     """Why a node cannot go on in the other role with what is in memory; empty if it can."""
     a, b = now.plan, then.plan
     if a.layout != b.layout:
-        return (
-            f"its {a.layout.tp_size} x {a.layout.pp_size} ranks have another layout than the {b.layout.tp_size} x "
-            f"{b.layout.pp_size} of a {then.role.name} node"
-        )
+        ranks = counted(b.world_size, "rank")
+        return f"its layout of {counted(a.world_size, 'rank')} is not that of a {then.role.name} node, of {ranks}"
     if a.world_size > 1:
         return "nodes of several ranks change their role by a restart"
     if then.role.small_batches and not now.role.small_batches and (a.device == "cuda" or find_native() is None):

@@ -29,7 +29,7 @@ def test_equal_layouts_of_one_rank_change_in_place_both_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"tensor_parallel_size": 2}, "its 1 x 1 ranks have another layout than the 2 x 1 of a decode node"),
+        ({"tensor_parallel_size": 2}, "its layout of 1 rank is not that of a decode node, of 2 ranks"),
         ({"nice": 5}, "options that a decode node reads at its start are different"),
         ({"threads": 1}, "options that a decode node reads"),
         ({"kv_blocks": 77}, "options that a decode node reads"),
