@@ -33,7 +33,7 @@ _LONG, _SHORT = 900, 24
 """Tokens of a prompt."""
 _FEW, _MANY = 4, 260
 """Tokens of an answer."""
-_MOST_AT_ONCE = 200
+_MOST_AT_ONCE = 48
 _TURN_AT = 0.8
 """Share of the first sort at the start; at the end it is that of the second."""
 

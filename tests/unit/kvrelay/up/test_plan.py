@@ -281,4 +281,4 @@ def test_a_node_knows_its_options_in_the_other_role() -> None:
         None,
     )
     as_prefill = json.loads(as_the_child_sees_it(specs["decode-0"]).in_other_role or "{}")
-    assert as_prefill == {"tensor_parallel_size": "1", "nice": None, "max_num_batched_tokens": "99"}
+    assert as_prefill.items() >= {"tensor_parallel_size": "1", "nice": None, "max_num_batched_tokens": "99"}.items()
