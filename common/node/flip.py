@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from common.base.clock import monotonic
-from common.base.counted import counted
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
+from common.base.sentences import counted
 from common.cluster.changed_roles import HELD_S, OTHER, FlipLock
 from common.cluster.redis_client import UNREACHABLE, short
 from common.config.service_configs import NodeConfig

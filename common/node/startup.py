@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from common.base.clock import monotonic
-from common.base.counted import counted
 from common.base.errors import EngineError
 from common.base.process import run_service
+from common.base.sentences import counted
 from common.cluster.changed_roles import OTHER, FlipLock
 from common.cluster.loaded_adapters import read_loaded_adapters
 from common.control.admin_server import AdminRoute
