@@ -160,9 +160,9 @@ async def _run(system: System, load: Load) -> tuple[Watch, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--rate", type=float, default=3.2, help="requests per second: near what the machine can do")
-    parser.add_argument("--prefill", type=int, default=3)
-    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second: near what the machine can do")
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=3)
     parser.add_argument(
         "--max-num-seqs", type=int, default=2, help="slots of a node: few, so that small loads fill them"
     )
