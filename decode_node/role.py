@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.config.service_configs import DecodeConfig
 from common.engine.kv_transfer import OnTransferEvent, TransferEnd
 from common.node.core import CoreParts
+from common.node.draft_plan import plan_draft
 from common.node.plan import NodePlan, plan_node
 from common.node.role import NodeRole
 from common.node.transfers import NodeTransfers
@@ -21,7 +24,7 @@ class DecodeRole(NodeRole[DecodeConfig]):
     small_batches = True
 
     def plan(self, config: DecodeConfig) -> NodePlan:
-        return plan_node(
+        plan = plan_node(
             config,
             pp_size=config.pipeline_parallel_size,
             pp_layers=config.pp_layers,
@@ -29,6 +32,10 @@ class DecodeRole(NodeRole[DecodeConfig]):
             shares_cores=config.shared_cores,
             speculation=config.speculation,
         )
+        speculation = plan.speculation
+        if speculation is None or not speculation.model:
+            return plan
+        return replace(plan, draft=plan_draft(config, plan, speculation.model))
 
     def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
         relay = worker.plan.relay

@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 
-Method = Literal["suffix", "ngram"]
+Method = Literal["suffix", "ngram", "draft"]
 
-_METHODS: tuple[Method, ...] = ("suffix", "ngram")
-_NOT_SUPPORTED = ("draft", "draft_model", "eagle", "eagle3", "mtp", "medusa")
-"""Methods of other servers, and their names in vLLM, that need weights of their own."""
+_OF_VLLM: dict[str, Method] = {"suffix": "suffix", "ngram": "ngram", "draft": "draft", "draft_model": "draft"}
+_NOT_SUPPORTED = ("eagle", "eagle3", "mtp", "medusa")
+"""Methods of other servers that need heads of the model's own."""
 _HARMLESS = ("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_")
 """Keys of vLLM, or their beginnings, that bound what it drafts; here lengths follow from what was accepted."""
 
@@ -26,16 +26,21 @@ class Speculation:
     """The most draft tokens that one sequence gets in one step."""
     max_answer_tokens: int = 0
     """Tokens of recent answers that are searched too, those of one tenant apart from the others'."""
+    model: str = ""
+    """The draft model of the method `draft`: a folder, a GGUF file or a name on the hub."""
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
-    """`off`, `auto`, `suffix`, `ngram`, or vLLM's JSON object. None: nothing is drafted.
+    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, or vLLM's JSON object. None: nothing is drafted.
 
     Raises: ConfigError naming what is wrong.
     """
     if text.lstrip().startswith("{"):
         return _of_vllm(text, max_drafts)
-    _refuse_weights("--speculate", text.partition(":")[0])
+    method, _, model = text.partition(":")
+    _refuse_heads("--speculate", method)
+    if method == "draft":
+        return _by_model("--speculate draft:MODEL", model, max_drafts)
     known: dict[str, Speculation | None] = {
         "off": None,
         "auto": Speculation("suffix", max_drafts),
@@ -43,7 +48,7 @@ def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
         "ngram": Speculation("ngram", max_drafts),
     }
     if text not in known:
-        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, auto and off")
+        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, auto and off")
     return known[text]
 
 
@@ -52,20 +57,29 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
         given: dict[str, Any] = cast("dict[str, Any]", json.loads(text))
     except ValueError as error:
         raise ConfigError(f"--speculative-config is not valid JSON: {error}") from error
-    method, count = given.pop("method", None), given.pop("num_speculative_tokens", max_drafts)
-    _refuse_weights("--speculative-config", "draft_model" if method is None and "model" in given else method)
-    if method not in _METHODS:
-        raise ConfigError(f"--speculative-config: method {method!r} is none of {', '.join(_METHODS)}")
+    model, count = given.pop("model", None), given.pop("num_speculative_tokens", max_drafts)
+    method = given.pop("method", None if model is None else "draft_model")
+    _refuse_heads("--speculative-config", method)
+    if not isinstance(method, str) or method not in _OF_VLLM:
+        raise ConfigError(f"--speculative-config: method {method!r} is none of ngram, suffix and draft_model")
     unknown = [key for key in given if not key.startswith(_HARMLESS)]
+    if model is not None and _OF_VLLM[method] != "draft":
+        unknown.insert(0, "model")
     if unknown:
-        raise ConfigError(f"--speculative-config: {unknown[0]!r} is not supported")
+        raise ConfigError(f"--speculative-config: {unknown[0]!r} is not supported with the method {method}")
     if type(count) is not int or not 1 <= count <= 128:
         raise ConfigError("--speculative-config: num_speculative_tokens must be a number from 1 to 128")
-    return Speculation(method, count)
+    if _OF_VLLM[method] == "draft":
+        return _by_model("--speculative-config with a draft model", model, count)
+    return Speculation(_OF_VLLM[method], count)
 
 
-def _refuse_weights(option: str, method: object) -> None:
+def _by_model(option: str, model: object, max_drafts: int) -> Speculation:
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{option} needs the draft model's folder or name")
+    return Speculation("draft", max_drafts, model)
+
+
+def _refuse_heads(option: str, method: object) -> None:
     if method in _NOT_SUPPORTED:
-        raise ConfigError(
-            f"{option}: guesses by another model or by heads ({method}) are not supported; use suffix or ngram"
-        )
+        raise ConfigError(f"{option}: guesses by heads ({method}) are not supported; use suffix, ngram or draft:MODEL")

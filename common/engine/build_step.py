@@ -41,7 +41,7 @@ def build_step(step_id: int, rows: list[Rows], num_decode_seqs: int, copies: lis
         if seq.scores_prompt:
             scored += _scored_rows(seq, index, start, stop, row_of)
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
-            samples.append(_draw(seq, index, end - 1 + row_of, end, num_drafts=end - known))
+            samples.append(draw_of(seq, index, end - 1 + row_of, end, num_drafts=end - known))
     adapters = [seq.adapter_id for seq, _ in rows]
     num_tables = len(rows[0][0].blocks.tables)
     return StepInput(
@@ -91,7 +91,7 @@ def _slots(rows: list[Rows], table: int) -> list[int]:
     return slots
 
 
-def _draw(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int) -> SampleSpec:
+def draw_of(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int) -> SampleSpec:
     """The draw of the token at `position` from `row`, after `num_drafts` of the drafts."""
     tokens = seq.tokens
     seen, banned, mask = tokens.seen(num_drafts), tokens.banned(num_drafts), tokens.mask_after(num_drafts)

@@ -23,6 +23,8 @@ _TAKEN_AT_ONCE = 4096
 _PROBE_AFTER, _PROBE = 64, 2
 """When `_PROBE_AFTER` proposals in a row did not seem to pay, `_PROBE` drafts are computed, to learn whether that still holds."""
 _LEAST_GAIN = 1.02
+_LEAST_CHANCE = 0.02
+"""Drafts that are less likely right than this are not considered."""
 _WAIT_FROM = 0.5
 """Chance of the first draft from which a sequence waits for its last token."""
 _SUFFIX_CANDIDATES = 32
@@ -52,6 +54,15 @@ class Proposer(Protocol):
 
     def ended(self, seq: Sequence) -> None:
         """Learn from the answer of a sequence that has ended."""
+        ...
+
+    def cost_s(self, num_seqs: int) -> float:
+        """Seconds of proposing one more token for each of `num_seqs` sequences. If it is 0, `propose` is asked for more than is
+        used; else for as much as seems to pay, and the proposals are in `draft_ids` of the sequences when it returns."""
+        ...
+
+    def take_spent_s(self) -> float:
+        """Seconds that `propose` took since the last call, if that is to be counted."""
         ...
 
 
@@ -90,6 +101,12 @@ class IndexProposer:
 
     def ended(self, seq: Sequence) -> None:
         self._answers.add(seq.request.tenant, seq.tokens.ids[seq.tokens.prompt_len :])
+
+    def cost_s(self, num_seqs: int) -> float:
+        return 0.0
+
+    def take_spent_s(self) -> float:
+        return 0.0
 
 
 class Drafting:
@@ -135,6 +152,11 @@ class Drafting:
             self._drafts_of(seq)
             left = seq.tokens.max_drafts(max_model_len) - len(seq.tokens.draft_ids)
             limits.append(max(0, min(left, self._max_drafts, max_rows)))
+        if self._costs_s(1) > 0:
+            self._guess(
+                self._proposer, asked, self._counts(asked, [Proposal([0] * n, 1) for n in limits], rows, max_rows)
+            )
+            return
         proposals = self._proposer.propose(asked, limits)
         for seq, proposal, count in zip(asked, proposals, self._counts(asked, proposals, rows, max_rows), strict=True):
             if count:
@@ -142,24 +164,40 @@ class Drafting:
                 seq.tokens.draft(proposal.token_ids[:count], forced + count, max_model_len)
                 self._drafts_of(seq).match = proposal.match
 
+    def _guess(self, proposer: Proposer, seqs: Seq[Sequence], limits: Seq[int]) -> None:
+        """Draft what a proposer with costs proposes."""
+        if not any(limits):
+            return
+        for seq, proposal in zip(seqs, proposer.propose(seqs, limits), strict=True):
+            self._drafts_of(seq).match = proposal.match
+        self.saved_s -= proposer.take_spent_s()
+
+    def _costs_s(self, num_seqs: int) -> float:
+        return 0.0 if self._proposer is None or not num_seqs else self._proposer.cost_s(num_seqs)
+
     def _may_pay(self, num_seqs: int, rows: int, max_rows: int) -> bool:
         """Whether drafts would pay if all were accepted."""
-        return num_seqs > 0 and self._best([1.0] * min(max_rows, num_seqs * self._max_drafts), rows) > 0
+        if not num_seqs or (self._costs_s(1) > 0 and not self.costs.is_measured):
+            return False
+        numbers = range(min(max_rows, num_seqs * self._max_drafts))
+        return self._best([(1.0, -(number // num_seqs)) for number in numbers], rows) > 0
 
     def _counts(self, seqs: Seq[Sequence], proposals: Seq[Proposal], rows: int, max_rows: int) -> list[int]:
         """How many tokens of each proposal to compute."""
         if self._always:
             return _within([len(each.token_ids) for each in proposals], max_rows)
-        ranked: list[tuple[float, int]] = []
+        ranked: list[tuple[float, int, int]] = []
         for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
             chance, acceptance = 1.0, self._drafts_of(seq).acceptance
             for number in range(len(proposal.token_ids)):
                 chance *= acceptance.chance(proposal.match + number)
-                ranked.append((chance, index))
+                if chance < _LEAST_CHANCE:
+                    break
+                ranked.append((chance, -number, index))
         ranked.sort(reverse=True)
         del ranked[max_rows:]
         counts = [0] * len(seqs)
-        for _, index in ranked[: self._best([chance for chance, _ in ranked], rows)]:
+        for _, _, index in ranked[: self._best([(chance, number) for chance, number, _ in ranked], rows)]:
             counts[index] += 1
         for index, (seq, proposal) in enumerate(zip(seqs, proposals, strict=True)):
             drafts = self._drafts_of(seq)
@@ -168,15 +206,22 @@ class Drafting:
                 counts[index], drafts.skipped = min(_PROBE, len(proposal.token_ids)), 0
         return _within(counts, max_rows)
 
-    def _best(self, chances: Seq[float], rows: int) -> int:
-        """How many of the drafts with these chances, the highest first, give most tokens per second beside `rows` rows."""
-        tokens, seconds = float(rows), self.costs.seconds(rows)
+    def _best(self, drafts: Seq[tuple[float, int]], rows: int) -> int:
+        """How many of the drafts, the likeliest first, give most tokens per second beside `rows` rows. Each has its chance, and
+        minus its number among those of its sequence."""
+        tokens, seconds, proposing_s = float(rows), self.costs.seconds(rows), 0.0
         best, most = 0, tokens / seconds * _LEAST_GAIN
-        for count, chance in enumerate(chances, 1):
+        proposed = [0] * self._max_drafts
+        is_free = self._costs_s(1) == 0.0
+        for count, (chance, number) in enumerate(drafts, 1):
             tokens += chance
             seconds = max(seconds, self.costs.seconds(rows + count))
-            if tokens / seconds > most:
-                best, most = count, tokens / seconds
+            if not is_free:  # one more sequence in the proposer's step of this number
+                before = proposed[-number]
+                proposed[-number] += 1
+                proposing_s += self._costs_s(before + 1) - self._costs_s(before)
+            if tokens / (seconds + proposing_s) > most:
+                best, most = count, tokens / (seconds + proposing_s)
         return best
 
     def _without_waiting(self, seqs: list[Sequence]) -> list[Sequence]:

@@ -39,11 +39,13 @@ class GpuMemoryUse:
     """Maximum for buffers of relays; 0 if relays copy from KV to KV or through host memory."""
     adapters: int = 0
     """Maximum for the LoRA adapters that the node starts with."""
+    draft: int = 0
+    """Activations and captured graphs of a draft model, whose weights are among `weights`."""
 
     @property
     def rest(self) -> int:
         """All memory of this rank except its KV cache."""
-        return self.weights + self.activations + self.graphs + self.staging + self.adapters + CONTEXT_BYTES
+        return self.weights + self.activations + self.graphs + self.staging + self.adapters + self.draft + CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
                 f"room for KV beside {_parts(use)}: raise it, or lower --max-num-batched-tokens or --max-num-seqs"
             )
     kv_bytes = (blocks + spare_blocks) * block_bytes
-    coming = kv_bytes + use.activations + use.graphs + use.staging + use.adapters
+    coming = kv_bytes + use.activations + use.graphs + use.staging + use.adapters + use.draft
     if coming > use.free:
         raise ConfigError(
             f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs, "
-            f"staging and adapters, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and other processes: "
+            f"staging, adapters and a draft model, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and other processes: "
             "lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
         )
     return blocks
@@ -104,7 +106,7 @@ def adapter_bytes(folders: Sequence[Path], max_loras: int) -> int:
 def _parts(use: GpuMemoryUse) -> str:
     return (
         f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, captured graphs {_gb(use.graphs)}, "
-        f"staging of relays {_gb(use.staging)}, LoRA adapters {_gb(use.adapters)} and the CUDA context {_gb(CONTEXT_BYTES)}"
+        f"staging of relays {_gb(use.staging)}, LoRA adapters {_gb(use.adapters)}, a draft model {_gb(use.draft)} and the CUDA context {_gb(CONTEXT_BYTES)}"
     )
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from common.control.messages import NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.drafting import Drafting, IndexProposer
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
+from common.engine.speculation.draft_model import DraftModel
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 from common.node.adapter_table import AdapterSource
 from common.node.plan import NodePlan
 from common.security.sealed_endpoints import without_keys
+
+if TYPE_CHECKING:
+    from common.node.worker import Worker
 
 
 def make_record(
@@ -40,17 +45,24 @@ def make_pool(plan: NodePlan, num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, plan.layout.spec.num_tables, plan.layout.cp_size)
 
 
-def make_scheduler(plan: NodePlan, num_blocks: int, pool: BlockPool | None = None) -> Scheduler:
-    """Make the scheduler of such a node. `pool`: None makes a new one, with nothing cached."""
+def make_scheduler(
+    plan: NodePlan, num_blocks: int, pool: BlockPool | None = None, draft: Worker | None = None
+) -> Scheduler:
+    """Make the scheduler of such a node. `pool`: None makes a new one, with nothing cached. `draft`: its draft model."""
     pool = pool or make_pool(plan, num_blocks)
-    return Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan))
+    return Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan, draft))
 
 
-def make_drafting(plan: NodePlan) -> Drafting:
+def make_drafting(plan: NodePlan, draft: Worker | None = None) -> Drafting:
     """Make what drafts tokens on a node."""
     speculation = plan.speculation
     if speculation is None:
         return Drafting()
+    if speculation.method == "draft":
+        assert draft is not None, "the leader has loaded the draft model"
+        max_model_len, chunk = draft.plan.model.max_model_len, plan.steps.prefill_chunk
+        model = DraftModel(draft.runner, draft.num_blocks, max_model_len=max_model_len, prompt_chunk=chunk)
+        return Drafting(model, speculation.max_drafts)
     return Drafting(IndexProposer(speculation.method, speculation.max_answer_tokens), speculation.max_drafts)
 
 

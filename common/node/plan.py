@@ -63,6 +63,8 @@ class NodePlan:
     """Prefill nodes compute on the same processor cores."""
     speculation: Speculation | None = None
     """How drafts are made; None: only those that grammars force."""
+    draft: NodePlan | None = None
+    """The draft model on the leader, if drafts come from one: `common.node.draft_plan`."""
 
     @property
     def world_size(self) -> int:

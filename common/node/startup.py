@@ -169,7 +169,7 @@ class _Node:
             me=me,
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            scheduler=make_scheduler(plan, self._leader.num_blocks, self._pool),
+            scheduler=make_scheduler(plan, self._leader.num_blocks, self._pool, self._leader.worker.draft),
             executor=self._leader.executor(transfers.end.blocks_final, self._post),
             grammars=self._grammars,
             send_buffer=self._server.send_buffer,

@@ -40,10 +40,10 @@ from common.model.lora.adapters import Adapters
 from common.model.mixture.rebalancer import Rebalancer
 from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
-from common.node.kv_budget import adapter_bytes, kv_blocks_on_gpu, staging_bytes
+from common.node.kv_budget import GpuMemoryUse, adapter_bytes, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
-from common.parallel.mesh import Mesh, RankPlace
+from common.parallel.mesh import SOLO, Mesh, RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,14 @@ class Worker:
         meter: MemoryMeter | None = None,
         graph_capture: GraphCapture | None = None,
         packed: PackedWeights | None = None,
+        draft: Worker | None = None,
     ) -> None:
         """`meter`: measures GPU memory, from which the number of KV blocks follows. `graph_capture`: for decode steps;
-        None: they are not captured. `packed`: closed with the worker. All ranks of the node do this at the same time."""
+        None: they are not captured. `packed`: closed with the worker. `draft`: the node's draft model, if it is on this rank. All ranks of the node do this at
+        the same time."""
+        self.draft = draft
+        self.num_blocks = 0
+        """KV blocks, once they are allocated."""
         self._packed = packed
         self._graph_capture = graph_capture
         self.page_supply = PageSupply(0, [], 1, 0)
@@ -81,7 +86,11 @@ class Worker:
         self.rebalancer: Rebalancer | None = None
         if plan.experts.threshold is not None and model.expert_layers:
             self.rebalancer = Rebalancer(model.expert_layers, mesh, plan.experts.threshold)
-        per_block = plan.layout.shard_bytes_per_block(self.shard)
+        self.memory_use: GpuMemoryUse | None = None
+        """Of its GPU, beside KV."""
+        self.block_bytes = per_block = plan.layout.shard_bytes_per_block(self.shard)
+        if draft is not None:  # which has a block for one of each table
+            per_block += -(-draft.block_bytes // plan.layout.spec.num_tables)
         self.max_blocks = (
             plan.kv_memory.blocks_on_cpu(per_block) if meter is None else self._blocks_on_gpu(meter, per_block)
         )
@@ -114,6 +123,9 @@ class Worker:
         use = replace(
             use, staging=staging_bytes(plan.relay.transport), adapters=adapter_bytes(folders, plan.adapters.max_loras)
         )
+        if self.draft is not None and self.draft.memory_use is not None:
+            use = replace(use, draft=self.draft.memory_use.activations + self.draft.memory_use.graphs)
+        self.memory_use = use
         log.info("%s: %s", self.place, use)
         return kv_blocks_on_gpu(use, plan.kv_memory, block_bytes, self._spare_blocks)
 
@@ -125,6 +137,9 @@ class Worker:
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
+        self.num_blocks = num_blocks
+        if self.draft is not None:
+            self.draft.allocate_kv(num_blocks // self.plan.layout.spec.num_tables)
         self.storage = self._storage(num_blocks + self._spare_blocks)
         self.page_supply = self.storage.page_supply()
         self.runner, self._attention = self._runner(self.storage)
@@ -136,6 +151,8 @@ class Worker:
         Steps of a model that cannot be captured stay as they are, with a warning in the log.
         Raises: ConfigError if capturing fails otherwise.
         """
+        if self.draft is not None:
+            self.draft.capture_graphs()
         if self._graph_capture is None:
             return
         if not self._sizes_to_capture(self._attention):
@@ -196,6 +213,8 @@ class Worker:
 
     def close(self) -> None:
         """Release the packed weights: other processes may remove their files. A second call does nothing."""
+        if self.draft is not None:
+            self.draft.close()
         packed, self._packed = self._packed, None
         if packed is not None:
             packed.close()
@@ -214,11 +233,22 @@ def own_device(plan: NodePlan, place: RankPlace) -> torch.device:
 
 
 def load_worker(plan: NodePlan, mesh: Mesh, *, small_batches: bool) -> Worker:
-    """Load this rank's shard. Blocking, seconds to minutes.
+    """Load this rank's shard, and on the leader the node's draft model. Blocking, seconds to minutes.
 
     `small_batches`: make steps of few rows fast (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for wrong weights or sizes.
     """
+    if plan.draft is None or mesh.place.rank:
+        return _load_worker(plan, mesh, small_batches)
+    draft = load_worker(plan.draft, SOLO, small_batches=True)  # first, so that its memory is measured with the rest
+    try:
+        return _load_worker(plan, mesh, small_batches, draft)
+    except BaseException:
+        draft.close()
+        raise
+
+
+def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker | None = None) -> Worker:
     device = own_device(plan, mesh.place)
     use_device(device)
     packed = _packed_weights(plan, device)
@@ -242,10 +272,10 @@ def load_worker(plan: NodePlan, mesh: Mesh, *, small_batches: bool) -> Worker:
                 f"the weight files of {plan.path} were changed while they were read; start the node again"
             )
         if device.type == "cpu":
-            return Worker(plan, mesh, model, packed=packed)
+            return Worker(plan, mesh, model, packed=packed, draft=draft)
         capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
         capture = capture if small_batches and mesh.place.cp_size == 1 else None
-        return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture)
+        return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture, draft=draft)
     except BaseException as error:
         if packed is not None:
             packed.close()

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 
 import pytest
 from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt, wasted_rows
-from support.noisy_drafts import NoisyDrafts
+from support.noisy_drafts import ErringDraft, NoisyDrafts
 
-from common.base.hashing import root_hash
+from common.base.hashing import hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
-from common.engine.drafting import DraftCounts, Drafting
+from common.engine.drafting import Drafting
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.speculation.draft_model import DraftModel
 from common.kv.pool import BlockPool
 
 MAX_MODEL_LEN = 120
@@ -119,8 +120,9 @@ def run(seed: int, depth: int, num_groups: int = 1, drafting: Drafting | None = 
     assert scheduler.is_idle(), "a sequence never finished"
     assert scheduler.pool.num_used == 0
     out.preemptions = scheduler.num_preemptions
-    counts = scheduler.drafting.counts.get("noisy", DraftCounts())
-    out.drafted, out.accepted = counts.drafted, counts.accepted
+    for counts in scheduler.drafting.counts.values():
+        out.drafted += counts.drafted
+        out.accepted += counts.accepted
     return out
 
 
@@ -166,3 +168,38 @@ def test_drafts_change_no_answer_however_many_are_wrong(wrong_in: int, num_group
     assert total.preemptions > 1, "the pool is not too small"
     assert total.drafted - total.accepted > 100
     assert total.accepted > 100
+
+
+def texts_of(seed: int) -> list[list[int]]:
+    """Each prompt of a workload with its answer."""
+    return [
+        prompt + generate(prompt, params.max_tokens, params.stop_token_ids, params.min_tokens)
+        for _, prompt, params, _ in workload(seed)
+    ]
+
+
+@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("wrong_in", [0, 3])
+def test_a_draft_model_changes_no_answer_and_reads_and_publishes_only_what_is_right(
+    wrong_in: int, num_groups: int, depth: int
+) -> None:
+    """Preempted and aborted sequences, prefix hits and chunks; its pool is too small too. The fake model checks every slot it reads."""
+    total = Outcome()
+    for seed in range(8):
+        model = ErringDraft(12, seed, wrong_in)
+        draft = DraftModel(model, 12, max_model_len=MAX_MODEL_LEN - 10, prompt_chunk=16)
+        out = run(seed, depth, num_groups, Drafting(draft, 6, always=True))
+        check(out, seed)
+        total.add(out)
+        draft.blocks.check_integrity()
+        draft.blocks.release_ended()
+        assert draft.blocks.pool.num_used == 0
+        known = {tuple(whole[:end]) for whole in texts_of(seed) for end in range(len(whole) + 1)}
+        late = [context for context in model.contexts if context[:-5] not in known]
+        assert not late, "a draw sees at most 5 guesses, those of its own step"
+        for block_hash, block in draft.blocks.pool._by_hash[0].items():
+            slot = model.slots[(block + 1) * 16 - 1]
+            assert slot is not None
+            assert hash_blocks(root_hash("fake"), list(slot[2]))[-1] == block_hash, "a hash that promises other KV"
+    assert total.accepted > 100
+    assert (total.accepted == total.drafted) == (wrong_in == 0)

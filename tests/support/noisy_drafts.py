@@ -1,4 +1,4 @@
-"""A proposer that knows the answers, and is wrong as often as a test wants."""
+"""Proposers that are wrong as often as a test wants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from support.fake_engine import VOCAB, FakeRunner, slot_of
+
 from common.engine.sequence import Sequence
 from common.engine.speculation.token_index import Proposal
+from common.engine.step import SampledToken, StepInput, StepOutput
 
 
 class NoisyDrafts:
@@ -37,3 +40,31 @@ class NoisyDrafts:
 
     def ended(self, seq: Sequence) -> None:
         """It learns nothing."""
+
+    def cost_s(self, num_seqs: int) -> float:
+        return 0.0
+
+    def take_spent_s(self) -> float:
+        return 0.0
+
+
+class ErringDraft(FakeRunner):
+    """A draft model without tensors that finds the target's token, except for one in `wrong_in` tokens; 0: always."""
+
+    def __init__(self, num_blocks: int, seed: int, wrong_in: int) -> None:
+        super().__init__(num_blocks)
+        self._draw = random.Random(seed)
+        self._wrong_in = wrong_in
+        self.contexts: set[tuple[int, ...]] = set()
+        """The tokens that each draw saw."""
+
+    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        output = super().execute(step, on_layer)
+        for spec in step.samples:
+            slot = self.slots[slot_of(step.block_tables[0][spec.seq_index], spec.position - 1)]
+            assert slot is not None
+            self.contexts.add(slot[2])
+        for index, token in enumerate(output.sampled):
+            if self._wrong_in and self._draw.randrange(self._wrong_in) == 0:
+                output.sampled[index] = SampledToken((token.token_id + 1) % VOCAB)
+        return output

@@ -24,6 +24,11 @@ class StepCosts:
         """The keys, in order."""
         self._steps = 0
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether `seconds` are seconds; else they are only ratios."""
+        return bool(self._rows)
+
     def record(self, rows: int, seconds: float) -> None:
         """Take in the duration of one step with `rows` rows."""
         self._steps += 1
