@@ -316,7 +316,8 @@ class SpeculationOptions:
     speculate: str = option(
         "off",
         "Guess the next tokens of each stream and verify them in one step: suffix (what followed the same tokens before in the "
-        "prompt and the answer), ngram (only the latest such place), auto (suffix) or off. The answers are the same; where guesses do not pay, fewer or none are made.",
+        "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same vocabulary), auto (suffix) "
+        "or off. The answers are the same; where guesses do not pay, fewer or none are made.",
         "Speculation",
         "--speculative-config",
     )

@@ -44,3 +44,8 @@ def _with_tables(groups: list[LayerGroup]) -> tuple[LayerGroup, ...]:
         # Dealt out in turn, so that each stage of a pipeline has about the same number of layers of every part.
         cut += [replace(group, layers=group.layers[i::parts], table=len(cut) + i) for i in range(parts)]
     return tuple(cut)
+
+
+def in_one_table(spec: KVSpec) -> KVSpec:
+    """The same layers with one block table, whose blocks are kept also behind sliding windows."""
+    return replace(spec, groups=tuple(replace(group, table=0) for group in spec.groups))

@@ -12,12 +12,11 @@ from common.config.service_configs import NodeConfig
 from common.control.messages import ModelInfo
 from common.kernels.native.find import arithmetic
 from common.kv.rank_layout import KVLayout
-from common.kv.spec import KVSpec
 from common.model.choose import choose_model
 from common.model.files import files_state
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.hub import model_name, resolve_model
-from common.model.kv_spec import kv_spec
+from common.model.kv_spec import in_one_table, kv_spec
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.kv_budget import KvMemoryRequest
 from common.node.options import AdapterOptions
@@ -48,14 +47,12 @@ def plan_draft(config: NodeConfig, target: NodePlan, name: str) -> NodePlan:
     bf16 = arithmetic() if target.device == "cpu" and dtype == "bfloat16" else ""
     load_format, seed = target.weights.load_format, target.weights.seed
     identity = fingerprint(path, model_config, load_format, dtype, seed, "cpu", quantization, bf16, tokenizer)
-    spec = kv_spec(model_config, dtype)
-    one_table = KVSpec(tuple(replace(group, table=0) for group in spec.groups))
     return replace(
         target,
         path=path,
         tokenizer=folder,
         model_config=model_config,
-        layout=KVLayout(identity, one_table, 1, (model_config.num_layers,)),
+        layout=KVLayout(identity, in_one_table(kv_spec(model_config, dtype)), 1, (model_config.num_layers,)),
         model=ModelInfo(model_name(path), str(path), model_config.vocab_size, max_model_len, tokenizer),
         weights=replace(
             target.weights, dtype=dtype, quantization=quantization, state=files_state(path, config.load_format)

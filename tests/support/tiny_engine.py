@@ -25,16 +25,17 @@ from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
-from common.model.kv_spec import kv_spec
+from common.model.kv_spec import in_one_table, kv_spec
 from common.model.loader import load_model
 
 NUM_BLOCKS = 12
 VOCAB = 256
 
 
-def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -> ModelRunner:
+def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None, one_table: bool = False) -> ModelRunner:
     config = load_model_config(path)
-    layout = KVLayout("f", kv_spec(config, "float32"))
+    spec = kv_spec(config, "float32")
+    layout = KVLayout("f", in_one_table(spec) if one_table else spec)
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS * layout.spec.num_tables)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
     return ModelRunner(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from common.base.hashing import root_hash
@@ -12,6 +14,7 @@ from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
 from common.engine.speculation.step_costs import StepCosts
+from common.engine.speculation.token_index import Proposal
 
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -147,3 +150,61 @@ def test_without_room_for_answers_none_is_kept() -> None:
     answered.tokens.ids += TEXT
     made.ended(answered)
     assert drafts_of(made, [sequence("b", [5, 6, *TEXT[:3]])]) == [0]
+
+
+class Costly:
+    """A proposer whose guesses take `cost_of_guess` seconds for each number of them."""
+
+    name = "draft"
+
+    def __init__(self, cost_of_guess: float) -> None:
+        self.cost_of_guess = cost_of_guess
+        self.limits: list[int] = []
+
+    def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
+        self.limits = list(limits)
+        for seq, limit in zip(seqs, limits, strict=True):
+            seq.tokens.draft([7] * limit, limit, 1000)
+        return [Proposal([7] * limit, 1) for limit in limits]
+
+    def foresees(self, seq: Sequence) -> int:
+        return 1
+
+    def ended(self, seq: Sequence) -> None:
+        """It learns nothing."""
+
+    def cost_s(self, num_seqs: int) -> float:
+        return self.cost_of_guess * (num_seqs > 0)
+
+    def take_spent_s(self) -> float:
+        return self.cost_of_guess * max(self.limits)
+
+
+def costly(cost_of_guess: float, *, measured: bool = True) -> tuple[Drafting, Costly]:
+    proposer = Costly(cost_of_guess)
+    made = Drafting(proposer, 8)
+    for rows in range(1, 65 if measured else 1):
+        made.costs.record(rows, 1.0)
+    for _ in range(200):
+        made.acceptance.learn(1, 8, 6)
+    return made, proposer
+
+
+def test_the_dearer_a_guess_the_fewer_are_asked_for() -> None:
+    numbers: list[int] = []
+    for cost in (0.001, 0.2, 0.5, 3.0):
+        made, proposer = costly(cost)
+        numbers += drafts_of(made, [sequence()])
+        assert proposer.limits == ([numbers[-1]] if numbers[-1] else [])
+        assert made.saved_s == pytest.approx(-cost * numbers[-1]), "what guesses took is counted"
+    assert numbers == sorted(numbers, reverse=True)
+    assert (numbers[0] > 5, numbers[-1]) == (True, 0)
+    made, _ = costly(0.5)
+    more = drafts_of(made, [sequence(str(n)) for n in range(4)])
+    assert max(more) >= numbers[2], "several sequences share the time of a guess"
+
+
+def test_costly_guesses_begin_when_steps_are_measured() -> None:
+    made, proposer = costly(0.001, measured=False)
+    assert drafts_of(made, [sequence()]) == [0]
+    assert proposer.limits == []

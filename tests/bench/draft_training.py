@@ -1,0 +1,136 @@
+"""Trains a draft model of one layer or two on a model's own answers. A program: `python -m bench.draft_training --help`.
+
+The answers are those of the real small model to questions made from templates. The draft has the model's embedding, LM head and
+final norm, and begins with copies of its first and last layers; only the layers and the norm are trained, to predict the next token of
+the answers. Its LM head has only the tokens that the answers use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from pathlib import Path
+
+from kvrelay import LLM, SamplingParams
+
+QUESTIONS = (
+    "Explain how {} works.",
+    "Write a short story about {}.",
+    "Give me five tips for {}.",
+    "What are the advantages of {}?",
+    "Describe {} to a child.",
+    "Write an email to a friend about {}.",
+    "What should a beginner know about {}?",
+    "Why is {} important?",
+)
+TOPICS = (
+    *("a bicycle", "the moon", "cooking pasta", "a garden", "learning English", "a good night's sleep", "the sea"),
+    *("a library", "drinking water", "trains", "a computer", "swimming", "photography", "the weather", "coffee"),
+    *("a job interview", "public transport", "music lessons", "a birthday party", "chess", "recycling", "volcanoes"),
+    *("a healthy breakfast", "mountain hiking", "the human heart", "solar energy", "painting", "a family dog", "tea"),
+    *("saving money", "a long journey", "electric cars", "reading books", "the internet", "bees", "a small business"),
+    *("running a marathon", "the brain", "video games", "winter", "yoga", "city parks", "bread", "a telescope"),
+)
+HELD_OUT = ("a lighthouse", "growing tomatoes", "bridges", "a museum visit")
+"""Topics that no draft is trained on."""
+_SEQS = 64
+
+
+def questions(topics: tuple[str, ...]) -> list[str]:
+    """Each question about each topic, as the model's chat template writes it."""
+    texts = [question.format(topic) for question, topic in itertools.product(QUESTIONS, topics)]
+    return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts]
+
+
+def answers(model: Path, seconds: float) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of as many questions as are answered in about `seconds`, half of them greedy."""
+    draw, found = random.Random(1), list[tuple[list[int], list[int]]]()
+    until_s = time.monotonic() + seconds
+    with LLM(str(model), kv_memory_gb=1.0, max_model_len=512, max_num_seqs=_SEQS) as llm:
+        prompts = questions(TOPICS)
+        for round_ in itertools.count():
+            asked = draw.sample(prompts, _SEQS)
+            params = [
+                SamplingParams(max_tokens=160, temperature=float(n % 2), seed=1000 * round_ + n) for n in range(_SEQS)
+            ]
+            for output in llm.generate(asked, params, use_tqdm=False):
+                found.append((output.prompt_token_ids, list(output.outputs[0].token_ids)))
+            if time.monotonic() > until_s:
+                return found
+    raise AssertionError
+
+
+def train(model: Path, pairs: list[tuple[list[int], list[int]]], folder: Path, num_layers: int, seconds: float) -> None:
+    """Train a draft of `model` on these pairs of prompt and answer for about `seconds`, and write it to `folder`."""
+    torch.manual_seed(1)
+    with tempfile.TemporaryDirectory() as whole:
+        to_transformers(model, Path(whole))
+        target: Any = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+        config = LlamaConfig.from_pretrained(whole)
+        config.num_hidden_layers = num_layers
+        draft: Any = LlamaForCausalLM(config)
+        draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+        draft.model.norm.load_state_dict(target.model.norm.state_dict())
+        for number, layer in enumerate(draft.model.layers):
+            source = target.model.layers[0 if number == 0 else -1]
+            layer.load_state_dict(source.state_dict())
+        del target
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(whole, name), folder / name)
+    used = torch.tensor(sorted({token for _, answer in pairs for token in answer}))
+    place = torch.zeros(config.vocab_size, dtype=torch.int64)
+    place[used] = torch.arange(len(used))
+    head = draft.model.embed_tokens.weight.detach()[used]
+    draft.model.embed_tokens.weight.requires_grad_(False)
+    weights = [each for each in draft.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+    started, draw, steps = time.monotonic(), random.Random(1), 0
+    order: list[tuple[list[int], list[int]]] = []
+    while (share := (time.monotonic() - started) / seconds) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = _PEAK * min(1.0, (steps + 1) / 20) * (1.0 - share)
+        if len(order) < _BATCH:
+            order = draw.sample(pairs, len(pairs))
+        batch, order = order[:_BATCH], order[_BATCH:]
+        longest = max(len(prompt) + len(answer) for prompt, answer in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        wanted = torch.full((len(batch), longest), -100)
+        for row, (prompt, answer) in enumerate(batch):
+            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            wanted[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = place[torch.tensor(answer)]
+        hidden = draft.model(ids).last_hidden_state[wanted >= 0]
+        logits, wanted = hidden @ head.T, wanted[wanted >= 0]
+        loss = cross_entropy(logits, wanted)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if steps % 10 == 0:
+            right = (logits.argmax(-1) == wanted).float().mean()
+            print(f"{share:.0%} step {steps}: loss {loss.item():.3f}, {right:.0%} right", flush=True)
+        steps += 1
+    tensors = {name: each.detach().bfloat16() for name, each in draft.state_dict().items() if name != "lm_head.weight"}
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    draft.config.save_pretrained(folder)
+    (folder / "draft_tokens.json").write_text(json.dumps(used.tolist()))
+
+
+_PEAK, _BATCH = 2e-3, 16
+
+
+def main() -> None:
+    """Bring the model, let it answer, train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the draft model is written")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--answer-s", type=float, default=600, help="seconds in which the model answers")
+    parser.add_argument("--train-s", type=float, default=1200, help="seconds of training")
+    args = parser.parse_args()
+    model = fetch()
+    train(model, answers(model, args.answer_s), args.folder, args.layers, args.train_s)
+
+
+if __name__ == "__main__":
+    main()
