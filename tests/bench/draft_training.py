@@ -7,12 +7,24 @@ the answers. Its LM head has only the tokens that the answers use.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import random
+import shutil
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support.real_small_model import to_transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvrelay import LLM, SamplingParams
+from scripts.small_model import fetch
 
 QUESTIONS = (
     "Explain how {} works.",
@@ -35,6 +47,9 @@ TOPICS = (
 HELD_OUT = ("a lighthouse", "growing tomatoes", "bridges", "a museum visit")
 """Topics that no draft is trained on."""
 _SEQS = 64
+"""Questions that are answered at once."""
+_PEAK, _BATCH = 2e-3, 16
+"""Highest learning rate, and answers of a training step."""
 
 
 def questions(topics: tuple[str, ...]) -> list[str]:
@@ -112,12 +127,11 @@ def train(model: Path, pairs: list[tuple[list[int], list[int]]], folder: Path, n
             print(f"{share:.0%} step {steps}: loss {loss.item():.3f}, {right:.0%} right", flush=True)
         steps += 1
     tensors = {name: each.detach().bfloat16() for name, each in draft.state_dict().items() if name != "lm_head.weight"}
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     draft.config.save_pretrained(folder)
     (folder / "draft_tokens.json").write_text(json.dumps(used.tolist()))
-
-
-_PEAK, _BATCH = 2e-3, 16
 
 
 def main() -> None:
