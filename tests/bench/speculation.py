@@ -7,11 +7,13 @@ as the text has it.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from itertools import count
 from typing import Any
 
+from bench.draft_training import draft_folder
 from bench.results import Result, Target, median
 from bench.session import Session
 from bench.shape import SHAPES, make_model_folder
@@ -169,4 +171,25 @@ def run(session: Session) -> Result:
         result.add("a proposal", proposal_us, "us", target=Target(50, at_most=True))
     finally:
         worker.close()
+    _draft_model(session, result)
     return result
+
+
+def _draft_model(session: Session, result: Result) -> None:
+    """The real small model with the draft that `bench.draft_training` made of it, if it is on this machine."""
+    if session.options.quick or not (draft_folder() / "model.safetensors").is_file():
+        return
+    with contextlib.ExitStack() as stack:
+        plain, drafting = (
+            stack.enter_context(
+                contextlib.closing(Worker("bench.draft_training:Guessing", environ=PASSIVE, speculate=speculate))
+            )
+            for speculate in ("off", f"draft:{draft_folder()}")
+        )
+        for temperature in (0.0, 1.0):
+            ratios: list[float] = []
+            for _ in range(session.repeats(5, 1) + 1):
+                before = plain.call("rate", temperature=temperature, count=4)
+                ratios.append(drafting.call("rate", temperature=temperature, count=4) / before)
+            title = f"trained draft, 1 stream, temperature {temperature:g}"
+            result.add(title, median(ratios[1:]), "x plain", target=Target(1.4))

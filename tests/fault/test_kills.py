@@ -131,6 +131,22 @@ def test_streams_continue_exactly_or_end_in_a_clear_error_and_the_node_comes_bac
     system.wait_whole()
 
 
+def test_streams_whose_tokens_a_draft_model_guesses_continue_exactly(tmp_path: Path) -> None:
+    """The model is its own draft, which pays beside two stages that exchange each row. The node comes back without draft KV."""
+    model = make_tiny(MODEL, tmp_path / MODEL)
+    args = ("--model", str(model), "--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0")
+    with running_system(tmp_path, *args, "--decode-pp", "2", "--speculate", f"draft:{model}") as system:
+        system.wait_usable()
+        streams = asyncio.run(stream_through(system, "decode", temperature=0.8, seed=7))
+        again = asyncio.run(stream_through_quietly(system, temperature=0.8, seed=7))
+        for before, after in zip(streams, again, strict=True):
+            assert after.finish_reason == "length"
+            assert before.tokens == after.tokens[: len(before.tokens)]
+        drafted = system.metric("vllm:spec_decode_num_draft_tokens_total", method="draft")
+        assert drafted == system.metric("vllm:spec_decode_num_accepted_tokens_total", method="draft") > 0
+        system.wait_whole()
+
+
 async def stream_through_quietly(system: System, **options: Any) -> list[Stream]:
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(base_url=system.url, timeout=90.0) as client:
