@@ -77,7 +77,7 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
 def _by_model(option: str, model: object, max_drafts: int) -> Speculation:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"{option} needs the draft model's folder or name")
-    return Speculation("draft", max_drafts, model)
+    return Speculation("draft", max_drafts, model=model)
 
 
 def _refuse_heads(option: str, method: object) -> None:
