@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.control.messages import NodeRecord, PeerRef, Role, SamplingParams
+from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting, IndexProposer
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
-from common.engine.speculation.draft_model import DraftModel
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 from common.node.adapter_table import AdapterSource

@@ -14,12 +14,12 @@ from support.noisy_drafts import ErringDraft, NoisyDrafts
 from common.base.hashing import hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
+from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
-from common.engine.speculation.draft_model import DraftModel
 from common.kv.pool import BlockPool
 
 MAX_MODEL_LEN = 120

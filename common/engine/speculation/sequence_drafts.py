@@ -10,7 +10,7 @@ from common.engine.speculation.token_index import TokenIndex
 
 @dataclass
 class DraftKV:
-    """KV of a sequence in a draft model's own blocks: `common.engine.speculation.draft_kv`."""
+    """KV of a sequence in a draft model's own blocks: `common.engine.draft_kv`."""
 
     blocks: list[int]
     num_computed: int

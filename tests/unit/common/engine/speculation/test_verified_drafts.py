@@ -12,9 +12,9 @@ from support.oracle import make_tiny
 from support.tiny_engine import NUM_BLOCKS, VOCAB, answers, make_runner
 
 from common.base.errors import EngineError
+from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting
 from common.engine.sequence import Sequence
-from common.engine.speculation.draft_model import DraftModel
 from common.engine.step import StepInput, StepOutput
 from common.kernels.native.find import find_native
 

@@ -16,8 +16,8 @@ from common.base.errors import EngineError
 from common.base.hashing import BLOCK_SIZE
 from common.control.messages import SamplingParams
 from common.engine.build_step import draw_of
+from common.engine.draft_kv import DraftBlocks
 from common.engine.sequence import Sequence
-from common.engine.speculation.draft_kv import DraftBlocks
 from common.engine.speculation.sequence_drafts import DraftKV
 from common.engine.speculation.step_costs import StepCosts
 from common.engine.speculation.token_index import NOTHING, Proposal
