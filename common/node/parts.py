@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from common.security.sealed_endpoints import without_keys
 
 if TYPE_CHECKING:
     from common.node.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 def make_record(
@@ -58,8 +61,10 @@ def make_drafting(plan: NodePlan, draft: Worker | None = None) -> Drafting:
     speculation = plan.speculation
     if speculation is None:
         return Drafting()
-    if speculation.method == "draft":
-        assert draft is not None, "the leader has loaded the draft model"
+    if speculation.method == "draft" and draft is None:
+        log.warning("no drafts: this node was a prefill node at its start, and has not loaded the draft model")
+        return Drafting()
+    if draft is not None:
         max_model_len, chunk = draft.plan.model.max_model_len, plan.steps.prefill_chunk
         model = DraftModel(draft.runner, draft.num_blocks, max_model_len=max_model_len, prompt_chunk=chunk)
         return Drafting(model, speculation.max_drafts)
