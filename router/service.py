@@ -60,13 +60,13 @@ async def serve(config: RouterConfig) -> None:
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
-    pages = DashboardRoutes(router, config.admin_token, directory)
+    planner = None if config.planner == "off" else PlannerLoop(config, router.dispatcher)
+    pages = DashboardRoutes(router, config.admin_token, directory, planner)
     trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
     ui = pages.application(Access(config.admin_token or "", trusted))
     server = http_server(router, config, directory, responses, ui)
     pages.chat_endpoint = cast("ASGIApp", server.config.app)
     restart = Restart(router.dispatcher, lambda: server.busy)
-    planner = None if config.planner == "off" else PlannerLoop(config, router.dispatcher)
     if admin is not None:
         admin.start(
             RouterAdmin(router, directory, restart, planner).routes()

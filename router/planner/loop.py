@@ -99,6 +99,11 @@ class PlannerLoop:
         self._leads = False
         self._trouble = ""
 
+    @property
+    def latest(self) -> StoredPlan | None:
+        """The last plan of the cluster, by whichever router."""
+        return self._latest
+
     def shown(self) -> Mapping[str, Any]:
         """The last plan of the cluster, by whichever router, for operators."""
         latest = self._latest

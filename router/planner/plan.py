@@ -16,7 +16,7 @@ COOL_DOWN_S = 600.0
 """Least time between two changes of one role's count in opposite directions."""
 MANUAL_S = 3600.0
 """How long numbers that somebody set by hand are left alone."""
-_SPAN_S = 60.0
+_SPAN_S = 180.0
 """Least time over which the demand was measured."""
 _TIGHT = 0.95
 """Below this pressure nothing is added or traded."""

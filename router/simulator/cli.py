@@ -38,14 +38,21 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Trace in Mooncake's format (JSON lines); without one, requests are synthetic."),
+    list[Path] | None,
+    typer.Option(
+        "--trace",
+        help="Trace in Mooncake's format (JSON lines) or Azure's (CSV); without one, requests are synthetic. Given twice, with "
+        "--rate and --mix-period: two traces whose shares turn.",
+    ),
 ]
 Requests = Annotated[
     int | None, typer.Option(min=1, help="Number of requests; a trace with fewer is overlaid with itself.")
 ]
 RateScale = Annotated[float, typer.Option(help="Factor on the trace's request rate.")]
-Rate = Annotated[float, typer.Option(help="Synthetic requests per second.")]
+Rate = Annotated[float, typer.Option(help="Requests per second, synthetic ones or of two traces.")]
+SecondRate = Annotated[
+    float | None, typer.Option(help="With two traces: requests per second of the second; default: --rate.")
+]
 Prefill = Annotated[int, typer.Option(min=0, max=_MAX_NODES, help="Number of prefill nodes.")]
 Decode = Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Number of decode nodes.")]
 Policy = Annotated[str, typer.Option(help="Policy, or several to compare, separated by commas.")]
@@ -72,7 +79,7 @@ Costs = Annotated[str, typer.Option(metavar="NAME=VALUE,...", help="Node costs, 
 Planner = Annotated[
     bool,
     typer.Option(
-        "--planner", help="Compare the planner of routers with an oracle and with every fixed split of as many nodes."
+        "--planner", help="Compare the planner of routers with an oracle and with fixed splits of as many nodes."
     ),
 ]
 NodeStart = Annotated[
@@ -82,7 +89,7 @@ MixPeriod = Annotated[
     float | None,
     typer.Option(
         help="Synthetic requests whose mix turns with this period in seconds, from long prompts with short answers to the "
-        "opposite and back."
+        "opposite and back; or the period of two traces, from 80:20 to 20:80 and back."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")]
@@ -98,6 +105,7 @@ def simulate_command(
     requests: Requests = None,
     rate_scale: RateScale = 1.0,
     rate: Rate = 4.0,
+    second_rate: SecondRate = None,
     prefill: Prefill = 4,
     decode: Decode = 4,
     policy: Policy = "kv_aware",
@@ -125,20 +133,25 @@ def simulate_command(
         from router.simulator.cluster import Shape
         from router.simulator.run import Simulation
         from router.simulator.simulated_router import Admission
-        from router.simulator.workload import read_trace
+        from router.simulator.traces import read_trace
 
-        _check_positive(rate_scale=rate_scale, rate=rate, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
+        _check_positive(
+            rate_scale=rate_scale, rate=rate, second_rate=second_rate or 1.0, slo_ttft=slo_ttft, slo_tpot=slo_tpot
+        )
         _check_output(json_file, goodput, plot)
-        _check_mix(mix_period, trace)
+        _check_mix(mix_period, len(trace or []))
         if planner and (goodput is not None or plot is not None or "," in policy or prefill < 1):
             raise ConfigError("--planner takes one policy, one prefill node at least, and neither --goodput nor --plot")
         costs = _hardware(hardware)
+        traces = [read_trace(path, block_tokens) for path in trace or []]
         base = Simulation(
             shape=Shape(prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=costs),
-            trace=None if trace is None else read_trace(trace, block_tokens),
+            trace=traces[0] if traces else None,
+            second=traces[1] if len(traces) > 1 else None,
             requests=requests,
             rate_scale=rate_scale,
             rate=rate,
+            second_rate=second_rate,
             seed=seed,
             local_prefill_tokens=local_prefill_tokens,
             slo_ttft_s=slo_ttft,
@@ -162,12 +175,13 @@ def _check_positive(**values: float) -> None:
             )
 
 
-def _check_mix(mix_period: float | None, trace: Path | None) -> None:
-    if mix_period is None:
-        return
-    _check_positive(mix_period=mix_period)
-    if trace is not None:
-        raise ConfigError("--mix-period is for synthetic requests: remove it or --trace")
+def _check_mix(mix_period: float | None, traces: int) -> None:
+    if traces > 2 or (traces == 2) != (mix_period is not None and traces > 0):
+        raise ConfigError(
+            "--mix-period is for synthetic requests or for two traces: give --trace twice, or remove one of them"
+        )
+    if mix_period is not None:
+        _check_positive(mix_period=mix_period)
 
 
 def _check_output(json_file: Path | None, goodput: float | None, plot: Path | None) -> None:
@@ -231,8 +245,7 @@ def _compare_shapes(simulation: Simulation, start_s: float, json_file: Path | No
     from router.simulator.table import table_of_shapes
 
     console = Console(stderr=json_file == Path("-"))
-    runs = simulation.shape.prefill + simulation.shape.decode + 1
-    console.print(f"[dim]simulating {runs} clusters[/dim]", highlight=False)
+    console.print("[dim]simulating the planner, an oracle and fixed splits[/dim]", highlight=False)
     compared = compare_shapes(simulation, start_s)
     figures = [*compared.fixed, compared.planned, compared.oracle]
     console.print(table_of_shapes(figures))

@@ -56,7 +56,7 @@ class SimulatedCluster:
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
-        self._all_arrived = False
+        self.all_arrived = False
         self._retired: list[Node] = []
         router.meet(self, self.prefill, self.decode)
 
@@ -88,12 +88,6 @@ class SimulatedCluster:
         self._router.meet(self, self.prefill, self.decode)
         return node
 
-    @property
-    def over(self) -> bool:
-        """All requests have ended, and no other will come."""
-        ledger = self.ledger
-        return self._all_arrived and ledger.arrived_count == len(ledger.ttft_s) + ledger.refusals.total()
-
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
         """Run all of `workload`, which must be ordered by arrival; returns when the last request has ended."""
         self._arrivals = workload
@@ -110,7 +104,7 @@ class SimulatedCluster:
 
     def _next_arrival(self) -> None:
         request = next(self._arrivals, None)
-        self._all_arrived = request is None
+        self.all_arrived = request is None
         if request is not None:
             self._events.at(request.arrival_s, self._arrive, request)
 

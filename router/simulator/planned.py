@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from common.control.messages import Role
 from router.planner.demand import DemandMeter, Sample, decode_slots
 from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
-from router.planner.sizing import Demand, NodeCounts, RoleCosts, need
+from router.planner.sizing import Demand, NodeCounts, RoleCosts
 from router.requests.admission import Objectives
 from router.simulator.cluster import Node, SimulatedCluster
 from router.simulator.events import Events
@@ -24,6 +24,8 @@ from router.simulator.run import Simulation, SimulationOutcome, simulate
 from router.simulator.simulated_router import SimulatedRouter
 
 _TICK_S = 10.0
+_FINE = 40
+"""Steps between fixed splits get as small as this part of all nodes, or one node."""
 _AHEAD_S = 600.0
 """How far the oracle sees."""
 
@@ -53,8 +55,8 @@ class Planned:
         return decision.counts
 
 
-class Oracle:
-    """Knows what will arrive in the next ten minutes, what nodes cost, and waits for nothing."""
+class Oracle(Planned):
+    """The planner, if it knew what will arrive in the next ten minutes and what nodes cost."""
 
     def __init__(
         self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
@@ -64,17 +66,16 @@ class Oracle:
         self._times_s = [each[0] for each in arrivals]
         self._prompt_tokens = list(accumulate((each[1] * computed_share for each in arrivals), initial=0.0))
         self._output_tokens = list(accumulate((each[2] for each in arrivals), initial=0))
-        self._objectives, self._costs = objectives, costs
+        super().__init__(objectives, Limits())
+        self._costs = costs
 
     def decide(self, observed: Observed) -> NodeCounts:
-        """The split with the least pressure; the present one while it is as good."""
+        """See `router.planner.plan.plan`, which gets the demand of the next ten minutes instead of the last ones."""
         first, last = (bisect_left(self._times_s, observed.now_s + ahead_s) for ahead_s in (0.0, _AHEAD_S))
         prompts = self._prompt_tokens[last] - self._prompt_tokens[first]
         outputs = self._output_tokens[last] - self._output_tokens[first]
-        needed = need(Demand(_AHEAD_S, prompts / _AHEAD_S, outputs / _AHEAD_S), self._costs, self._objectives)
-        total, now = observed.wanted.total, observed.wanted
-        splits = [NodeCounts(prefill, total - prefill) for prefill in range(1, total)]
-        return min(splits, key=lambda split: (needed.pressure(split), abs(split.prefill - now.prefill)))
+        demand = Demand(_AHEAD_S, prompts / _AHEAD_S, outputs / _AHEAD_S)
+        return super().decide(replace(observed, demand=demand, costs=self._costs))
 
 
 class ShapeKeeper:
@@ -98,8 +99,8 @@ class ShapeKeeper:
         events.after(_TICK_S, self._tick)
 
     def _tick(self, _: None) -> None:
-        if self._cluster.over:
-            return
+        if self._cluster.all_arrived:
+            return  # the last answers say nothing about the load
         self._events.after(_TICK_S, self._tick)
         self._wanted = self._shaper.decide(self._observe())
         self._change()
@@ -145,7 +146,7 @@ class Comparison:
     """Figures of the same requests served in different shapes of one size; `report.summary` and `shape` in each."""
 
     fixed: list[dict[str, Any]]
-    """One per split."""
+    """One per split that was tried, by prefill nodes."""
     planned: dict[str, Any]
     oracle: dict[str, Any]
     changes: Sequence[tuple[float, ShapeDecision]]
@@ -158,11 +159,10 @@ class Comparison:
 
 
 def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
-    """Serve the requests with the planner, with an oracle, and with every fixed split of as many nodes.
+    """Serve the requests with the planner, with an oracle, and with fixed splits of as many nodes, up to the best of these.
 
     `start_s`: seconds until a new node of the planner's takes requests. Raises: ConfigError.
     """
-    shape = simulation.shape
     objectives = Objectives(simulation.slo_ttft_s, simulation.slo_tpot_s)
     planned = Planned(objectives, Limits())
     keeper = ShapeKeeper(planned, start_s)
@@ -170,12 +170,30 @@ def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
     assert keeper.costs is not None
     seer = Oracle(objectives, keeper.costs, simulation.workload(), 1 - with_planner["hit_rate"])
     oracle = _figures("oracle", simulate(simulation, prepare=ShapeKeeper(seer, 0.0).watch))
-    fixed: list[dict[str, Any]] = []
-    for prefill in range(1, shape.prefill + shape.decode):
-        counts = NodeCounts(prefill, shape.prefill + shape.decode - prefill)
-        split = replace(simulation, shape=replace(shape, prefill=counts.prefill, decode=counts.decode))
-        fixed.append(_figures(f"{counts.prefill} + {counts.decode}", simulate(split)))
-    return Comparison(fixed, with_planner, oracle, planned.changes)
+    return Comparison(_fixed_splits(simulation), with_planner, oracle, planned.changes)
+
+
+def _fixed_splits(simulation: Simulation) -> list[dict[str, Any]]:
+    """Go from the given split to better ones until none is, in steps that get smaller; of many nodes not to the last one."""
+    shape = simulation.shape
+    total, best = shape.prefill + shape.decode, shape.prefill
+    tried: dict[int, dict[str, Any]] = {}
+
+    def goodput(prefill: int) -> float:
+        if not 0 < prefill < total:
+            return -1.0
+        if prefill not in tried:
+            split = replace(simulation, shape=replace(shape, prefill=prefill, decode=total - prefill))
+            tried[prefill] = _figures(f"{prefill} + {total - prefill}", simulate(split))
+        return tried[prefill]["goodput"]
+
+    step = max(1, total // 8)
+    while step > total // _FINE:
+        better = max((best, best - step, best + step), key=goodput)
+        if better == best:
+            step //= 2
+        best = better
+    return [tried[prefill] for prefill in sorted(tried)]
 
 
 def _figures(name: str, outcome: SimulationOutcome) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,8 @@ from router.simulator.events import Events
 from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
 from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
-from router.simulator.workload import SyntheticConversations, TraceLine, TurningMix, from_trace, synthetic, turning
+from router.simulator.traces import TraceLine
+from router.simulator.workload import SyntheticConversations, TurningMix, from_trace, joined, synthetic, turning
 
 _HALVINGS = 7
 
@@ -24,6 +26,10 @@ class Simulation:
     policy: str = "kv_aware"
     shape: Shape = field(default_factory=Shape)
     trace: Sequence[TraceLine] | None = None
+    second: Sequence[TraceLine] | None = None
+    """A second trace; the shares of the two turn with `mix_period_s` (`workload.joined`)."""
+    second_rate: float | None = None
+    """Its requests per second; None: `rate`, which is that of the first."""
     requests: int | None = None
     rate_scale: float = 1.0
     rate: float = 4.0
@@ -44,6 +50,14 @@ class Simulation:
 
     def workload(self) -> Iterator[SimRequest]:
         """The requests, by arrival."""
+        if self.trace is not None and self.second is not None:
+            return joined(
+                (self.trace, self.second),
+                requests=self.num_requests,
+                rates=[each * self.rate_scale for each in (self.rate, self.second_rate or self.rate)],
+                period_s=self.mix_period_s or math.inf,
+                seed=self.seed,
+            )
         if self.trace is not None:
             return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
         if self.mix_period_s is not None:

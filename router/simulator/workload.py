@@ -1,72 +1,24 @@
-"""The requests of a run: a trace, overlaid copies of a trace, or synthetic ones. Pure except for reading the file.
+"""The requests of a run: a trace, overlaid copies of a trace, two traces whose shares turn, or synthetic ones. Pure.
 
-A trace has JSON lines in Mooncake's format: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`,
-one per block of the prompt. Two blocks have equal ids exactly if their whole prefixes are equal.
+The synthetic ones are conversations, or prompts of two kinds whose shares turn.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from pathlib import Path
-from typing import Any
 
-from common.base.errors import ConfigError
 from common.base.hashing import HASH_BYTES, BlockHash
 from router.simulator.request import SimRequest
+from router.simulator.traces import TraceLine
 
 _NAMES = 1 << (8 * HASH_BYTES)
 _ODD = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """2^128 / golden ratio, odd, so that different numbers have different products modulo 2^128."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    """One request as a trace has it."""
-
-    arrival_s: float
-    input_tokens: int
-    output_tokens: int
-    hash_ids: Sequence[int]
-
-
-def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
-    """All requests of a file, by arrival. Raises: ConfigError naming the invalid line."""
-    lines: list[TraceLine] = []
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                lines.append(_trace_line(json.loads(line), block_tokens))
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                raise ConfigError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
-    if not lines:
-        raise ConfigError(f"the trace {path} has no requests")
-    return sorted(lines, key=lambda line: line.arrival_s)
-
-
-def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
-    line = TraceLine(
-        arrival_s=float(data["timestamp"]) / 1000,
-        input_tokens=int(data["input_length"]),
-        output_tokens=max(1, int(data["output_length"])),
-        hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
-    )
-    if line.input_tokens < 1 or int(data["output_length"]) < 0 or not 0 <= line.arrival_s < math.inf:
-        raise ValueError("input_length must be at least 1, output_length and timestamp at least 0")
-    if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
-        raise ValueError(
-            f"{len(line.hash_ids)} blocks of {block_tokens} tokens cannot hold {line.input_tokens} exactly"
-        )
-    return line
 
 
 def block_name(copy: int, hash_id: int) -> BlockHash:
@@ -104,6 +56,58 @@ def _one_copy(
         yield line.arrival_s - begin_s, copy, line
     for line in lines[:start]:
         yield line.arrival_s + span_s - begin_s, copy, line
+
+
+SHARES = 0.8, 0.2
+"""Of the first of two kinds of requests, at the beginning of a period and in its middle."""
+
+
+def share_of_first(now_s: float, period_s: float) -> float:
+    """The share of the first kind, which turns with the period."""
+    high, low = SHARES
+    return (high + low) / 2 + (high - low) / 2 * math.cos(2 * math.pi * now_s / period_s)
+
+
+def joined(
+    pair: Sequence[Sequence[TraceLine]], *, requests: int, rates: Sequence[float], period_s: float, seed: int = 0
+) -> Iterator[SimRequest]:
+    """Requests of two traces. The first has 80 % of its rate at the beginning of a period and 20 % in its middle, the second
+    the reverse. rates: requests per second of each.
+
+    Copies of each trace are overlaid, begin again at their end under new block names, and are thinned by whole conversations: by
+    the second block of a prompt, because many conversations begin with the same system prompt.
+    """
+
+    def present(kind: int, now_s: float) -> float:
+        share = share_of_first(now_s, period_s)
+        return rates[kind] * (1 - share if kind else share)
+
+    streams = [
+        _thinned(lines, rates[kind] * max(SHARES), lambda now_s, kind=kind: present(kind, now_s), seed * 2 + kind)
+        for kind, lines in enumerate(pair)
+    ]
+    merged = heapq.merge(*streams, key=lambda item: item[0])
+    for number, (arrival_s, names, line) in enumerate(islice(merged, requests)):
+        yield SimRequest(number, arrival_s, line.input_tokens, line.output_tokens, names)
+
+
+def _thinned(
+    lines: Sequence[TraceLine], most: float, wanted: Callable[[float], float], seed: int
+) -> Iterator[tuple[float, list[BlockHash], TraceLine]]:
+    """(arrival, names of the blocks, line) without end: `wanted` requests per second at each time, at most `most`."""
+    span_s = lines[-1].arrival_s - lines[0].arrival_s + 1.0
+    copies = math.ceil(most * span_s / len(lines))
+    own_rate = copies * len(lines) / span_s
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(lines)) for _ in range(copies)]
+    for turn in count():
+        streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
+        for arrival_s, copy, line in heapq.merge(*streams, key=lambda item: item[:2]):
+            now_s = turn * span_s + arrival_s
+            name = (seed << 24) + turn * copies + copy
+            drawn = int.from_bytes(block_name(name, line.hash_ids[min(1, len(line.hash_ids) - 1)]), "little") / _NAMES
+            if drawn < wanted(now_s) / own_rate:
+                yield now_s, [block_name(name, hash_id) for hash_id in line.hash_ids], line
 
 
 @dataclass(frozen=True)
@@ -170,8 +174,7 @@ def turning(options: TurningMix, seed: int = 0) -> Iterator[SimRequest]:
     now_s = 0.0
     for number in range(options.requests):
         now_s += rng.expovariate(options.rate)
-        long_prompts = 0.5 + 0.3 * math.cos(2 * math.pi * now_s / options.period_s)
-        kind = int(rng.random() >= long_prompts)
+        kind = int(rng.random() >= share_of_first(now_s, options.period_s))
         tokens = options.prompt_tokens[kind]
         names = [block_name(0, next(ids)) for _ in range(-(-tokens // options.block_tokens))]
         output = 1 + int(rng.expovariate(1 / options.output_tokens[kind]))

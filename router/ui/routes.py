@@ -20,6 +20,7 @@ from common.control.admin_server import Call, read_object
 from router.admin import RouterAdmin, checked_limit, describe_node, node_state
 from router.findings import ServiceReport, find
 from router.nodes.node import Node
+from router.planner.loop import PlannerLoop
 from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
@@ -35,10 +36,13 @@ _MAX_GROUPS, _MAX_COLUMNS = 40, 40
 class DashboardRoutes:
     """The routes of one router, for all ports that serve them."""
 
-    def __init__(self, router: Router, admin_token: str, directory: Directory | None) -> None:
+    def __init__(
+        self, router: Router, admin_token: str, directory: Directory | None, planner: PlannerLoop | None = None
+    ) -> None:
         self._router = router
+        self._planner = planner
         self._directory = directory
-        self._snapshots = Snapshots(router, directory)
+        self._snapshots = Snapshots(router, directory, planner=planner)
         self._history = History()
         self._admin = RouterAdmin(router, directory)
         self._nodes = NodeControl(router.dispatcher.nodes, admin_token, router.dispatcher.options.tls_dir)
@@ -58,6 +62,8 @@ class DashboardRoutes:
                 "models": ", ".join(sorted(model.name for model in self._router.catalog.models)),
                 "Redis": self._router.degraded(self._directory) or "ok",
             }
+            if self._planner is not None and (plan := self._planner.latest) is not None:
+                facts["plan"] = str(plan.counts)
             views = {node.incarnation: NodeView(node.node_id, node_state(node)) for node in nodes}
             self._history.compare(now_s, views, facts)
             if now_s >= self._history.due_s:

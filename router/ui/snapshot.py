@@ -17,6 +17,7 @@ from common.cluster.membership import Directory
 from router.admin import node_state
 from router.counters import Counter, Histogram
 from router.nodes.node import Node
+from router.planner.loop import PlannerLoop
 from router.router import Router
 
 INTERVAL_S = 0.9
@@ -44,8 +45,11 @@ class _Counters(NamedTuple):
 class Snapshots:
     """Builds the snapshots of one router."""
 
-    def __init__(self, router: Router, directory: Directory | None, clock: Clock = monotonic) -> None:
+    def __init__(
+        self, router: Router, directory: Directory | None, clock: Clock = monotonic, planner: PlannerLoop | None = None
+    ) -> None:
         self._router = router
+        self._planner = planner
         self._directory = directory
         self._clock = clock
         self._built_s = -INTERVAL_S
@@ -78,6 +82,7 @@ class Snapshots:
             "nodes": [self._node(node, now_s) for node in nodes],
             "relays": self._relays(nodes, now_s),
             "totals": totals(self._router, nodes),
+            "plan": None if self._planner is None else self._planner.shown(),
         }
 
     def _node(self, node: Node, now_s: float) -> dict[str, Any]:

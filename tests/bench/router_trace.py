@@ -10,7 +10,7 @@ from bench.results import Result, Target
 from router.policy import POLICIES
 from router.simulator.cluster import Shape
 from router.simulator.run import Simulation, simulate
-from router.simulator.workload import read_trace
+from router.simulator.traces import read_trace
 
 ORACLE = {2: 0.211, 4: 0.287, 8: 0.351}
 """Of Mooncake's conversation trace, by prefill nodes with 5,000 blocks of 512 tokens each: one that always knows best."""

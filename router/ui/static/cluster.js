@@ -4,7 +4,7 @@ import { h, keyed, s, text } from "./dom.js";
 import { frame, poll } from "./frame.js";
 import { openNode, showNodes } from "./node.js";
 import { overview } from "./overview.js";
-import { count, counted, percent, perSecond } from "./units.js";
+import { count, counted, moment, percent, perSecond } from "./units.js";
 
 const MOST_ARROWS = 64;
 const MANY_NODES = 16;
@@ -17,10 +17,11 @@ const prefill = h("ul", { class: "nodes", "aria-label": "Prefill nodes" });
 const decode = h("ul", { class: "nodes", "aria-label": "Decode nodes" });
 const arrows = s("svg", { class: "arrows", "aria-hidden": "true" });
 const relays = h("tbody");
+const plan = h("p", { class: "dim", "aria-label": "Plan", hidden: true });
 const none = h("p", { class: "dim", hidden: true }, "No node is listed yet. Nodes appear here as soon as they register in Redis.");
 const operator = overview();
 main.append(
-  notice, operator.element, h("h2", {}, "Now"), figures, none,
+  notice, operator.element, h("h2", {}, "Now"), figures, plan, none,
   h("div", { class: "topology" },
     h("section", {}, h("h2", { class: "prefill" }, "Prefill"), prefill),
     arrows,
@@ -54,6 +55,13 @@ function showFigures(state) {
       text(element.children[1], item.value);
       text(element.children[2], item.note);
     });
+}
+
+function showPlan(state) {
+  plan.hidden = !state;
+  if (!state) return;
+  const when = state.planned_at ? ` (${moment(state.planned_at)}, ${state.mode})` : "";
+  text(plan, `Plan${when}: ${state.trouble || state.why}`);
 }
 
 function makeNode(node) {
@@ -138,6 +146,7 @@ function show(state) {
   none.hidden = state.nodes.length > 0;
   operator.show(state);
   showFigures(state);
+  showPlan(state.plan);
   document.body.classList.toggle("dense", state.nodes.length > MANY_NODES);
   for (const [list, role] of [[prefill, "prefill"], [decode, "decode"]]) {
     keyed(list, state.nodes.filter((node) => node.role === role), (node) => node.incarnation, makeNode, updateNode);

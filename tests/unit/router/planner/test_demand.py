@@ -24,8 +24,8 @@ def test_rates_count_what_was_done_and_what_waits() -> None:
     meter.add(100 + WINDOW_S, [prefill(27_000, queued=6000), decode(2900, waiting=6)])
     demand = meter.demand(100)
     assert demand.span_s == WINDOW_S
-    assert demand.prompt_tokens_s == pytest.approx(150)
-    assert demand.generated_tokens_s == pytest.approx(10 * 1.5 + 5)
+    assert demand.prompt_tokens_s == pytest.approx(18_000 / WINDOW_S)
+    assert demand.generated_tokens_s == pytest.approx((1200 * 1.5 + 6 * 100) / WINDOW_S)
 
 
 def test_nodes_that_come_go_and_restart_do_not_count_twice_or_below_zero() -> None:

@@ -21,7 +21,7 @@ COSTS = RoleCosts(
     slots=64,
 )
 """A prefill node computes 10,000 tokens/s, a decode node with 64 sequences generates 762."""
-LONG_PROMPTS, LONG_ANSWERS = Demand(120, 25_000, 500), Demand(120, 5_000, 2200)
+LONG_PROMPTS, LONG_ANSWERS = Demand(600, 25_000, 500), Demand(600, 5_000, 2200)
 """They need 3.5 + 0.8 and 0.6 + 3.4 nodes."""
 EVEN = NodeCounts(2, 2)
 
@@ -39,13 +39,13 @@ def decide(seen: Observed, memory: PlanMemory | None = None, limits: Limits | No
     [
         (LONG_PROMPTS, EVEN, (3, 1), "prefill nodes are short"),
         (LONG_ANSWERS, EVEN, (1, 3), "decode nodes are short"),
-        (Demand(120, 12_000, 1000), EVEN, EVEN, "no other split"),
-        (Demand(120, 1_000, 100), NodeCounts(3, 1), (3, 1), "that is enough"),
-        (Demand(120), EVEN, EVEN, "no other split"),
-        (Demand(30, 25_000, 500), EVEN, EVEN, "measured for 30 of 60 s"),
+        (Demand(600, 12_000, 1000), EVEN, EVEN, "no other split"),
+        (Demand(600, 1_000, 100), NodeCounts(3, 1), (3, 1), "that is enough"),
+        (Demand(600), EVEN, EVEN, "no other split"),
+        (Demand(30, 25_000, 500), EVEN, EVEN, "measured for 30 of 180 s"),
         (LONG_PROMPTS, NodeCounts(0, 4), (0, 4), "decode nodes compute all prompts"),
-        (Demand(120, math.nan, 500), EVEN, EVEN, "not numbers"),
-        (Demand(120, math.inf, 500), EVEN, EVEN, "not numbers"),
+        (Demand(600, math.nan, 500), EVEN, EVEN, "not numbers"),
+        (Demand(600, math.inf, 500), EVEN, EVEN, "not numbers"),
     ],
 )
 def test_the_split_follows_the_load_and_says_why(
@@ -91,7 +91,7 @@ def test_a_node_that_cannot_start_is_awaited_and_then_planned_without() -> None:
 
 
 def test_numbers_set_by_hand_are_left_alone_for_an_hour() -> None:
-    first = decide(observed(Demand(120), now_s=0))
+    first = decide(observed(Demand(600), now_s=0))
     decision = decide(observed(LONG_ANSWERS, NodeCounts(4, 1), now_s=10), first.memory)
     assert decision.counts == (4, 1)
     assert "somebody set prefill 4, decode 1 by hand" in decision.why
@@ -129,14 +129,14 @@ def test_the_ten_minutes_begin_when_all_nodes_are_usable() -> None:
 
 def test_with_room_it_grows_at_once_and_shrinks_after_a_quiet_time() -> None:
     limits = Limits(max_nodes=6)
-    decision = decide(observed(Demand(120, 30_000, 1200), now_s=0), None, limits)
+    decision = decide(observed(Demand(600, 30_000, 1200), now_s=0), None, limits)
     assert decision.counts == (4, 2)
-    heavy = decide(observed(Demand(120, 90_000, 9000), now_s=0), None, limits)
+    heavy = decide(observed(Demand(600, 90_000, 9000), now_s=0), None, limits)
     assert heavy.counts.total == 6
     now_s, wanted = 1000.0, NodeCounts(4, 2)
-    decision = decide(observed(Demand(120), wanted, now_s=now_s), None, limits)
+    decision = decide(observed(Demand(600), wanted, now_s=now_s), None, limits)
     assert decision.counts == wanted
-    decision = decide(observed(Demand(120), wanted, now_s=now_s + limits.quiet_s), decision.memory, limits)
+    decision = decide(observed(Demand(600), wanted, now_s=now_s + limits.quiet_s), decision.memory, limits)
     assert decision.counts == (1, 1)
     assert "fewer nodes suffice" in decision.why
 
@@ -157,7 +157,7 @@ def test_no_node_switches_twice_in_ten_minutes(
     switched: dict[tuple[str, int], float] = {}
     for turn, (prompts, answers, starts) in enumerate(loads):
         now_s = turn * tick_s
-        decision = decide(Observed(now_s, wanted, usable, Demand(120, prompts, answers), COSTS), memory, limits)
+        decision = decide(Observed(now_s, wanted, usable, Demand(600, prompts, answers), COSTS), memory, limits)
         assert decision.counts.total <= (total if most is None else max(total, most))
         assert min(decision.counts) >= 1
         assert "nan" not in decision.why

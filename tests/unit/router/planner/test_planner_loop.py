@@ -45,7 +45,7 @@ def loop(redis_server: RedisServer, cluster: str, name: str, mode: str, demand: 
     return planner
 
 
-LONG_PROMPTS = Demand(120, 4000, 1)
+LONG_PROMPTS = Demand(600, 4000, 1)
 
 
 @pytest.mark.parametrize(("mode", "prefill"), [("advise", 2), ("apply", 3)])

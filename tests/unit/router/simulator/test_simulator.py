@@ -6,7 +6,7 @@ import json
 import math
 import os
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
 from router.simulator.run import Simulation, SimulationOutcome, highest_rate, simulate
 from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
-from router.simulator.workload import TraceLine, block_name, from_trace, read_trace
+from router.simulator.traces import TraceLine, read_trace
+from router.simulator.workload import block_name, from_trace, joined
 
 
 def run(
@@ -372,3 +373,38 @@ def test_round_robin_reproduces_the_published_hit_rates(nodes: int, published: f
     lines = read_trace(Path(MOONCAKE), 512)
     figures = simulate(Simulation(policy="round_robin", trace=lines, shape=Shape(nodes, nodes))).figures
     assert 100 * figures["hit_rate"] == pytest.approx(published, abs=0.1)
+
+
+def test_two_traces_are_joined_with_shares_that_turn_and_conversations_stay_whole(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:17:{second:02d}.9799600,{700 + second},{second}" for second in range(60)]
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    first = read_trace(azure, 512)
+    assert [(line.input_tokens, line.output_tokens) for line in first[:2]] == [(700, 1), (701, 1)]
+    assert len({hash_id for line in first for hash_id in line.hash_ids}) == 120, "no two prompts share a block"
+    talks = [TraceLine(talk + turn * 20, 1000 + talk, 9, [0, 1 + talk]) for talk in range(20) for turn in range(3)]
+    second = sorted(talks, key=lambda line: line.arrival_s)
+    period_s = 4000.0
+    found = list(joined((first, second), requests=8000, rates=(2.0, 4.0), period_s=period_s))
+    assert [each.arrival_s for each in found] == sorted(each.arrival_s for each in found)
+
+    def rate(begin_s: float, of_second: bool) -> float:
+        inside = [each for each in found if begin_s <= each.arrival_s < begin_s + 500]
+        return sum((each.input_tokens >= 1000) == of_second for each in inside) / 500
+
+    assert rate(0, False) == pytest.approx(2.0 * 0.78, rel=0.15)
+    assert rate(0, True) == pytest.approx(4.0 * 0.22, rel=0.15)
+    assert rate(1750, True) == pytest.approx(4.0 * 0.79, rel=0.15)
+    turns = Counter(each.hashes[1] for each in found if each.input_tokens >= 1000)
+    assert sum(count == 3 for count in turns.values()) > 0.9 * len(turns)
+    again = list(joined((first, second), requests=8000, rates=(2.0, 4.0), period_s=period_s))
+    assert [each.hashes for each in again] == [each.hashes for each in found]
+
+
+@pytest.mark.parametrize(
+    "text", ["TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,1", "TIMESTAMP,ContextTokens\n1,2,3"]
+)
+def test_a_malformed_line_of_an_azure_trace_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(tmp_path / "a.csv", 512)

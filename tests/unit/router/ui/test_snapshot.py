@@ -10,6 +10,9 @@ from support.mock_clock import MockClock
 from support.simulated_nodes import SimulatedNodes
 
 from common.config.service_configs import RouterConfig
+from router.planner.loop import PlannerLoop, StoredPlan
+from router.planner.plan import PlanMemory
+from router.planner.sizing import NodeCounts
 from router.router import Router
 from router.ui.snapshot import Snapshots
 
@@ -84,3 +87,24 @@ def test_relays_from_a_node_that_is_gone_are_not_shown() -> None:
         assert {relay["src"] for relay in shown["relays"]} <= incarnations
 
     _play(scene)
+
+
+def test_the_last_plan_is_shown_with_its_reason_and_time() -> None:
+    async def main() -> None:
+        config = RouterConfig(planner="advise")
+        router = Router(config)
+        planner = PlannerLoop(config, router.dispatcher)
+        snapshots = Snapshots(router, None, MockClock(100.0), planner)
+        try:
+            assert json.loads(snapshots.latest().body)["plan"]["why"] == "nothing was planned yet"
+            planner._latest = StoredPlan(NodeCounts(3, 1), "prefill nodes are short", 7.0, PlanMemory())
+            shown = Snapshots(router, None, MockClock(100.0), planner).latest()
+            plan = json.loads(shown.body)["plan"]
+            assert (plan["wants"], plan["planned_at"]) == ({"prefill": 3, "decode": 1}, 7.0)
+            assert plan["why"] == "prefill nodes are short"
+            assert json.loads(Snapshots(router, None, MockClock(100.0)).latest().body)["plan"] is None
+        finally:
+            await planner._client.aclose()
+            router.close()
+
+    asyncio.run(main())
