@@ -10,8 +10,8 @@ from typing import NamedTuple
 from common.control.messages import NodeLoad, Role
 from router.planner.sizing import Demand
 
-WINDOW_S = 600.0
-"""As long as the planner's cool-down: shorter bursts are over before a change would help."""
+WINDOW_S = 240.0
+"""Long enough that bursts of real traffic are over before they count, short enough to follow a load that turns (docs/planner.md)."""
 _MOST_BEHIND = 2.0
 _MEMORY_MATTERS = 0.5
 """Share of KV blocks in use above which memory, not `max_num_seqs`, may limit the batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from common.config.service_configs import RouterConfig
 if TYPE_CHECKING:
     from router.simulator.hardware import Hardware
     from router.simulator.run import Simulation, SimulationOutcome
+    from router.simulator.traces import TraceLine
 
 _HELP = """Simulate a cluster: the router's real index and policies, with nodes in virtual time.
 
@@ -133,21 +135,18 @@ def simulate_command(
         from router.simulator.cluster import Shape
         from router.simulator.run import Simulation
         from router.simulator.simulated_router import Admission
-        from router.simulator.traces import read_trace
 
-        _check_positive(
-            rate_scale=rate_scale, rate=rate, second_rate=second_rate or 1.0, slo_ttft=slo_ttft, slo_tpot=slo_tpot
-        )
+        _check_positive(rate_scale=rate_scale, rate=rate, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
         _check_output(json_file, goodput, plot)
-        _check_mix(mix_period, len(trace or []))
+        first, second = _traces(trace or [], block_tokens, mix_period, second_rate)
         if planner and (goodput is not None or plot is not None or "," in policy or prefill < 1):
             raise ConfigError("--planner takes one policy, one prefill node at least, and neither --goodput nor --plot")
-        costs = _hardware(hardware)
-        traces = [read_trace(path, block_tokens) for path in trace or []]
         base = Simulation(
-            shape=Shape(prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=costs),
-            trace=traces[0] if traces else None,
-            second=traces[1] if len(traces) > 1 else None,
+            shape=Shape(
+                prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=_hardware(hardware)
+            ),
+            trace=first,
+            second=second,
             requests=requests,
             rate_scale=rate_scale,
             rate=rate,
@@ -173,6 +172,21 @@ def _check_positive(**values: float) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be above 0, from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
             )
+
+
+def _traces(
+    paths: Sequence[Path], block_tokens: int, mix_period: float | None, second_rate: float | None
+) -> tuple[Sequence[TraceLine] | None, Sequence[TraceLine] | None]:
+    """Read the first and the second trace, if there are any. Raises: ConfigError, also for options that do not fit them."""
+    from router.simulator.traces import read_trace
+
+    _check_mix(mix_period, len(paths))
+    if second_rate is not None:
+        _check_positive(second_rate=second_rate)
+        if len(paths) < 2:
+            raise ConfigError("--second-rate is for two traces: give --trace twice, or remove it")
+    lines = [read_trace(path, block_tokens) for path in paths]
+    return (lines[0] if lines else None), (lines[1] if len(lines) > 1 else None)
 
 
 def _check_mix(mix_period: float | None, traces: int) -> None:
