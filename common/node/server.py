@@ -369,7 +369,7 @@ class NodeServer:
             self._ping_peer(link)
         try:
             link.send(message)
-        except Unavailable as error:
+        except (Unavailable, ProtocolError) as error:  # the latter: its version lacks what the message needs
             self._peer_gone(peer.incarnation, error.message)
 
     def _ping_peer(self, link: Link) -> None:

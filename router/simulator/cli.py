@@ -138,13 +138,11 @@ def simulate_command(
 
         _check_positive(rate_scale=rate_scale, rate=rate, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
         _check_output(json_file, goodput, plot)
-        first, second = _traces(trace or [], block_tokens, mix_period, second_rate)
+        costs, (first, second) = _hardware(hardware), _traces(trace or [], block_tokens, mix_period, second_rate)
         if planner and (goodput is not None or plot is not None or "," in policy or prefill < 1):
             raise ConfigError("--planner takes one policy, one prefill node at least, and neither --goodput nor --plot")
         base = Simulation(
-            shape=Shape(
-                prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=_hardware(hardware)
-            ),
+            shape=Shape(prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=costs),
             trace=first,
             second=second,
             requests=requests,
