@@ -40,6 +40,8 @@ from common.config.sources import (
     type_label,
 )
 
+log = logging.getLogger(__name__)
+
 
 class HelpRow(NamedTuple):
     """One option."""
@@ -74,8 +76,6 @@ def _group(name: str, rows: Sequence[HelpRow], width: int) -> str:
         lines += [f"  {row.names}", *wrap.wrap(text)]
     return "\n".join(lines)
 
-
-log = logging.getLogger(__name__)
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Settings of every command."""

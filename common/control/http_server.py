@@ -17,6 +17,8 @@ from common.base.clock import monotonic, until_next
 from common.base.errors import ConfigError
 from common.control.tls_listener import TlsListener
 
+log = logging.getLogger(__name__)
+
 _TICK_S = 1.0
 """Period of uvicorn's housekeeping; the time in its Date header has a resolution of one second."""
 
@@ -92,9 +94,6 @@ class HttpServer(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_next(_TICK_S, monotonic())):
                     await self._stopping.wait()
-
-
-log = logging.getLogger(__name__)
 
 
 class ConnectionLimit:

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 0.2
 _MAX_BUSY = 0.3
 """Share of the cores that other processes may use. With half, a process that waits for one of two cores would be missed."""
@@ -46,8 +48,6 @@ def _core_times() -> tuple[float, float]:
     idle_s = (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK")
     return all_s - idle_s - time.process_time(), all_s
 
-
-log = logging.getLogger(__name__)
 
 _SLICE_BYTES = 2 * 2**20
 """Size of a huge page. It takes 0.1 ms, or 6 ms on a virtual machine whose host must find the memory first."""

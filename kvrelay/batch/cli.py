@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterable
-from http import HTTPStatus
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from common.base.errors import DeadlineExceeded
 from common.base.sentences import counted
 from common.config.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
-from kvrelay.api_client import ApiAnswer, ApiClient, NotAnApiAnswer, run_workers
-from kvrelay.batch.input_file import BatchLine
-from kvrelay.batch.output_file import BatchFailed, OutputFile
 
 _HELP = """Answer a file of requests in OpenAI's batch format.
 
@@ -126,8 +121,8 @@ def _server(url: str | None, cluster: list[str] | None) -> Generator[str]:
 
 def _run(client: Any, input_file: Path, output: Any, concurrency: int, total: int) -> None:
     from common.base.progress import LiveProgress
-    from kvrelay.batch.cli import run_batch
     from kvrelay.batch.input_file import read_lines
+    from kvrelay.batch.runner import run_batch
 
     async def run() -> None:
         async with client:
@@ -153,31 +148,3 @@ def _report(output: Any, before: int) -> None:
     if failed:
         raise BatchFailed(f"{summary}; {failed} failed")
     print(f"kvrelay: {summary}", file=sys.stderr)
-
-
-async def run_batch(
-    lines: Iterable[BatchLine],
-    output: OutputFile,
-    client: ApiClient,
-    *,
-    concurrency: int,
-    on_result: Callable[[], None],
-) -> None:
-    """Send the requests and write each result as it comes. `lines` is read no faster than requests are sent.
-
-    Raises: ServerUnreachable if the server is gone, BatchFailed if it refuses the API key, which is about no single request,
-    or if a result cannot be written; every result so far stays.
-    """
-
-    async def send(line: BatchLine) -> None:
-        try:
-            outcome = await client.post(line.url, line.body)
-        except (DeadlineExceeded, NotAnApiAnswer) as error:
-            outcome = error
-        if isinstance(outcome, ApiAnswer) and outcome.status_code == HTTPStatus.UNAUTHORIZED:
-            raise BatchFailed(f"{client.url} refuses the API key (401), which --api-key or KVRELAY_API_KEY gives")
-        output.add(line.custom_id, outcome)
-        on_result()
-
-    remaining = (line for line in lines if line.custom_id not in output.finished)
-    await run_workers(remaining, send, concurrency)

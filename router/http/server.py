@@ -36,6 +36,8 @@ from router.http.responses import error_response
 from router.models.adapter_control import AdapterControl
 from router.router import Router
 
+log = logging.getLogger(__name__)
+
 
 class WithRootPath:
     """Takes the path off requests, which a proxy may have taken off already. `root_path`: such as `/llm`."""
@@ -51,8 +53,6 @@ class WithRootPath:
             scope = {**scope, "path": inner, "raw_path": inner.encode()}
         await self._app(scope, receive, send)
 
-
-log = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 """Time limit for a request body to arrive."""
