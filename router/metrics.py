@@ -168,7 +168,7 @@ class Metrics:
         self._ignored_fields.value += count
 
     def http_error(self, error: KvRelayError) -> None:
-        """An error response was sent. Those that are the client's, or for want of room, count as refusals."""
+        """Count an error response, and a refusal if its status is below 500."""
         self._http_errors.labels(str(error.http_status)).value += 1
         if error.http_status < 500:
             self._refused.labels(error.code).value += 1

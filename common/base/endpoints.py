@@ -1,4 +1,4 @@
-"""Formats and parses TCP endpoints, and binds and connects ZMQ sockets to them. IPv6 addresses are in brackets. Finds free ports."""
+"""Formats and parses TCP endpoints, binds and connects ZMQ sockets to them, and finds free ports. IPv6 addresses are in brackets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
     socket.connect(address)
 
 
-_FIRST = 10_000
+_FIRST_PORT = 10_000
 _TRIES = 100
 
 
@@ -58,7 +58,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     for _ in range(_TRIES):
         with suppress(OSError):
-            return _bound(host, random.randrange(_FIRST, _end()))
+            return _bound(host, random.randrange(_FIRST_PORT, _end()))
     return _bound(host, 0)
 
 
@@ -75,4 +75,4 @@ def _end() -> int:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first = 32_768
-    return first if first > _FIRST else 65_536
+    return first if first > _FIRST_PORT else 65_536

@@ -6,7 +6,7 @@ import logging
 from typing import cast
 
 from common.base.errors import BadRequest, Unavailable
-from common.cluster.desired_state import TOTAL, read_desired
+from common.cluster.desired_state import OTHER, TOTAL, read_desired
 from common.cluster.records import Records
 from common.cluster.redis_client import UNREACHABLE, connect, short
 from common.cluster.redis_keys import Keys
@@ -14,7 +14,6 @@ from common.control.messages import NodeRecord, Role
 
 log = logging.getLogger(__name__)
 
-OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 HELD_S = 6.0
 """How long the right to change roles lasts without a renewal."""
 

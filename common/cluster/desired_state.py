@@ -11,10 +11,13 @@ from common.cluster.redis_keys import Keys
 
 if TYPE_CHECKING:  # `kvrelay admin` imports this module, and no Redis client
     from common.cluster.redis_client import RedisClient
+    from common.control.messages import Role
 
 Counts = dict[str, int]
 """Nodes by role, and `TOTAL` if there can be neither more nor fewer."""
-SCALED_ROLES = ("prefill", "decode")
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+"""The role that a node can change to, by its present one."""
+SCALED_ROLES: tuple[Role, ...] = ("prefill", "decode")
 TOTAL = "total"
 """Key of the number of nodes on a machine, which only trade roles."""
 MOST = 1000
@@ -51,21 +54,25 @@ async def change_desired(client: RedisClient, keys: Keys, changes: Mapping[str, 
 
 
 def _other_role(wanted: Counts, changes: Mapping[str, object]) -> Counts:
-    """Where nodes only trade roles, one number says the other."""
-    (role, count), *more = (changes or {"": 0}).items()
-    if more or TOTAL not in wanted or role not in SCALED_ROLES or type(count) is not int:
-        return {}
-    return {"decode" if role == "prefill" else "prefill": wanted[TOTAL] - count}
+    """Return the count of the role that `changes` leaves out, where nodes only trade roles and one count gives the other."""
+    if TOTAL in wanted and len(changes) == 1:
+        for role in SCALED_ROLES:
+            if type(count := changes.get(role)) is int:
+                return {OTHER[role]: wanted[TOTAL] - count}
+    return {}
 
 
 def shown(counts: Counts) -> str:
-    """Such as `prefill 2, decode 1`."""
+    """Format counts for messages, such as `prefill 2, decode 1`."""
     return ", ".join(f"{role} {counts[role]}" for role in SCALED_ROLES if role in counts)
 
 
 def checked_counts(counts: object) -> Counts:
-    """Raises: BadRequest if these are no counts of nodes by role, there would be no decode node, or nodes that only trade roles
-    would be more, fewer, or all of one role."""
+    """Check counts that came from outside.
+
+    Raises: BadRequest if these are no counts of nodes by role, if there would be no decode node, or if the number of nodes that
+    only trade roles would change.
+    """
     if not isinstance(counts, dict):
         raise BadRequest("the numbers of nodes are not an object")
     checked: Counts = {}

@@ -54,7 +54,7 @@ class EncodedRecord(NamedTuple):
     """A node's record as it is in Redis."""
 
     readable: bytes
-    """In the oldest protocol version that the node speaks, so that every router that can use the node reads it."""
+    """In the oldest protocol version that can express it, so that every router that can use the node reads it."""
     newest: bytes = b""
     """In its newest version, if it has fields that the oldest lacks; else empty."""
 

@@ -42,7 +42,7 @@ class Keys:
 
     @property
     def flip(self) -> str:
-        """String: whoever changes roles of nodes at this moment."""
+        """String: the transaction that changes roles of nodes at this moment."""
         return self.prefix + "flip"
 
     def node(self, node_id: str) -> str:

@@ -7,12 +7,7 @@ from typing import Literal
 
 from common.config.context_options import DecodeContextOptions, PrefillContextOptions
 from common.config.fields import for_role, option
-from common.config.option_groups import (
-    Favor,
-    GpuMemoryOptions,
-    PipelineOptions,
-    RankOptions,
-)
+from common.config.option_groups import Favor, GpuMemoryOptions, PipelineOptions, RankOptions
 
 Platform = Literal["machine", "ray"]
 
@@ -61,7 +56,7 @@ class ClusterOptions:
         DecodeContextOptions,
         "decode_context_parallel",
         "Cluster",
-        "Groups of ranks of each decode node that share the KV of every sequence, so that contexts may be as many times as long.",
+        "Groups of ranks of each decode node that share the KV of every sequence; N groups allow contexts N times as long.",
     )
     favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
     tls: bool = option(

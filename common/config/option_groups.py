@@ -316,8 +316,8 @@ class SpeculationOptions:
     speculate: str = option(
         "off",
         "Guess the next tokens of each stream and verify them in one step: suffix (what followed the same tokens before in the "
-        "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same vocabulary), auto (suffix) "
-        "or off. The answers are the same; where guesses do not pay, fewer or none are made.",
+        "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same "
+        "vocabulary), auto (suffix) or off. The answers are the same; where guesses do not pay, fewer or none are made.",
         "Speculation",
         "--speculative-config",
     )
@@ -326,8 +326,8 @@ class SpeculationOptions:
     )
     speculate_answers: int = option(
         0,
-        "Search recent answers too: so many tokens of them are kept in all, and a client's guesses come from answers to its own "
-        "API key (without keys, to its address) only. 300 bytes each; 0: none.",
+        "Number of tokens of recent answers that are kept and searched too; 0: none. A client's guesses come only from answers to "
+        "its own API key (without keys: its address). A token takes 300 bytes.",
         "Speculation",
         low=0,
         high=10_000_000,

@@ -17,7 +17,8 @@ class PlannerOptions:
     planner: PlannerMode = option(
         "off",
         "Plan how many prefill and decode nodes the load needs: advise shows it (`kvrelay admin plan`), apply also changes the "
-        "numbers that `kvrelay up` keeps: on one machine nodes trade roles, with --on ray they come and go. One of the cluster's routers plans.",
+        "numbers that `kvrelay up` keeps: on one machine nodes trade roles, with --on ray they come and go. "
+        "One of the cluster's routers plans.",
         "Planner",
     )
     planner_max_nodes: int | None = option(

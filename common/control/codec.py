@@ -66,7 +66,7 @@ class Codec:
 
     def encode(self, message: object, version: int | None = None) -> bytes:
         """Pack one message for an end that speaks `version`. Raises: ProtocolError for values that MessagePack cannot represent,
-        and for fields that an older version needs and does not have."""
+        and for needed fields that an older version lacks."""
         try:
             return self._pack(message, version or self._version)
         except (TypeError, ValueError, OverflowError) as error:

@@ -183,7 +183,7 @@ class Server:
         """Answer with our versions, and use the newest common one. Without one, close the connection."""
         connection = self._connections.get(identity)
         if connection is None or connection.version:
-            raise ProtocolError("more protocol versions after the first")
+            raise ProtocolError("protocol versions came twice")
         connection.send(versions_frame())
         try:
             connection.version = OURS.common(theirs)

@@ -88,5 +88,5 @@ class DraftBlocks:
 
 
 def num_equal(one: Seq[int], other: Seq[int]) -> int:
-    """How many leading tokens are equal."""
+    """Count the leading tokens that are equal."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Guesses tokens with a draft model: a small model of the same vocabulary. Runs on the leader's engine thread, beside no step.
+"""Guesses tokens with a draft model: a small model with the same vocabulary. Runs on the leader's engine thread, between steps.
 
 It draws with the target's keys (seed, position) and rules, so that a guess is right wherever the two models would draw the same
 token. Each further guess is a step of the draft model with one row for each sequence.
@@ -128,7 +128,7 @@ class DraftModel:
         return None if kv is None else _Guess(seq, kv, limit)
 
     def _compute_prompts(self, guesses: list[_Guess]) -> list[_Guess]:
-        """Compute the next chunk of known tokens. Returns the guesses of which hardly any are left."""
+        """Compute the next chunk of known tokens. Returns the sequences of which at most `_FEW` known tokens are left."""
         chunks: list[tuple[_Guess, int]] = []
         budget = self._prompt_chunk
         for guess in guesses:
@@ -175,7 +175,7 @@ def _computed(guess: _Guess, count: int) -> None:
 
 
 def _takes(guess: _Guess, token: SampledToken) -> bool:
-    """Take in a guess, unless no row of the target may follow it. Returns whether another one is wanted."""
+    """Add a guess, unless the target may not compute a row after it. Returns whether another one is wanted."""
     if token.error is not None:
         return False
     tokens, before = guess.seq.tokens, len(guess.ahead)

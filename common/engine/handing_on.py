@@ -1,4 +1,4 @@
-"""KV that all ranks of a stage hold whole and one of them received: it hands it on to the others. Engine thread, before a step."""
+"""Copies KV that all ranks of a stage hold whole from the first rank, which received it, to the others. Engine thread, before a step."""
 
 from __future__ import annotations
 

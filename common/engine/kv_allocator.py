@@ -53,7 +53,7 @@ class KVAllocator:
 
     @property
     def room(self) -> int:
-        """Blocks that can be added to each table of sequences together."""
+        """Blocks that can be added to each table, for all sequences together."""
         return self.pool.num_idle // self.pool.num_tables
 
     @property

@@ -110,7 +110,7 @@ class ModelRunner:
         return self._launch(step, on_layer)
 
     def _between_ranks(self, exchange: Callable[[], None], step: StepInput) -> None:
-        """What all ranks of a stage do together before a step."""
+        """Run an exchange in which all ranks of a stage take part before a step. Raises: RankLost."""
         use_device(self._device)
         try:
             exchange()

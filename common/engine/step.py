@@ -107,7 +107,7 @@ class StepInput:
     handed_on: list[HandedOn] = field(default_factory=list[HandedOn])
     """Before anything else the first rank of each stage hands these on to its other ranks."""
     rebalances: bool = False
-    """Before the step the ranks may move experts among them (`common.model.mixture.rebalancer`)."""
+    """Before the step the ranks may move experts among themselves (`common.model.mixture.rebalancer`)."""
 
 
 class SampledToken(NamedTuple):

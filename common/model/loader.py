@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,7 +60,7 @@ def load_model(
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
     stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers.
     `packed` shares packed weights with other processes. Without `lm_head` the model of a native family has no logits.
-    `redundant_experts`: `Build.redundant_experts`.
+    `redundant_experts`: slots of each mixture beside one for each expert; None: experts never move.
     All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
 
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
@@ -87,8 +86,19 @@ def load_model(
 
     def build(weights: WeightSource) -> Build:
         bits = weight_bits(quantization)
-        made = Build(config, weights, precision, mesh, pp_layers, device, kernels, bits, packed, lm_head=lm_head)
-        return replace(made, redundant_experts=redundant_experts)
+        return Build(
+            config,
+            weights,
+            precision,
+            mesh,
+            pp_layers,
+            device,
+            kernels,
+            bits,
+            packed,
+            lm_head=lm_head,
+            redundant_experts=redundant_experts,
+        )
 
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         if is_generic:

@@ -147,12 +147,11 @@ class AdapterAdmin:
         self._config = config
         self._model_names = model_names
         self._node = node
-        self._ask = node.ask
         self._began = False
 
     def moved_to(self, node: AdministeredNode) -> None:
         """From now on `node` serves the table."""
-        self._node, self._ask = node, node.ask
+        self._node = node
 
     @property
     def loaded(self) -> LoadedAdapters | None:
@@ -183,7 +182,7 @@ class AdapterAdmin:
             for adapter in self._table.adapters[: self._options.max_loras]:
                 self._table.take(adapter, monotonic(), _report_failure)
 
-        self._ask(load)
+        self._node.ask(load)
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -194,7 +193,7 @@ class AdapterAdmin:
         ]
 
     async def _list(self, call: Call) -> dict[str, Any]:
-        return {"adapters": await asyncio.wrap_future(self._ask(self._table.describe))}
+        return {"adapters": await asyncio.wrap_future(self._node.ask(self._table.describe))}
 
     async def _load(self, call: Call) -> dict[str, Any]:
         """Load an adapter, and answer when all ranks have it. Raises: BadRequest if it cannot be used, AdapterMissing if there
@@ -215,7 +214,7 @@ class AdapterAdmin:
         except ConfigError as error:
             raise BadRequest(error.message) from error
         done: Future[int] = Future()
-        await asyncio.wrap_future(self._ask(lambda: self._begin_load(source, done)))
+        await asyncio.wrap_future(self._node.ask(lambda: self._begin_load(source, done)))
         try:
             await asyncio.wrap_future(done)
         except KvRelayError as error:
@@ -257,7 +256,7 @@ class AdapterAdmin:
         if not is_served and self._missing and name in self._missing:
             adapter = self._missing[name].adapter
         else:
-            adapter = await asyncio.wrap_future(self._ask(lambda: self._table.unregister(name)))
+            adapter = await asyncio.wrap_future(self._node.ask(lambda: self._table.unregister(name)))
         self._changed(name)
         log.info("LoRA adapter %r was unloaded", name)
         return {"name": name, "digest": adapter.digest}

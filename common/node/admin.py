@@ -115,18 +115,15 @@ class NodeAdmin:
 
     async def _restart_when_idle(self) -> None:
         while self._node.drain.active:
-            if monotonic() > self._restart_by_s or self._is_idle(await self._attempts()):
+            if monotonic() > self._restart_by_s or is_idle(self._node, await attempts_of(self._node)):
                 self._node.restart()
                 return
             await asyncio.sleep(_IDLE_POLL_S)
 
-    def _is_idle(self, attempts: list[dict[str, Any]] | None) -> bool:
-        return is_idle(self._node, attempts)
-
     async def _status(self, call: Call) -> dict[str, Any]:
         node, record = self._node, self._record
         why = node.unregistered
-        attempts = await self._attempts()
+        attempts = await attempts_of(node)
         return {
             "node_id": record.peer.node_id,
             "incarnation": record.peer.incarnation,
@@ -147,7 +144,7 @@ class NodeAdmin:
             },
             "draining": node.drain.active,
             "restarting": self._restarting is not None and not self._restarting.done(),
-            "idle": self._is_idle(attempts),
+            "idle": is_idle(node, attempts),
             "leases_untold": node.drain.untold(node.leases),
             "redis": "ok" if why is None else f"unavailable ({why}): the node keeps serving and retrying",
             "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
@@ -157,9 +154,6 @@ class NodeAdmin:
             "attempts": attempts,
             **self._describe(),
         }
-
-    async def _attempts(self) -> list[dict[str, Any]] | None:
-        return await attempts_of(self._node)
 
 
 async def attempts_of(node: AdministeredNode) -> list[dict[str, Any]] | None:

@@ -18,7 +18,8 @@ from typing import Any, Protocol, cast
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
 from common.base.sentences import counted
-from common.cluster.changed_roles import HELD_S, OTHER, FlipLock
+from common.cluster.changed_roles import HELD_S, FlipLock
+from common.cluster.desired_state import OTHER
 from common.cluster.redis_client import UNREACHABLE, short
 from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
@@ -96,8 +97,8 @@ class FlipAdmin:
     async def _flip(self, call: Call) -> dict[str, Any]:
         """Drain, then change the role, after `timeout_s` even with attempts, which their routers continue elsewhere.
 
-        `transaction`: the same for all flips that belong together, of which all but the last have `more`. `wanted`: the flip
-        makes wanted numbers true; else these change with it. Answers before it drains: whether that will be in place, and why not.
+        `transaction`: the same for all flips that belong together; all but the last have `more`. `wanted`: the wanted numbers of
+        nodes say so already; else they change with the role. Answers before it drains: whether that will be in place, and why not.
         """
         timeout_s = seconds(call, "timeout_s", DRAIN_S)
         transaction = call.body.get("transaction", "")
@@ -181,12 +182,12 @@ def why_restart(now: Part, then: Part) -> str:
     """Why a node cannot go on in the other role with what is in memory; empty if it can."""
     a, b = now.plan, then.plan
     if a.layout != b.layout:
-        ranks = counted(b.world_size, "rank")
-        return f"its layout of {counted(a.world_size, 'rank')} is not that of a {then.role.name} node, of {ranks}"
+        ranks = counted(a.world_size, "rank"), counted(b.world_size, "rank")
+        return f"as a {then.role.name} node it has another layout ({ranks[1]}, now {ranks[0]})"
     if a.world_size > 1:
         return "nodes of several ranks change their role by a restart"
     if then.role.small_batches and not now.role.small_batches and (a.device == "cuda" or find_native() is None):
-        return "small batches need more than what a prefill node has in memory"
+        return "a prefill node has not prepared what a decode node needs for small batches"
     if _at_start(now) != _at_start(then):
         return f"options that a {then.role.name} node reads at its start are different"
     return ""

@@ -85,8 +85,8 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
     if coming > use.free:
         raise ConfigError(
             f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs, "
-            f"staging, adapters and a draft model, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and other processes: "
-            "lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
+            f"staging, adapters and a draft model, but of {_gb(use.total)} only {_gb(use.free)} are free "
+            "beside its weights and other processes: lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
         )
     return blocks
 
@@ -106,7 +106,8 @@ def adapter_bytes(folders: Sequence[Path], max_loras: int) -> int:
 def _parts(use: GpuMemoryUse) -> str:
     return (
         f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, captured graphs {_gb(use.graphs)}, "
-        f"staging of relays {_gb(use.staging)}, LoRA adapters {_gb(use.adapters)}, a draft model {_gb(use.draft)} and the CUDA context {_gb(CONTEXT_BYTES)}"
+        f"staging of relays {_gb(use.staging)}, LoRA adapters {_gb(use.adapters)}, a draft model {_gb(use.draft)} and "
+        f"the CUDA context {_gb(CONTEXT_BYTES)}"
     )
 
 

@@ -48,11 +48,8 @@ def make_pool(plan: NodePlan, num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, plan.layout.spec.num_tables, plan.layout.cp_size)
 
 
-def make_scheduler(
-    plan: NodePlan, num_blocks: int, pool: BlockPool | None = None, draft: Worker | None = None
-) -> Scheduler:
-    """Make the scheduler of such a node. `pool`: None makes a new one, with nothing cached. `draft`: its draft model."""
-    pool = pool or make_pool(plan, num_blocks)
+def make_scheduler(plan: NodePlan, pool: BlockPool, draft: Worker | None = None) -> Scheduler:
+    """Make the scheduler of a node over its block pool. `draft`: its draft model."""
     return Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan, draft))
 
 

@@ -1,7 +1,7 @@
 """Starts a node of either role, from top to bottom.
 
 run_node: plan -> processes of this host's other ranks
-_Node:    control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server, these three anew in each role
+_Node:    control socket -> model shards on all ranks, KV memory -> in each role anew: transfer ends -> core -> server
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from common.base.clock import monotonic
 from common.base.errors import EngineError
 from common.base.process import run_service
 from common.base.sentences import counted
-from common.cluster.changed_roles import OTHER, FlipLock
+from common.cluster.changed_roles import FlipLock
+from common.cluster.desired_state import OTHER
 from common.cluster.loaded_adapters import read_loaded_adapters
 from common.control.admin_server import AdminRoute
 from common.control.messages import PeerRef, Role
@@ -123,7 +124,7 @@ class _Node:
             node_id, port = self._server.node_id, self._server.port
             assert done.next is not None
             self._part = done.next
-            # The same address, for whoever watches this process.
+            # It keeps its address, for those that watch this process.
             self._server = NodeServer(replace(self._options(), node_id=node_id, port=port))
             await self._server.bind()
             self._lora.moved_to(self._server)
@@ -169,7 +170,7 @@ class _Node:
             me=me,
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            scheduler=make_scheduler(plan, self._leader.num_blocks, self._pool, self._leader.worker.draft),
+            scheduler=make_scheduler(plan, self._pool, self._leader.worker.draft),
             executor=self._leader.executor(transfers.end.blocks_final, self._post),
             grammars=self._grammars,
             send_buffer=self._server.send_buffer,

@@ -67,8 +67,8 @@ class Worker:
         draft: Worker | None = None,
     ) -> None:
         """`meter`: measures GPU memory, from which the number of KV blocks follows. `graph_capture`: for decode steps;
-        None: they are not captured. `packed`: closed with the worker. `draft`: the node's draft model, if it is on this rank. All ranks of the node do this at
-        the same time."""
+        None: they are not captured. `packed`: closed with the worker. `draft`: the node's draft model, if it is
+        on this rank. All ranks of the node do this at the same time."""
         self.draft = draft
         self.num_blocks = 0
         """KV blocks, once they are allocated."""
@@ -87,9 +87,9 @@ class Worker:
         if plan.experts.threshold is not None and model.expert_layers:
             self.rebalancer = Rebalancer(model.expert_layers, mesh, plan.experts.threshold)
         self.memory_use: GpuMemoryUse | None = None
-        """Of its GPU, beside KV."""
+        """Use of the GPU, without KV; None on a CPU."""
         self.block_bytes = per_block = plan.layout.shard_bytes_per_block(self.shard)
-        if draft is not None:  # which has a block for one of each table
+        if draft is not None:  # its one table has a block for each block of one table of the target
             per_block += -(-draft.block_bytes // plan.layout.spec.num_tables)
         self.max_blocks = (
             plan.kv_memory.blocks_on_cpu(per_block) if meter is None else self._blocks_on_gpu(meter, per_block)
@@ -205,7 +205,11 @@ class Worker:
             sampler = HostSampler(choose_passes(find_native()))
         pages = self.page_supply if self.device.type == "cpu" else None
         return ModelRunner(
-            *(self._model, storage, attention, graphs, sampler),
+            self._model,
+            storage,
+            attention,
+            graphs,
+            sampler,
             overlaps=overlaps,
             pages=pages,
             rebalancer=self.rebalancer,

@@ -6,19 +6,22 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from common.base.errors import KvRelayError
+from common.cluster.desired_state import OTHER
 from common.config.cli import run_checked
 from kvrelay.admin.client import AdminRefused, AdminUsage, pick_node
 from kvrelay.admin.options import Json, Url, check_seconds, print_answer, say
 from kvrelay.admin.roll import RunningCluster, poll
 
+if TYPE_CHECKING:
+    from common.control.messages import Role
+
 _ANSWER_S = 30.0
 """Time for a node to compute what it would be in the other role."""
-_OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class FlippedNode:
     """A node that is to change its role."""
 
     name: str
-    role: str
+    role: Role
     """Its role so far."""
     model: str
     incarnation: str
@@ -118,7 +121,7 @@ class Flip:
             nodes = self._cluster.nodes(self._cluster.routers()[0])
             self._flip(FlippedNode.of(pick_node(nodes, node.name)), more=False)
         except KvRelayError as error:
-            return f"and {node.name} stays a {_OTHER[node.role]} node: {error.message}"
+            return f"and {node.name} stays a {OTHER[node.role]} node: {error.message}"
         return f"{node.name} is a {node.role} node again"
 
     def _flip(self, node: FlippedNode, *, more: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from common.engine.kv_transfer import TransferOrder
 from common.engine.loop import EngineLoop
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
-from common.node.parts import make_grammars, make_scheduler
+from common.node.parts import make_grammars, make_pool, make_scheduler
 from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.leader import Leader
 from common.node.transfers import NodeTransfers
@@ -107,7 +107,7 @@ class LocalNode:
             me=PeerRef("offline", secrets.token_hex(8), "", []),
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            scheduler=make_scheduler(plan, leader.num_blocks, draft=leader.worker.draft),
+            scheduler=make_scheduler(plan, make_pool(plan, leader.num_blocks), leader.worker.draft),
             executor=leader.executor(post=self._post),
             grammars=self._grammars,
             send_buffer=send_buffer,

@@ -47,7 +47,7 @@ class RoleKeeper:
         self._every_s = _EVERY_S if config.planner == "apply" else _EVERY_UNPLANNED_S
         self._trades = Trades({child.spec.name: child.role for child in children})
         self._whole_s = time.monotonic()
-        """When all nodes were ready at last."""
+        """When all nodes were last ready."""
         self._before: str | None = None
         self._said = ""
 
@@ -79,8 +79,8 @@ class RoleKeeper:
             await self._flip(child)
 
     def _next(self) -> Child | None:
-        """The node to change, if it is the same one twice: the roles of a node that an operator changes at this moment come
-        a moment after its numbers, or, if it restarts, when it is ready."""
+        """The node to change, once two looks in a row name it: if an operator changes a node, its new role is seen a moment after
+        the new numbers, or, if it restarts, when it is ready."""
         now_s = time.monotonic()
         if all(child.ready for child in self._children):
             self._whole_s = now_s
@@ -91,7 +91,7 @@ class RoleKeeper:
         return next(child for child in self._children if child.spec.name == name)
 
     async def _flip(self, child: Child) -> None:
-        """Change the role of a node. What it says about a failure is said once; it is tried again later."""
+        """Change the role of a node. A failure is reported once, and the change is tried again later."""
         name, node_id = child.spec.name, child.spec.node_id or ""
 
         def work() -> None:

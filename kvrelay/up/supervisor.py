@@ -327,7 +327,8 @@ class Supervisor:
             child.signal(signal.SIGKILL)
 
     async def _keep_roles(self) -> None:
-        """Not in a shared Redis, whose numbers would be those of several machines, and only where roles can be traded."""
+        """Keep the wanted numbers of each role, where nodes can trade roles. Not with a shared Redis, whose numbers would be those of
+        several machines."""
         while not self._published:
             await asyncio.sleep(_PROBE_S)
         nodes = [child for child in self._children if child.spec.node_id]

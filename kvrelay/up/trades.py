@@ -10,7 +10,7 @@ from common.cluster.desired_state import TOTAL, Counts
 
 
 class Trades:
-    """What a machine's nodes are, and what they are to be."""
+    """The present and the wanted roles of a machine's nodes."""
 
     def __init__(self, roles: Mapping[str, str]) -> None:
         """roles: by node id, at the start."""

@@ -19,7 +19,7 @@ _OPEN = frozenset(path.encode() for path in OPEN_PATHS)
 
 class KeyGuard:
     """ASGI middleware: if there are keys, all paths need one except those of `OPEN_PATHS`, compared as they were sent, and
-    requests whose client the dashboard has admitted. `count` gets each refusal's status.
+    requests whose client the dashboard has admitted. `count` gets each refusal.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, count: Callable[[KvRelayError], None]) -> None:

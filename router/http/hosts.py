@@ -51,7 +51,7 @@ def from_other_site(scope: Scope) -> bool:
 
 class HostGuard:
     """ASGI middleware: while there are no API keys, answers only requests to an IP address, to `localhost`, to this host's own name,
-    or to one of `names`; with `ANY` among these, to all. Health checks always pass. `count` gets each refusal's status.
+    or to one of `names`; with `ANY` among these, to all. Health checks always pass. `count` gets each refusal.
     """
 
     def __init__(

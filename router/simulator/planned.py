@@ -25,7 +25,7 @@ from router.simulator.simulated_router import SimulatedRouter
 
 _TICK_S = 10.0
 _FINE = 40
-"""Steps between fixed splits get as small as this part of all nodes, or one node."""
+"""The smallest step between fixed splits is the number of all nodes divided by this, and at least one."""
 _AHEAD_S = 600.0
 """How far the oracle sees."""
 
@@ -56,7 +56,7 @@ class Planned:
 
 
 class Oracle(Planned):
-    """The planner, if it knew what will arrive in the next ten minutes and what nodes cost."""
+    """The planner with knowledge: of what will arrive in the next ten minutes, and of what nodes cost."""
 
     def __init__(
         self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
@@ -70,7 +70,7 @@ class Oracle(Planned):
         self._costs = costs
 
     def decide(self, observed: Observed) -> NodeCounts:
-        """See `router.planner.plan.plan`, which gets the demand of the next ten minutes instead of the last ones."""
+        """Decide as the planner does, from the demand of the next ten minutes instead of the last ones."""
         first, last = (bisect_left(self._times_s, observed.now_s + ahead_s) for ahead_s in (0.0, _AHEAD_S))
         prompts = self._prompt_tokens[last] - self._prompt_tokens[first]
         outputs = self._output_tokens[last] - self._output_tokens[first]
@@ -174,7 +174,7 @@ def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
 
 
 def _fixed_splits(simulation: Simulation) -> list[dict[str, Any]]:
-    """Go from the given split to better ones until none is, in steps that get smaller; of many nodes not to the last one."""
+    """Try fixed splits from the given one on, towards better ones, in steps that get smaller."""
     shape = simulation.shape
     total, best = shape.prefill + shape.decode, shape.prefill
     tried: dict[int, dict[str, Any]] = {}

@@ -59,7 +59,7 @@ def _one_copy(
 
 
 SHARES = 0.8, 0.2
-"""Of the first of two kinds of requests, at the beginning of a period and in its middle."""
+"""Shares of the first of two kinds of requests, at the beginning of a period and in its middle."""
 
 
 def share_of_first(now_s: float, period_s: float) -> float:

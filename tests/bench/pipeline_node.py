@@ -28,7 +28,7 @@ from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
-from common.node.parts import make_grammars, make_scheduler, warm_up
+from common.node.parts import make_grammars, make_pool, make_scheduler, warm_up
 from common.node.plan import plan_node
 from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
@@ -108,7 +108,7 @@ class PipelineNode:
                 me=PeerRef("bench", "0" * 16, "none", ["none"]),
                 layout=plan.layout,
                 vocab_size=self._vocab_size,
-                scheduler=make_scheduler(plan, self._leader.num_blocks),
+                scheduler=make_scheduler(plan, make_pool(plan, self._leader.num_blocks)),
                 executor=self._recorder,
                 grammars=make_grammars(plan, post=lambda _: None),
                 send_buffer=self._send_buffer,

@@ -24,7 +24,7 @@ from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput
 from common.kernels.native.find import find_native
 from common.model.lora.checkpoint import open_adapter
-from common.node.parts import make_scheduler
+from common.node.parts import make_pool, make_scheduler
 from common.node.plan import plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
@@ -41,7 +41,7 @@ class Plain:
         worker.allocate_kv(worker.max_blocks)
         self._adapters = worker.adapters
         self._runner = worker.runner
-        self._scheduler = make_scheduler(plan, worker.max_blocks)
+        self._scheduler = make_scheduler(plan, make_pool(plan, worker.max_blocks))
         self._rng = random.Random(1)
         self._step_id = 0
 

@@ -31,7 +31,7 @@ from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
 from common.engine.speculation.sequence_drafts import SequenceDrafts
 from common.engine.step import SampledToken, SampleSpec
-from common.node.parts import make_scheduler
+from common.node.parts import make_pool, make_scheduler
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 from decode_node.role import ROLE
@@ -54,7 +54,9 @@ class Speculating:
         worker = load_worker(plans["off"], SOLO, small_batches=True)
         worker.allocate_kv(worker.max_blocks)
         self._runner = worker.runner
-        self._schedulers = {method: make_scheduler(plan, worker.max_blocks) for method, plan in plans.items()}
+        self._schedulers = {
+            method: make_scheduler(plan, make_pool(plan, worker.max_blocks)) for method, plan in plans.items()
+        }
         self._answers: dict[int, list[int]] = {}
         self._numbers = count(1)
         HostSampler.sample_rows = self._prescribed(HostSampler.sample_rows)  # type: ignore[method-assign]

@@ -78,15 +78,15 @@ class FloatLinear:
     @property
     def is_groupable(self) -> bool:
         """Whether W is kept in bfloat16 alone, with rows and columns of whole 16 bytes."""
-        ((weight, _, packed),) = (
-            self._weights.values() if len(self._weights) == 1 else ((torch.empty(0, 1), None, True),)
-        )
+        if len(self._weights) > 1:
+            return False
+        [(weight, _, packed)] = self._weights.values()
         return not packed and weight.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape)
 
 
 def stack(linears: Sequence[FloatLinear]) -> tuple[Tensor, Tensor | None]:
-    """All weights of layers of one dtype and size, [N, out, in], and biases, [N, out]. The layers' own become views of them, so
-    that there is one copy."""
+    """Stack the weights, [N, out, in], and biases, [N, out], of layers of one dtype and size. The layers' own become views of them,
+    so that there is one copy."""
     [dtype] = linears[0]._weights
     weights = torch.stack([each._weights[dtype][0] for each in linears])
     found = [bias for each in linears if (bias := each._weights[dtype][1]) is not None]

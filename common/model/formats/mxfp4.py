@@ -29,7 +29,7 @@ _NO_NUMBER = 255
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """The scales float32 that bytes in e8m0 mean."""
+    """Convert scales from e8m0 bytes to float32, of the same shape."""
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - _EXPONENT_BIAS)
 
 

@@ -23,7 +23,7 @@ from common.base.clock import monotonic
 from common.base.errors import ConfigError
 from common.model.config import ModelConfig
 
-_MAX_CHARS = 512
+_MAX_PATTERN_CHARS = 512
 
 
 class PatternError(ValueError):
@@ -31,7 +31,7 @@ class PatternError(ValueError):
 
 
 @cache
-def _bytes() -> LLTokenizer:
+def _byte_tokenizer() -> LLTokenizer:
     """A tokenizer with a token for each byte."""
     return LLTokenizer("byte")
 
@@ -44,9 +44,9 @@ class BoundedPattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        if len(pattern) > _MAX_CHARS:
-            raise PatternError(f"it has {len(pattern)} characters, more than {_MAX_CHARS}")
-        self._matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_regex(pattern), log_level=0)
+        if len(pattern) > _MAX_PATTERN_CHARS:
+            raise PatternError(f"it has {len(pattern)} characters, more than {_MAX_PATTERN_CHARS}")
+        self._matcher = LLMatcher(_byte_tokenizer(), LLMatcher.grammar_from_regex(pattern), log_level=0)
         self._check()
 
     def fullmatch(self, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The experts of a mixture on a GPU: one product over all of them, of which the host knows no number, so that steps are captured."""
+"""The experts of a mixture on a GPU, as one product over all of them. Its sizes stay on the GPU, so that steps can be captured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GroupedExperts:
         inner = self._activate(_product(rows, self._gate_up, self._gate_up_bias, ends, expert))
         y = _product(inner, self._down, self._down_bias, ends, expert).float()
         weights = routing.weights.flatten().index_select(0, order)[:, None]
-        # Rows behind the groups are not computed: anything stands there.
+        # Rows behind the groups are not computed: their content is undefined.
         y = torch.where((group < num_experts)[:, None], y * weights, 0.0)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         return y.index_select(0, place).view(num_tokens, top_k, -1).sum(1)

@@ -29,7 +29,7 @@ from router.http.services import Services
 
 
 def add_ollama_embedding_routes(app: FastAPI, services: Services) -> None:
-    """Add both to the application."""
+    """Add `/api/embed` and `/api/embeddings` to the application."""
 
     @app.post(
         "/api/embed",

@@ -29,7 +29,7 @@ def test_equal_layouts_of_one_rank_change_in_place_both_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"tensor_parallel_size": 2}, "its layout of 1 rank is not that of a decode node, of 2 ranks"),
+        ({"tensor_parallel_size": 2}, "as a decode node it has another layout (2 ranks, now 1 rank)"),
         ({"nice": 5}, "options that a decode node reads at its start are different"),
         ({"threads": 1}, "options that a decode node reads"),
         ({"kv_blocks": 77}, "options that a decode node reads"),

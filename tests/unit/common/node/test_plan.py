@@ -16,7 +16,7 @@ from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.kv.spec import KVSpec
 from common.node.options import ServerOptions
-from common.node.parts import make_scheduler
+from common.node.parts import make_pool, make_scheduler
 from common.node.plan import fit_memory, plan_node
 
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
@@ -47,7 +47,7 @@ def test_a_context_may_be_as_many_times_as_long_as_ranks_share_it(
     fitted = fit_memory(plan, num_blocks)
     assert plan.world_size == stripes
     assert fitted.model.max_model_len == longest
-    scheduler = make_scheduler(fitted, num_blocks)
+    scheduler = make_scheduler(fitted, make_pool(fitted, num_blocks))
     assert scheduler.allocator.longest * 16 == longest
     fits, too_long = (
         Sequence(AttemptKey("r", n), EngineRequest(pack_ids([1] * n), GREEDY), [1] * n, root_hash("m"), 0.0)
