@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,20 +86,8 @@ def load_model(
     started = time.monotonic()
 
     def build(weights: WeightSource) -> Build:
-        bits = weight_bits(quantization)
-        return Build(
-            config,
-            weights,
-            precision,
-            mesh,
-            pp_layers,
-            device,
-            kernels,
-            bits,
-            packed,
-            lm_head=lm_head,
-            redundant_experts=redundant_experts,
-        )
+        make = partial(Build, packed=packed, lm_head=lm_head, redundant_experts=redundant_experts)
+        return make(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization))
 
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         if is_generic:
