@@ -14,8 +14,8 @@ from common.base.errors import KvRelayError
 from common.cluster.desired_state import OTHER
 from common.config.cli import run_checked
 from kvrelay.admin.client import AdminRefused, AdminUsage, pick_node
-from kvrelay.admin.options import Json, Url, check_seconds, print_answer, say
-from kvrelay.admin.roll import RunningCluster, poll
+from kvrelay.admin.options import Json, StartTimeout, Url, check_seconds, print_answer, say
+from kvrelay.admin.roll import ReachedCluster, poll
 
 if TYPE_CHECKING:
     from common.control.messages import Role
@@ -56,12 +56,7 @@ def flip(
             help="Seconds for a node's requests to end; those that are left then go on at other nodes.",
         ),
     ] = 600.0,
-    start_timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a node to be usable again."
-        ),
-    ] = 300.0,
+    start_timeout_s: StartTimeout = 300.0,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +68,7 @@ def flip(
     """
 
     def act() -> None:
-        done = Flip(RunningCluster(url), timeout_s, start_timeout_s).run(names)
+        done = Flip(ReachedCluster(url), timeout_s, start_timeout_s).run(names)
         print_answer(done, as_json, lambda show, rows: show.records("changed", rows))
 
     run_checked(act)
@@ -84,7 +79,7 @@ class Flip:
 
     def __init__(
         self,
-        cluster: RunningCluster,
+        cluster: ReachedCluster,
         timeout_s: float,
         start_timeout_s: float,
         tell: Callable[[str], None] = say,

@@ -62,6 +62,12 @@ Url = Annotated[
         help="Admin address of a router, or of several, separated by commas.",
     ),
 ]
+StartTimeout = Annotated[
+    float,
+    typer.Option(
+        "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a service to be usable again."
+    ),
+]
 Everything = Annotated[bool, typer.Option("--all", help="Show everything that the router and the node report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]

@@ -16,7 +16,7 @@ from common.base.errors import DeadlineExceeded
 from common.config.cli import run_checked
 from common.config.sources import optional_variable
 from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
-from kvrelay.admin.options import Json, Url, check_seconds, print_answer, say
+from kvrelay.admin.options import Json, StartTimeout, Url, check_seconds, print_answer, say
 from kvrelay.admin.roll_plan import RestartedService, chosen, gaps, router_service, successor
 
 _POLL_S = 0.25
@@ -24,7 +24,7 @@ _SAY_S = 5.0
 FoundT = TypeVar("FoundT")
 
 
-class RunningCluster:
+class ReachedCluster:
     """All routers of a cluster and the nodes that they know.
 
     Raises: AdminUnreachable while a router does not answer.
@@ -78,12 +78,7 @@ def roll(
             help="Seconds for the requests of a service to end before it restarts.",
         ),
     ] = 600.0,
-    start_timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a service to be usable again."
-        ),
-    ] = 300.0,
+    start_timeout_s: StartTimeout = 300.0,
     grace_s: Annotated[
         float,
         typer.Option(
@@ -106,7 +101,7 @@ def roll(
     """
 
     def act() -> None:
-        done = Roll(RunningCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
+        done = Roll(ReachedCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
         print_answer(done, as_json, lambda show, rows: show.records("restarted", rows))
 
     run_checked(act)
@@ -115,7 +110,7 @@ def roll(
 class Roll:
     """One rolling restart."""
 
-    def __init__(self, cluster: RunningCluster, timeout_s: float, start_timeout_s: float, grace_s: float) -> None:
+    def __init__(self, cluster: ReachedCluster, timeout_s: float, start_timeout_s: float, grace_s: float) -> None:
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s

@@ -14,7 +14,7 @@ from common.cluster.redis_keys import Keys
 from common.cluster.running_clusters import RunningCluster
 from common.config.service_configs import UpConfig
 from kvrelay.admin.flip import Flip
-from kvrelay.admin.roll import RunningCluster as ReachedCluster
+from kvrelay.admin.roll import ReachedCluster
 from kvrelay.up.child import Child
 from kvrelay.up.child_health import ChildHealth
 from kvrelay.up.console import Console

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvrelay.admin.client import AdminRefused
-from kvrelay.admin.roll import Roll, RunningCluster, _addresses
+from kvrelay.admin.roll import ReachedCluster, Roll, _addresses
 from kvrelay.admin.roll_plan import RestartedService
 
 
@@ -59,7 +59,7 @@ def test_who_names_services_is_not_told_to_name_some(
     monkeypatch: pytest.MonkeyPatch, names: list[str], advice: str
 ) -> None:
     monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
-    cluster = RunningCluster("http://127.0.0.1:8001")
+    cluster = ReachedCluster("http://127.0.0.1:8001")
     router = RestartedService("router", "", "router-a", "router-a", "http://127.0.0.1:8001")
     monkeypatch.setattr(cluster, "routers", lambda: [router])
     monkeypatch.setattr(cluster, "nodes", lambda _: [])
@@ -84,7 +84,7 @@ def test_a_node_that_has_become_the_only_one_or_another_one_is_not_restarted(
         return [{**about, "node_id": name, "incarnation": incarnation} for name, incarnation in named]
 
     monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
-    cluster = RunningCluster("http://10.0.0.1:8001")
+    cluster = ReachedCluster("http://10.0.0.1:8001")
     seen = [decode_nodes([("d0", "i0"), ("d1", "i2")])] * 2 + [decode_nodes(left)]
     monkeypatch.setattr(cluster, "routers", lambda: [RestartedService("router", "", "r", "r", "http://10.0.0.1:8001")])
     monkeypatch.setattr(cluster, "nodes", lambda _: seen.pop(0))
