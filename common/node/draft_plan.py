@@ -19,7 +19,7 @@ from common.model.hub import model_name, resolve_model
 from common.model.kv_spec import in_one_table, kv_spec
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.kv_budget import KvMemoryRequest
-from common.node.options import AdapterOptions, ExpertOptions
+from common.node.options import AdapterOptions, ExpertSettings
 from common.node.plan import NodePlan
 
 _LEAST_BLOCKS = 2
@@ -60,7 +60,7 @@ def plan_draft(config: NodeConfig, target: NodePlan, name: str) -> NodePlan:
         kv_memory=KvMemoryRequest(target.kv_memory.utilization, blocks=_LEAST_BLOCKS),  # until the target's are known
         steps=replace(target.steps, max_model_len=max_model_len, num_groups=1, depth=1),
         adapters=AdapterOptions({}, 0, 0),
-        experts=ExpertOptions(None, 0),
+        experts=ExpertSettings(None, 0),
         speculation=None,
     )
 

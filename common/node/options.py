@@ -162,7 +162,7 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True)
-class ExpertOptions:
+class ExpertSettings:
     """How a mixture's experts are placed on the ranks of a stage."""
 
     threshold: float | None
@@ -171,7 +171,7 @@ class ExpertOptions:
     """Slots of each layer beside one for each expert."""
 
     @classmethod
-    def of(cls, options: NodeConfig, model: ModelConfig) -> ExpertOptions:
+    def of(cls, options: NodeConfig, model: ModelConfig) -> ExpertSettings:
         """Raises: ConfigError where no expert can move, or for more redundant slots than replicas can fill."""
         threshold, redundant, tp_size = (
             options.rebalance_experts,

@@ -29,7 +29,7 @@ from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.kv_budget import KvMemoryRequest
-from common.node.options import AdapterOptions, ExpertOptions, RankHosts, WeightOptions
+from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions
 from common.parallel.mesh import RankPlace
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class NodePlan:
     eager: bool
     """Decode steps on a GPU run without CUDA graphs."""
     adapters: AdapterOptions
-    experts: ExpertOptions
+    experts: ExpertSettings
     hosts: RankHosts
     relay: RelaySettings
     shares_cores: bool = False
@@ -126,7 +126,7 @@ def plan_node(
         context_is_configured=config.max_model_len is not None,
         eager=config.enforce_eager,
         adapters=AdapterOptions.of(config),
-        experts=ExpertOptions.of(config, model_config),
+        experts=ExpertSettings.of(config, model_config),
         hosts=RankHosts.of(config, layout.world_size),
         relay=RelaySettings.of(config),
         shares_cores=shares_cores,

@@ -21,10 +21,11 @@ from common.model.config import load_model_config
 from common.model.description import MixtureDescription
 from common.model.formats.on_the_fly import WeightBits
 from common.model.mixture.experts import Experts, make_experts
-from common.model.mixture.moving import resident_bytes
+from common.model.mixture.moving import tensors_of
 from common.model.mixture.placement import imbalance
 from common.model.mixture.rebalancer import Rebalancer
 from common.model.mixture.routing import Routing
+from common.model.mixture.slots import ExpertSlots
 from common.model.precision import FLOAT32
 from common.model.weights import CheckpointWeights
 from common.parallel.mesh import SOLO, Mesh, RankPlace
@@ -75,7 +76,7 @@ def rebalance(
     assert slots is not None
     now = [0.0]
     rebalancer = Rebalancer({0: slots}, mesh, 1.1, lambda: now[0])
-    share, experts = resident_bytes(slots), slots.placement.num_experts
+    share, experts = _held_bytes(slots), slots.placement.num_experts
     first = slots.placement
     found: dict[str, Any] = {"error": 0.0, "moved": [], "loads": [], "share": [share, len(slots.own)]}
     if place.rank == lost:
@@ -104,9 +105,14 @@ def rebalance(
         return {"lost": str(error)}
     finally:
         mesh.close()
-    assert resident_bytes(slots) == share
+    assert _held_bytes(slots) == share
     assert found["moved"] == [] or slots.placement != first
     found["slots"] = list(slots.placement.slots)
     report = rebalancer.report()
     found["plans"] = [plan.reason for plan in report.plans]
     return found
+
+
+def _held_bytes(slots: ExpertSlots) -> int:
+    """Bytes of this rank's experts."""
+    return sum(tensor.nbytes for tensor in tensors_of(slots.linears))

@@ -56,11 +56,6 @@ def _form(linears: tuple[Any, Any]) -> str:
     return f"{kinds} {[(str(each.dtype), tuple(each.shape)) for each in tensors_of(linears)]}"
 
 
-def resident_bytes(layer: ExpertSlots) -> int:
-    """Bytes of this rank's experts."""
-    return sum(tensor.nbytes for tensor in tensors_of(layer.linears))
-
-
 def move_experts(mesh: Mesh, layer: ExpertSlots, new: Placement) -> None:
     """Place the experts of a layer as in `new`: all ranks of the stage do this together, between the same two steps.
 

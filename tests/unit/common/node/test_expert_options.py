@@ -10,7 +10,7 @@ from support.oracle import make_tiny
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
 from common.model.config import load_model_config
-from common.node.options import ExpertOptions
+from common.node.options import ExpertSettings
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +18,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("mixtral", tmp_path_factory.mktemp("models") / "mixtral")
 
 
-def options(model: Path, threshold: float | None, redundant: int, tp: int) -> ExpertOptions:
+def options(model: Path, threshold: float | None, redundant: int, tp: int) -> ExpertSettings:
     config = DecodeConfig(
         model=str(model), rebalance_experts=threshold, redundant_experts=redundant, tensor_parallel_size=tp
     )
-    return ExpertOptions.of(config, load_model_config(model))
+    return ExpertSettings.of(config, load_model_config(model))
 
 
 def test_experts_stay_unless_asked_and_on_one_rank(mixture: Path) -> None:
-    assert options(mixture, None, 0, 2) == ExpertOptions(None, 0)
-    assert options(mixture, 1.1, 2, 1) == ExpertOptions(None, 0)
-    assert options(mixture, 1.1, 2, 2) == ExpertOptions(1.1, 2)
+    assert options(mixture, None, 0, 2) == ExpertSettings(None, 0)
+    assert options(mixture, 1.1, 2, 1) == ExpertSettings(None, 0)
+    assert options(mixture, 1.1, 2, 2) == ExpertSettings(1.1, 2)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_what_cannot_be_is_refused(
 def test_experts_do_not_move_where_context_parallel_ranks_have_copies(mixture: Path) -> None:
     config = DecodeConfig(model=str(mixture), tensor_parallel_size=2, rebalance_experts=1.1, decode_context_parallel=2)
     with pytest.raises(ConfigError, match="--rebalance-experts does not work with context-parallel ranks"):
-        ExpertOptions.of(config, load_model_config(mixture))
+        ExpertSettings.of(config, load_model_config(mixture))
