@@ -14,7 +14,7 @@ from kvrelay.admin.options import Json, Url, check_text, show_answer
 
 def experts(
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", callback=check_text, help="Node id; by default all nodes.")
+        str | None, typer.Argument(metavar="[ID]", callback=check_text, help="Node id; by default all nodes.")
     ] = None,
     url: Url = None,
     as_json: Json = False,
