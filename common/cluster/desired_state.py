@@ -82,7 +82,7 @@ def checked_counts(counts: object) -> Counts:
             continue
         if role not in SCALED_ROLES:
             raise BadRequest(f"{str(role)[:40]} is no role that can be scaled: {' and '.join(SCALED_ROLES)} are")  # pyright: ignore[reportUnknownArgumentType]
-        low = 1 if role == "decode" else 0
+        low = 0 if role == "prefill" and TOTAL not in counts else 1  # the last node of a role cannot change
         if type(count) is not int or not low <= count <= MOST:  # pyright: ignore[reportUnknownArgumentType]
             raise BadRequest(f"{role} must be a number from {low} to {MOST}", param=role)
         checked[role] = count

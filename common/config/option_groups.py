@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from common.base.errors import ConfigError
 from common.base.hashing import BLOCK_SIZE
 from common.config.fields import NODE_ID, host_option, option, port_option, reached_at_option
 from common.config.speculation import Speculation, parse_speculation
@@ -326,7 +327,7 @@ class SpeculationOptions:
     )
     speculate_answers: int = option(
         0,
-        "Number of tokens of recent answers that are kept and searched too; 0: none. A client's guesses come only from answers to "
+        "Number of tokens of recent answers that suffix and ngram search too; 0: none. A client's guesses come only from answers to "
         "its own API key (without keys: its address). A token takes 300 bytes.",
         "Speculation",
         low=0,
@@ -337,6 +338,8 @@ class SpeculationOptions:
     def speculation(self) -> Speculation | None:
         """None: nothing is guessed. Raises: ConfigError."""
         found = parse_speculation(self.speculate, self.speculate_tokens)
+        if self.speculate_answers and (found is None or found.method == "draft"):
+            raise ConfigError("--speculate-answers needs --speculate suffix or ngram, which search these answers")
         return found and replace(found, max_answer_tokens=self.speculate_answers)
 
 

@@ -36,7 +36,6 @@ from common.config.option_groups import (
     SpeculationOptions,
 )
 from common.config.planner_options import PlannerOptions
-from common.config.speculation import parse_speculation
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -228,7 +227,7 @@ class DecodeConfig(SpeculationOptions, PipelineOptions, DecodeContextOptions, No
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_speculation(self.speculate, self.speculate_tokens)
+        _ = self.speculation  # raises ConfigError
         if self.shared_cores and self._num_stages > 1:
             raise ConfigError("--shared-cores does not work with pipeline stages")
 
@@ -304,7 +303,7 @@ class UpConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_speculation(self.speculate, self.speculate_tokens)
+        _ = self.speculation  # raises ConfigError
         if self.planner == "apply" and self.planner_max_nodes is not None and self.on == "machine":
             raise ConfigError("--planner-max-nodes needs --on ray: on one machine nodes only trade roles")
 

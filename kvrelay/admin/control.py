@@ -53,10 +53,12 @@ def _pairs(counts: list[str]) -> list[tuple[str, str]]:
 
 
 def _parse_counts(counts: list[str]) -> list[str]:
-    """Raises: BadParameter for a word that is not ROLE=COUNT."""
+    """Raises: BadParameter for a word that is not ROLE=COUNT, or a role with two numbers."""
     for word, (role, count) in zip(counts, _pairs(counts), strict=True):
         if not role or not count.isdecimal() or len(count) > 6:
             raise typer.BadParameter(f"{word!r} is not ROLE=COUNT, as in prefill=6")
+    if len(dict(_pairs(counts))) < len(counts):
+        raise typer.BadParameter("one role has two numbers")
     return counts
 
 

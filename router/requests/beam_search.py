@@ -7,6 +7,7 @@ Each step takes the most likely next tokens of every beam, and keeps the best `w
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,7 +87,10 @@ class BeamSearch:
         return self._scaled(beam.total, len(beam.token_ids) - beam.has_ended)
 
     def _scaled(self, total: float, num_tokens: int) -> float:
-        return total / (self._prompt_len + num_tokens) ** self._options.length_penalty
+        """In the order of `total` / length^`length_penalty`, by logarithms: the power itself may be too large for a float."""
+        if total >= 0:
+            return math.inf
+        return self._options.length_penalty * math.log(self._prompt_len + num_tokens) - math.log(-total)
 
 
 def _continued(beam: Beam, following: TokenLogprobs, place: int, *, has_ended: bool = False) -> Beam:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from common.base.errors import ConfigError
 from common.control.messages import Role
 from router.planner.demand import DemandMeter, Sample, decode_slots
 from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
@@ -167,7 +168,8 @@ def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
     planned = Planned(objectives, Limits())
     keeper = ShapeKeeper(planned, start_s)
     with_planner = _figures("planned", simulate(simulation, prepare=keeper.watch))
-    assert keeper.costs is not None
+    if keeper.costs is None:
+        raise ConfigError(f"--planner needs requests that arrive over more than {_TICK_S:g} s: it decides that often")
     seer = Oracle(objectives, keeper.costs, simulation.workload(), 1 - with_planner["hit_rate"])
     oracle = _figures("oracle", simulate(simulation, prepare=ShapeKeeper(seer, 0.0).watch))
     return Comparison(_fixed_splits(simulation), with_planner, oracle, planned.changes)

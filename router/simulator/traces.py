@@ -19,6 +19,10 @@ from typing import Any
 from common.base.errors import ConfigError
 
 
+_MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer; a damaged number must not fill memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceLine:
     """One request as a trace has it."""
@@ -55,14 +59,11 @@ def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
 
 
 def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
-    line = TraceLine(
-        arrival_s=float(data["timestamp"]) / 1000,
-        input_tokens=int(data["input_length"]),
-        output_tokens=max(1, int(data["output_length"])),
-        hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
-    )
-    if line.input_tokens < 1 or int(data["output_length"]) < 0 or not 0 <= line.arrival_s < math.inf:
-        raise ValueError("input_length must be at least 1, output_length and timestamp at least 0")
+    arrival_s, tokens, output = float(data["timestamp"]) / 1000, int(data["input_length"]), int(data["output_length"])
+    _check_tokens("input_length", tokens, "output_length", output)
+    if not 0 <= arrival_s < math.inf:
+        raise ValueError("timestamp must be at least 0")
+    line = TraceLine(arrival_s, tokens, max(1, output), [int(hash_id) for hash_id in data["hash_ids"]])
     if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
         raise ValueError(
             f"{len(line.hash_ids)} blocks of {block_tokens} tokens cannot hold {line.input_tokens} exactly"
@@ -72,7 +73,11 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
 
 def _azure_line(row: dict[str, str], block_tokens: int, ids: Iterator[int]) -> TraceLine:
     tokens, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-    if tokens < 1 or output < 0:
-        raise ValueError("ContextTokens must be at least 1, GeneratedTokens at least 0")
+    _check_tokens("ContextTokens", tokens, "GeneratedTokens", output)
     arrived = datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=UTC)
     return TraceLine(arrived.timestamp(), tokens, max(1, output), list(islice(ids, -(-tokens // block_tokens))))
+
+
+def _check_tokens(prompt: str, tokens: int, answer: str, output: int) -> None:
+    if not 1 <= tokens <= _MOST_TOKENS or not 0 <= output <= _MOST_TOKENS:
+        raise ValueError(f"{prompt} must be at least 1, {answer} at least 0, and both at most {_MOST_TOKENS}")

@@ -35,7 +35,7 @@ def test_where_nodes_only_trade_roles_one_number_says_the_other(redis_server: Re
         try:
             await write_desired(client, keys, {"prefill": 2, "decode": 2, "total": 4})
             assert await change_desired(client, keys, {"prefill": 1}) == {"prefill": 1, "decode": 3, "total": 4}
-            for changes in ({"prefill": 4}, {"prefill": 2, "decode": 3}, {"total": 5}):
+            for changes in ({"prefill": 4}, {"decode": 4}, {"prefill": 2, "decode": 3}, {"total": 5}):
                 with pytest.raises(BadRequest):
                     await change_desired(client, keys, changes)
         finally:
@@ -54,6 +54,7 @@ def test_where_nodes_only_trade_roles_one_number_says_the_other(redis_server: Re
         ({"prefill": True}, "prefill must be a number"),
         ({"prefill": 2.5}, "prefill must be a number"),
         ({"prefill": 1001}, "prefill must be a number"),
+        ({"prefill": 0, "decode": 3, "total": 3}, "prefill must be a number from 1 to 1000"),
     ],
 )
 def test_what_is_no_number_of_nodes_is_refused(counts: object, sentence: str) -> None:

@@ -53,3 +53,15 @@ def test_every_spelling_is_understood(text: str, expected: Speculation | None) -
 def test_what_is_wrong_is_named(text: str, message: str, config: type[DecodeConfig | UpConfig]) -> None:
     with pytest.raises(ConfigError, match=message):
         config(model="demo", speculate=text)
+
+
+@pytest.mark.parametrize("config", [DecodeConfig, UpConfig])
+@pytest.mark.parametrize("method", ["off", "draft:./small", '{"model": "./small"}'])
+def test_recent_answers_without_a_method_that_searches_them_are_refused(
+    method: str, config: type[DecodeConfig | UpConfig]
+) -> None:
+    with pytest.raises(ConfigError, match="^--speculate-answers needs --speculate suffix or ngram"):
+        config(model="demo", speculate=method, speculate_answers=1000)
+    searched = config(model="demo", speculate="suffix", speculate_answers=1000).speculation
+    assert searched is not None
+    assert searched.max_answer_tokens == 1000

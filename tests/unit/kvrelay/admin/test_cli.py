@@ -25,6 +25,7 @@ from kvrelay.admin.cli import app
         (["blocks", "--prompt", "x", "--cache-salt", "\udcff"], {}, 2),
         (["drain", "d", "--wait", "--timeout", "nan"], {}, 2),
         (["drain", "d", "--wait", "--timeout=-1"], {}, 2),
+        (["scale", "decode=1", "decode=2"], {}, 2),
         (["roll", "--start-timeout", "nan"], {}, 2),
         (["drain", "d", "--wait", "--timeout", "0"], {}, 3),
         (["watch", "--interval", "inf"], {}, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -54,3 +55,17 @@ def test_the_beams_are_those_of_all_steps(width: int, penalty: float) -> None:
         assert all(beam.has_ended == (beam.token_ids[-1] == _END) for beam in best)
     if penalty == 0.0:
         assert steps < 30 * 9  # no longer beam can be better than ended ones
+
+
+@pytest.mark.parametrize("penalty", [100.0, -100.0])
+def test_a_penalty_whose_power_is_no_float_orders_long_beams(penalty: float) -> None:
+    search = BeamSearch(BeamOptions(4, penalty), prompt_len=5000, max_tokens=9, ends={_END})
+    while not search.is_over:
+        search.advance([following(beam.token_ids, 7, seed=1) for beam in search.beams])
+    lengths = [5000 + len(beam.token_ids) - beam.has_ended for beam in search.best()]
+    exact = [
+        Fraction(beam.total) / Fraction(length) ** int(penalty)
+        for beam, length in zip(search.best(), lengths, strict=True)
+    ]
+    assert len(set(lengths)) > 1
+    assert exact == sorted(exact, reverse=True)

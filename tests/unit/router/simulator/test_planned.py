@@ -45,3 +45,6 @@ def test_the_command_compares_all_splits(tmp_path: Path) -> None:
     assert "good requests per node-hour" in result.output
     refused = CliRunner().invoke(cli.app, [*options, "--goodput", "0.9"])
     assert refused.exit_code == 78
+    short = CliRunner().invoke(cli.app, ["--planner", "--requests", "1"])
+    assert short.exit_code == 78, short.output
+    assert "arrive over more than 10 s" in short.output

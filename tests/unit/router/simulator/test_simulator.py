@@ -232,6 +232,7 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
         {"input_length": "x"},
         {"input_length": 0, "hash_ids": []},
         {"timestamp": -1},
+        {"output_length": 10**12},
     ]
     for bad in [*wrong, *endless]:
         with pytest.raises(ConfigError, match="line 2"):
@@ -402,7 +403,12 @@ def test_two_traces_are_joined_with_shares_that_turn_and_conversations_stay_whol
 
 
 @pytest.mark.parametrize(
-    "text", ["TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,1", "TIMESTAMP,ContextTokens\n1,2,3"]
+    "text",
+    [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,1",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,100000000,1",
+        "TIMESTAMP,ContextTokens\n1,2,3",
+    ],
 )
 def test_a_malformed_line_of_an_azure_trace_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text)
