@@ -18,7 +18,6 @@ from typing import Any
 
 from common.base.errors import ConfigError
 
-
 _MOST_TOKENS = 10_000_000
 """Of a prompt or an answer; a damaged number must not fill memory."""
 

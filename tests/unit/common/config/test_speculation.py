@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named(text: str, message: str, config: type[DecodeConf
 def test_recent_answers_without_a_method_that_searches_them_are_refused(
     method: str, config: type[DecodeConfig | UpConfig]
 ) -> None:
-    with pytest.raises(ConfigError, match="^--speculate-answers needs --speculate suffix or ngram"):
+    with pytest.raises(ConfigError, match=r"^--speculate-answers needs --speculate suffix or ngram"):
         config(model="demo", speculate=method, speculate_answers=1000)
     searched = config(model="demo", speculate="suffix", speculate_answers=1000).speculation
     assert searched is not None
