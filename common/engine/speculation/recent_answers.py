@@ -46,10 +46,11 @@ class RecentAnswers:
         self._max_candidates = max_candidates
         self._tenants: dict[str, _Tenant] = {}
         """The one used last is the last one."""
+        self._size = 0
 
     def __len__(self) -> int:
-        """Tokens in all."""
-        return sum(tenant.size for tenant in self._tenants.values())
+        """Tokens in all. Asked for each draft, so it must not depend on the number of tenants."""
+        return self._size
 
     def add(self, tenant: str, answer: Seq[int]) -> None:
         """Keep an answer of a tenant, if anything is kept at all."""
@@ -58,10 +59,12 @@ class RecentAnswers:
         most = self._max_tokens // _TENANT_PART
         kept = answer[-min(_MOST_OF_ONE, most // 2) + 1 :]
         own = self._tenants.pop(tenant, None) or _Tenant(self._max_candidates)
+        before = own.size
         own.add(kept, most)
+        self._size += own.size - before
         self._tenants[tenant] = own
-        while len(self) > self._max_tokens:
-            del self._tenants[next(iter(self._tenants))]
+        while self._size > self._max_tokens:
+            self._size -= self._tenants.pop(next(iter(self._tenants))).size
 
     def find(self, tenant: str, tail: Seq[int], limit: int, above: int) -> Proposal:
         """`TokenIndex.find` in the answers of one tenant."""

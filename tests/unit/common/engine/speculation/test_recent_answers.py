@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import timeit
+
 from common.engine.speculation.recent_answers import RecentAnswers
 
 ANSWER = list(range(10, 30))
@@ -44,3 +46,16 @@ def test_of_an_answer_that_is_too_long_the_end_is_kept() -> None:
     answers.add("x", list(range(1000)))
     assert answers.find("x", [990, 991], 1, above=1).token_ids == [992]
     assert len(answers) <= 100 + 2
+
+
+def test_many_tenants_make_a_step_no_slower() -> None:
+    """The size is asked for each draft of each step."""
+
+    def seconds(tenants: int) -> float:
+        answers = RecentAnswers(100_000, 32)
+        for name in range(tenants):
+            answers.add(str(name), ANSWER)
+        assert len(answers) == tenants * (1 + len(ANSWER))
+        return min(timeit.repeat(lambda: len(answers), number=100, repeat=5))
+
+    assert seconds(2000) < 20 * seconds(2)
