@@ -107,6 +107,12 @@ class ClientOptions:
         "Name tokens in log-probabilities `token_id:N`, unless a request says otherwise.",
         "Clients",
     )
+    max_logprobs: int = option(
+        20,
+        "Maximum number of most likely tokens whose log-probabilities a request may ask for; -1 allows the whole vocabulary.",
+        "Clients",
+        low=-1,
+    )
     enable_force_include_usage: bool = option(
         False, "End every stream with its usage, as if each request had set stream_options.include_usage.", "Clients"
     )

@@ -43,6 +43,10 @@ class Grammar(NamedTuple):
     """The grammar applies after the first occurrence of these tokens among the generated ones; empty: from the first token."""
 
 
+WHOLE_VOCABULARY = -1
+"""In place of a number of most likely tokens: all tokens."""
+
+
 class SamplingParams(NamedTuple):
     """How the next token is sampled, in terms of token ids. The router applies the rules about text, such as stop strings.
 
@@ -72,13 +76,14 @@ class SamplingParams(NamedTuple):
     stop_token_ids: list[int] = []
     """The client's stop tokens, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
-    """n: return log-probabilities of the sampled token and of the n most likely ones; None: return none."""
+    """n: return log-probabilities of the sampled token and of the n most likely ones, or of all (`WHOLE_VOCABULARY`); None:
+    return none."""
     allowed_token_ids: Ids = pack_ids()
     """If not empty, only these tokens can be sampled."""
     bad_words: list[Ids] = []
     """Token sequences that must not be generated: after all tokens but the last of one, its last token cannot be sampled."""
     prompt_logprobs: int | None = None
-    """n: return log-probabilities of each prompt token after the first, and of the n most likely ones; None: none."""
+    """The same for each prompt token after the first."""
     grammar: Grammar | None = None
     """At each position it allows the tokens with which the answer can still match it. It overrides `min_tokens` if it leaves
     only stop tokens."""
@@ -181,12 +186,14 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    whole: Annotated[bytes, Since(17)] = b""
+    """Those of all tokens instead, from `common.control.whole_vocabulary.packed`."""
 
 
-def items_of(num_tokens: int, num_likely: int | None) -> int:
+def items_of(num_tokens: int, num_likely: int | None, whole_bytes: int = 0) -> int:
     """Estimate the MessagePack items of `num_tokens` tokens with `num_likely` most likely ones each; None means no
-    log-probabilities."""
-    return num_tokens * (1 if num_likely is None else 7 + 2 * num_likely)
+    log-probabilities. `whole_bytes` of packed ones for each count as items, so that a message stays small in bytes too."""
+    return num_tokens * (1 if num_likely is None else 7 + 2 * num_likely + whole_bytes // 1024)
 
 
 class PromptLogprobs(NamedTuple):
@@ -197,6 +204,8 @@ class PromptLogprobs(NamedTuple):
     """Number of tokens that are at least as likely as the prompt's own; 1 means that none is more likely."""
     top_ids: list[int]
     top_logprobs: list[float]
+    whole: Annotated[bytes, Since(17)] = b""
+    """As in `TokenLogprobs`."""
 
 
 FinishReason = Literal["stop", "length"]

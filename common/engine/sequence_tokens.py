@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from common.control.ids import pack_ids
 from common.control.item_count import SENT_ITEMS
-from common.control.messages import FinishReason, SamplingParams, items_of
+from common.control.messages import WHOLE_VOCABULARY, FinishReason, SamplingParams, items_of
 from common.engine.grammar.state import GrammarState
 from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
 
@@ -128,6 +128,8 @@ class SequenceTokens:
 
     def max_drafts(self, max_model_len: int) -> int:
         """How many drafts it may have: none after its last token, and its tokens of a step are one message."""
+        if self.sampling.logprobs == WHOLE_VOCABULARY:
+            return 0
         last = min(self.sampling.max_tokens - self.num_generated, max_model_len - len(self.ids)) - 1
         return max(0, min(last, SENT_ITEMS // items_of(1, self.sampling.logprobs) - 1))
 

@@ -54,6 +54,6 @@ def prompt_chunks(done: SequenceOutput) -> Iterator[TokenChunk]:
     """The messages with a step's log-probabilities of prompt tokens for the router; there is at least one."""
     found = done.prompt_logprobs
     before = done.seq.progress.num_scored - len(found)
-    size = max(1, SENT_ITEMS // items_of(1, len(found[0].top_ids)))
+    size = max(1, SENT_ITEMS // items_of(1, len(found[0].top_ids), len(found[0].whole)))
     for start in range(0, len(found), size):
         yield TokenChunk(done.seq.key, before + start, [], prompt_logprobs=found[start : start + size])

@@ -115,8 +115,9 @@ def batches(chunks: list[TokenChunk]) -> Iterator[list[TokenChunk]]:
     """The chunks in order, in parts that fit into one message each (`SENT_ITEMS`)."""
     start = items = 0
     for index, chunk in enumerate(chunks):
-        likely = None if not chunk.logprobs else len(chunk.logprobs[0].top_ids)
-        more = _CHUNK_ITEMS + items_of(len(chunk.token_ids), likely)
+        found = chunk.logprobs[0] if chunk.logprobs else None
+        likely, whole_bytes = (None, 0) if found is None else (len(found.top_ids), len(found.whole))
+        more = _CHUNK_ITEMS + items_of(len(chunk.token_ids), likely, whole_bytes)
         if chunk.stats is not None:
             more += _MARK_ITEMS * len(chunk.stats.timeline)
         if index > start and items + more > SENT_ITEMS:

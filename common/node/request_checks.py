@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from common.base.errors import BadRequest
-from common.control.messages import MAX_PREDICTION, EngineRequest, SamplingParams
+from common.control.messages import MAX_PREDICTION, WHOLE_VOCABULARY, EngineRequest, SamplingParams
 
 _MAX_LISTED = 4096
 """Maximum entries of each list in the sampling parameters, and maximum number of most likely tokens of a position."""
@@ -40,7 +40,7 @@ def _facts(sampling: SamplingParams, vocab_size: int) -> Iterable[tuple[str, boo
     yield "repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf
     for name in ("logprobs", "prompt_logprobs"):
         count: int | None = getattr(sampling, name)
-        yield name, count is None or 0 <= count <= min(_MAX_LISTED, vocab_size)
+        yield name, count in (None, WHOLE_VOCABULARY) or 0 <= count <= min(_MAX_LISTED, vocab_size)
     yield "logit_bias", _are_tokens([token for token, _ in sampling.logit_bias], vocab_size)
     yield "logit_bias", all(math.isfinite(value) for _, value in sampling.logit_bias)
     yield "stop_token_ids", len(sampling.stop_token_ids) <= _MAX_LISTED

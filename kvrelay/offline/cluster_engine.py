@@ -13,7 +13,14 @@ from typing import Any
 
 from common.base.errors import KvRelayError, from_code
 from common.config.service_configs import UpConfig
-from common.control.messages import AttemptKey, FinishReason, PromptLogprobs, TokenChunk, TokenLogprobs
+from common.control.messages import (
+    WHOLE_VOCABULARY,
+    AttemptKey,
+    FinishReason,
+    PromptLogprobs,
+    TokenChunk,
+    TokenLogprobs,
+)
 from kvrelay.api_client import ApiAnswer, ApiClient, run_workers
 from kvrelay.local_cluster import LocalCluster, own_key
 from kvrelay.offline.answer_text import AnswerInProgress
@@ -157,7 +164,7 @@ def to_answers(index: int, job: PromptJob, answer: ApiAnswer, pieces: TokenPiece
         error: dict[str, Any] = body.get("error") or {}
         raise from_code(str(error.get("code")), f"prompt {index}: {error.get('message')}")
     cached = int(body["usage"]["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
-    count = job.params.logprobs or 0
+    count = _most(job.params.logprobs)
     answers: list[EngineAnswer] = []
     for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
         shown = choice["logprobs"]
@@ -173,7 +180,7 @@ def to_answers(index: int, job: PromptJob, answer: ApiAnswer, pieces: TokenPiece
             finish_reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
             text = _text(job, choice["token_ids"], finish_reason, pieces)
             prompt_logprobs = body.get("prompt_logprobs") if choice["index"] == 0 else None
-        found = _prompt_logprobs(prompt_logprobs, job.params.prompt_logprobs or 0)
+        found = _prompt_logprobs(prompt_logprobs, _most(job.params.prompt_logprobs))
         answers.append(
             EngineAnswer(text, choice["token_ids"], logprobs, finish_reason, choice["stop_reason"], cached, found)
         )
@@ -188,7 +195,7 @@ def _text(job: PromptJob, token_ids: list[int], finish_reason: FinishReason, pie
     return progress.answer.text
 
 
-def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
+def _logprobs(shown: dict[str, Any], count: int | None) -> list[TokenLogprobs]:
     """Log-probabilities from those of `/v1/completions`, whose tokens are `token_id:N`: the `count` most likely ones, then
     the sampled one if it is not among them."""
     found: list[TokenLogprobs] = []
@@ -199,7 +206,7 @@ def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
     return found
 
 
-def _chat_logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
+def _chat_logprobs(shown: dict[str, Any], count: int | None) -> list[TokenLogprobs]:
     """Log-probabilities from those of `/v1/chat/completions`, in the order of `_logprobs`."""
     found: list[TokenLogprobs] = []
     for entry in shown["content"]:
@@ -209,7 +216,7 @@ def _chat_logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
     return found
 
 
-def _prompt_logprobs(shown: list[dict[str, Any] | None] | None, count: int) -> list[PromptLogprobs] | None:
+def _prompt_logprobs(shown: list[dict[str, Any] | None] | None, count: int | None) -> list[PromptLogprobs] | None:
     """Log-probabilities of the prompt's tokens after the first; each entry begins with the prompt's own token."""
     if shown is None:
         return None
@@ -222,6 +229,11 @@ def _prompt_logprobs(shown: list[dict[str, Any] | None] | None, count: int) -> l
             PromptLogprobs(_number(own["logprob"]), own["rank"], ids, [_number(each["logprob"]) for _, each in top])
         )
     return found
+
+
+def _most(count: int | None) -> int | None:
+    """How many most likely tokens; None: all."""
+    return None if count == WHOLE_VOCABULARY else count or 0
 
 
 def _number(logprob: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from common.control.messages import FinishReason, PromptLogprobs, TokenLogprobs
+from common.control.whole_vocabulary import most_likely_of
 from router.text.tokenizer import Tokenizer
 
 
@@ -86,7 +87,9 @@ def prompt_logprobs(
         return None
     positions: list[dict[int, Logprob] | None] = [None]
     for token_id, each in zip(prompt_ids[1:], found, strict=True):
-        [position] = _by_token([token_id], [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)], tokenizer)
+        [position] = _by_token(
+            [token_id], [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs, each.whole)], tokenizer
+        )
         if position[token_id].rank is None:
             position[token_id] = replace(position[token_id], rank=each.rank)
         positions.append(position)
@@ -98,10 +101,9 @@ def _by_token(
 ) -> list[dict[int, Logprob]]:
     positions: list[dict[int, Logprob]] = []
     for token_id, found in zip(token_ids, logprobs, strict=True):
-        most_likely = zip(found.top_ids, found.top_logprobs, strict=True)
         position = {
             top_id: Logprob(logprob, rank, tokenizer.text_of(top_id))
-            for rank, (top_id, logprob) in enumerate(most_likely, 1)
+            for rank, (top_id, logprob) in enumerate(most_likely_of(found), 1)
         }
         position.setdefault(token_id, Logprob(found.logprob, None, tokenizer.text_of(token_id)))
         positions.append(position)

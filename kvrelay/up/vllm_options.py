@@ -107,7 +107,6 @@ _IGNORED: Mapping[str, str] = {
     "code from a model's folder is never run": "trust-remote-code? code-revision",
     "the tokenizer is that of tokenizer.json, and of the model's revision": "tokenizer-mode tokenizer-revision "
     "skip-tokenizer-init? tokenizer-pool-size renderer-num-workers",
-    "requests may ask for as many log-probabilities as the API allows (docs/api.md)": "max-logprobs",
     "priorities of requests always count": "scheduling-policy",
     "the engine schedules in one loop, and sends each token at once": "num-scheduler-steps num-lookahead-slots "
     "multi-step-stream-outputs? stream-interval disable-async-output-proc? preemption-mode scheduler-delay-factor "
@@ -183,7 +182,7 @@ _REFUSED: Mapping[str, str] = {
     "requests have chat_template_kwargs, or give a template with these values to --chat-template": "default-chat-template-kwargs",
     "answers have the role assistant": "response-role(assistant)",
     "give --speculate, such as suffix or draft:MODEL": "speculative-model spec-model spec-method",
-    "put a proxy in front of it, or use --host and --port": "uds middleware root-path grpc?",
+    "put a proxy in front of it, or use --host and --port": "uds middleware grpc?",
     "--ssl-certfile and --ssl-keyfile are enough for HTTPS; clients have keys (--api-key)": "ssl-ca-certs ssl-cert-reqs(0) "
     "ssl-ciphers",
     "with --api-key the documentation needs a key too": "disable-fastapi-docs? enable-offline-docs?",
@@ -194,9 +193,6 @@ _REFUSED: Mapping[str, str] = {
     "stop the nodes instead": "enable-sleep-mode?",
     "it belongs to vLLM's own engine": "scheduler-cls additional-config ignore-patterns* tokens-only? ubatch-size",
     "--routers starts several, on consecutive ports": "api-server-count(1)",
-    "requests have the field return_tokens_as_token_ids": "return-tokens-as-token-ids?",
-    "requests have stream_options.include_usage": "enable-force-include-usage?",
-    "GET /v1/models and POST /tokenize tell what clients need": "enable-tokenizer-info-endpoint?",
 }
 """Options whose effect cannot be had, or is had in another way."""
 
@@ -331,6 +327,8 @@ SAME = (
         "ssl-keyfile",
         "config",
     ),
+    *("root-path", "max-logprobs", "return-tokens-as-token-ids", "enable-force-include-usage"),
+    "enable-tokenizer-info-endpoint",
 )
 """Options that mean the same here."""
 

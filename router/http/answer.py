@@ -6,16 +6,19 @@ Runs on the router's event loop, one `Answer` per client request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
+from typing import Any
 
-from common.base.errors import KvRelayError
+from common.base.errors import KvRelayError, Overloaded
 from common.control.disconnects import DisconnectListener
 from router.http.format import Format
-from router.http.json_body import Json, to_json
+from router.http.json_body import Json, large_json, to_json
 from router.http.openai.base_format import usage
+from router.http.openai.logprobs import portion_of
 from router.http.openai.samples import most_likely
-from router.http.turns import maybe_on_thread, yield_turn
+from router.http.turns import MANY_BYTES, maybe_on_thread, yield_turn
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
 
@@ -29,8 +32,10 @@ class Answer:
     Invariant: after `close`, none of them runs.
     """
 
-    def __init__(self, ping_s: float = 0.0) -> None:
-        """`ping_s`: a stream that sends nothing for so long sends a ping; 0: never."""
+    def __init__(self, ping_s: float = 0.0, large_ones: set[object] | None = None) -> None:
+        """`ping_s`: a stream that sends nothing for so long sends a ping; 0: never. `large_ones`: the router's answers that
+        have taken a place."""
+        self._large_ones: set[object] = set() if large_ones is None else large_ones
         self.generations: list[Generation] = []
         self._ping_s = ping_s
         self._ping_timer: asyncio.TimerHandle | None = None
@@ -52,6 +57,14 @@ class Answer:
         self.generations, self._client = generations, client
         client.watch(self._cancel)
 
+    def take_place(self, most: int) -> None:
+        """Become one of the `most` large answers in work. Raises: Overloaded."""
+        if len(self._large_ones) >= most:
+            raise Overloaded(
+                f"{most} answers with log-probabilities of the whole vocabulary are in work; try again shortly"
+            )
+        self._large_ones.add(self)
+
     def _cancel(self) -> None:
         for generation in self.generations:
             generation.cancel()
@@ -60,6 +73,7 @@ class Answer:
         """Stop what still runs and drop the references. They form cycles, and the garbage collector rarely examines objects
         older than some seconds.
         """
+        self._large_ones.discard(self)
         if self._client is not None:
             self._client.watch(None)
             self._client = None
@@ -129,7 +143,10 @@ class Answer:
         sent = 0
         """Tokens in the chunks so far."""
 
-        def framed(chunks: list[Json]) -> list[bytes]:
+        size, portion = (MANY_BYTES, 1) if form.options.whole_vocabulary else (0, _PORTION)
+
+        def framed(make: Callable[..., list[Json]], *args: Any) -> list[bytes]:
+            chunks = make(*args)
             if form.options.continuous_usage:
                 for chunk in chunks:
                     chunk["usage"] = usage(self.generations, form.options.samples, sent)
@@ -143,9 +160,10 @@ class Answer:
                 deltas, outcome = generation.take(), generation.outcome
                 if (deltas or outcome is not None) and index not in opened:
                     opened.add(index)
-                    for chunk in form.opening(generation, index):
-                        parts += framed([chunk])
-                        if len(parts) >= _PORTION:
+                    opening = iter(form.opening(generation, index))
+                    while chunks := await maybe_on_thread(size, partial(framed, _next, opening)):
+                        parts += chunks
+                        if len(parts) >= portion:
                             yield b"".join(parts), True
                             parts.clear()
                             await yield_turn()
@@ -156,8 +174,8 @@ class Answer:
                     deltas = ()
                 for delta in deltas:
                     sent += len(delta.token_ids)
-                    parts += framed(form.delta(delta, index))
-                    if len(parts) >= _PORTION:
+                    parts += await maybe_on_thread(size, partial(framed, form.delta, delta, index))
+                    if len(parts) >= portion:
                         yield b"".join(parts), True
                         parts.clear()
                         await yield_turn()
@@ -172,7 +190,7 @@ class Answer:
                     return
                 del open_choices[index]
                 sent += len(last.token_ids)
-                parts += framed(form.closing(generation, index, last))
+                parts += await maybe_on_thread(size, partial(framed, form.closing, generation, index, last))
             if not open_choices:
                 parts += [form.frame(chunk) for chunk in form.ending(self.generations)]
                 parts.append(form.done)
@@ -199,25 +217,31 @@ async def whole_body(form: Format, generations: Sequence[Generation], deltas: Se
     shown = await maybe_on_thread(size, partial(form.whole, generations, deltas))
     if options.returned < options.samples:
         shown["usage"] = usage(computed, options.samples)
-    body = to_json(shown)
+    body, size = to_json(shown), MANY_BYTES if options.whole_vocabulary else 0
     if options.with_logprobs:
         pieces = [_logprobs(form, generations[index], parts, index) for index, parts in enumerate(deltas)]
-        body = await _fill(body, b'"logprobs":', pieces)
+        body = await _fill(body, b'"logprobs":', pieces, size)
     if options.with_prompt_logprobs:
         pieces = [({"": part} for part in form.prompt_logprobs(each)) for each in generations]
-        body = await _fill(body, b'"prompt_logprobs":', pieces)
+        body = await _fill(body, b'"prompt_logprobs":', pieces, size)
     return body
 
 
 def _logprobs(form: Format, generation: Generation, deltas: list[Delta], index: int) -> Iterator[Json]:
     """A choice's log-probabilities in portions."""
     yield from form.echoed_logprobs(generation, index)
-    for start in range(0, max(1, len(deltas)), _PORTION):
-        yield form.logprobs(deltas[start : start + _PORTION], index)
+    portion = portion_of(deltas[0].logprobs or () if deltas else (), _PORTION)
+    for start in range(0, max(1, len(deltas)), portion):
+        yield form.logprobs(deltas[start : start + portion], index)
 
 
-async def _fill(body: bytes, name: bytes, values: Sequence[Iterable[Json]]) -> bytes:
-    """Replace each null of this name by its value, which comes in portions whose lists are joined.
+def _next(values: Iterator[Json]) -> list[Json]:
+    """The next value, or none."""
+    return list(islice(values, 1))
+
+
+async def _fill(body: bytes, name: bytes, values: Sequence[Iterable[Json]], size: int) -> bytes:
+    """Replace each null of this name by its value, which comes in portions whose lists are joined. `size`: bytes of a portion.
 
     Generated text cannot contain the name, because its quotes are escaped.
     """
@@ -225,13 +249,19 @@ async def _fill(body: bytes, name: bytes, values: Sequence[Iterable[Json]]) -> b
     parts = [first]
     for portions, after in zip(values, others, strict=False):
         fields: dict[str, list[bytes]] = {}
-        for portion in portions:
+        left = iter(portions)
+        while portion := await maybe_on_thread(size, partial(_serialized, left, large_json if size else to_json)):
             for field, value in portion.items():
-                fields.setdefault(field, []).append(to_json(value))
+                fields.setdefault(field, []).append(value)
             await yield_turn()
         filled = b",".join(to_json(field) + b":" + _joined(found) for field, found in fields.items())
         parts += [name, _joined(fields[""]) if "" in fields else b"{%b}" % filled, after]
     return b"".join(parts)
+
+
+def _serialized(portions: Iterator[Json], serialize: Callable[[object], bytes]) -> dict[str, bytes]:
+    """The fields of the next portion; none at the end."""
+    return {field: serialize(value) for portion in _next(portions) for field, value in portion.items()}
 
 
 def _last(deltas: list[Delta]) -> Delta:

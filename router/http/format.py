@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.base.errors import KvRelayError
-from router.http.json_body import Json
+from router.http.json_body import Json, RawJson
 from router.requests.beam_search import BeamOptions
 from router.requests.generation import Generation
 from router.requests.request import Delta
@@ -29,6 +29,8 @@ class FormatOptions:
     with_prompt_logprobs: bool = False
     echo: bool = False
     """The answer begins with the prompt: its text, and its log-probabilities if `with_logprobs`."""
+    whole_vocabulary: bool = False
+    """Log-probabilities are those of all tokens: formatting takes long, and is done on a thread."""
     tokens_as_ids: bool = False
     """Log-probabilities name tokens `token_id:N`."""
     skip_special_tokens: bool = True
@@ -98,7 +100,7 @@ class Format(Protocol):
         """What goes before `logprobs` for a choice that begins with the prompt, in portions; none for others."""
         ...
 
-    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
+    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | RawJson | None]]:
         """The `prompt_logprobs` list of a generation, in portions."""
         ...
 

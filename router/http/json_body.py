@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import pydantic_core
 
@@ -14,6 +15,8 @@ from common.base.sentences import one_line
 Json = dict[str, Any]
 _MANY = 16_384
 """Items that are serialized in one call."""
+_FEW = 1024
+"""The same for larger items."""
 
 
 def to_json(value: object) -> bytes:
@@ -26,6 +29,20 @@ def to_json(value: object) -> bytes:
     return one_line(text)
 
 
+class RawJson(NamedTuple):
+    """A value that `large_json` writes as it is."""
+
+    data: bytes
+
+
+def in_slices(items: Iterator[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> RawJson:
+    """The JSON list or object of these items (of an object: pairs), of which only few exist at a time."""
+    parts: list[bytes] = []
+    while part := kind(islice(items, _FEW)):
+        parts.append(to_json(part)[1:-1])
+    return RawJson((b"[%b]" if kind is list else b"{%b}") % b",".join(parts))
+
+
 def large_json(value: object) -> bytes:
     """JSON bytes of objects, lists and iterators, serialized in small pieces: one call for millions of numbers would stop all
     threads of the interpreter for as long."""
@@ -34,8 +51,10 @@ def large_json(value: object) -> bytes:
 
 def _pieces(value: object) -> Iterator[bytes]:
     items = cast("list[object]", value) if isinstance(value, list) else []
-    has_more_inside = bool(items) and isinstance(items[0], list | Mapping)
-    if isinstance(value, Mapping):
+    has_more_inside = bool(items) and isinstance(items[0], list | Mapping | RawJson)
+    if isinstance(value, RawJson):
+        yield value.data
+    elif isinstance(value, Mapping):
         mark = b"{"
         for key, each in cast("Mapping[str, object]", value).items():
             yield mark + to_json(key) + b":"
@@ -59,9 +78,9 @@ def _pieces(value: object) -> Iterator[bytes]:
         yield to_json(cast("object", value))
 
 
-def sse(data: Json) -> bytes:
+def sse(data: Json, serialize: Callable[[object], bytes] = to_json) -> bytes:
     """One server-sent event."""
-    return b"data: " + to_json(data) + b"\n\n"
+    return b"data: " + serialize(data) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

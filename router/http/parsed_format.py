@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
-from router.http.json_body import Json, to_json
+from router.http.json_body import Json, RawJson, to_json
 from router.http.openai.checks import as_object
 from router.output.base import OutputParser, ParsedDelta, Part, parse_parts, unparsed
 from router.requests.generation import Generation
@@ -64,7 +64,7 @@ class ParsedFormat:
     def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
         return ()
 
-    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
+    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | RawJson | None]]:
         return ()
 
     def _events(self, parsed: ParsedDelta) -> list[Json]:

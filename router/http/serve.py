@@ -11,11 +11,13 @@ from starlette.responses import Response
 
 from common.base.errors import KvRelayError
 from common.control.disconnects import listener_of
+from common.control.messages import WHOLE_VOCABULARY
 from router.http.answer import Answer, whole_body
 from router.http.beams import BeamRun
 from router.http.body import read_body
 from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
+from router.http.logprob_bounds import MAX_WHOLE, check_logprobs
 from router.http.openai.base_format import usage
 from router.http.openai.build_request import Caller, ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
@@ -176,6 +178,7 @@ def format_options(
         request_id=with_client_id(request, given["request_id"]).own,
         model=model.name,
         with_logprobs=body.num_logprobs is not None,
+        whole_vocabulary=WHOLE_VOCABULARY in (body.num_logprobs, body.num_prompt_logprobs),
         with_token_ids=bool(given["return_token_ids"]) or given["detokenize"] is False,
         with_prompt_logprobs=given["prompt_logprobs"] is not None,
         echo=bool(given["echo"]),
@@ -218,8 +221,9 @@ async def serve(
     grammars, keep their HTTP status. `before_end` is awaited before the last part is sent."""
     await _check_grammars(request, model, wanted)
     options = form.options
+    check_logprobs(wanted, options.samples, model.vocab_size, services.max_logprobs)
     await yield_turn()
-    answer = Answer(services.stream_ping_s)
+    answer = Answer(services.stream_ping_s, services.whole_vocabulary)
     ids: RequestIds = request.scope[_IDS]
     warnings = warnings_of(request)
     handed_over = False
@@ -234,6 +238,8 @@ async def serve(
         return generations
 
     try:
+        if options.whole_vocabulary:
+            answer.take_place(MAX_WHOLE)
         if options.beams is not None:
             run = BeamRun(options.beams, wanted, model)
             count_tokens(request.scope, lambda: run.used_tokens)

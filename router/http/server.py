@@ -161,6 +161,7 @@ def _services(
         strict_parameters=config.strict_parameters,
         stream_ping_s=config.stream_ping_s,
         tokens_as_ids=config.return_tokens_as_token_ids,
+        max_logprobs=config.max_logprobs,
         always_usage=config.enable_force_include_usage,
         shows_tokenizer=config.enable_tokenizer_info_endpoint,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},

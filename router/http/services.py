@@ -42,6 +42,10 @@ class Services:
     """Pause after which a stream sends a ping; 0: never."""
     tokens_as_ids: bool = False
     """Log-probabilities name tokens by their ids, unless a request says otherwise."""
+    max_logprobs: int = 20
+    """How many most likely tokens a request may ask for; -1: the whole vocabulary."""
+    whole_vocabulary: set[object] = field(default_factory=set[object])
+    """The answers in work that have log-probabilities of the whole vocabulary."""
     always_usage: bool = False
     """Every stream ends with its usage."""
     shows_tokenizer: bool = False

@@ -10,6 +10,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 FEW_BYTES = 16_384
 """Work on at most this many bytes does not need a thread."""
+MANY_BYTES = FEW_BYTES + 1
 
 
 async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:

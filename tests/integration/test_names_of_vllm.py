@@ -104,6 +104,36 @@ def test_the_chosen_token_is_first_in_logprobs(folder: Path) -> None:
     _play(folder, scene)
 
 
+@pytest.mark.parametrize(
+    ("bound", "asked", "said"),
+    [
+        (20, -1, "Requested sample logprobs of 400, which is greater than max allowed: 20"),
+        (20, 21, "Requested sample logprobs of 21, which is greater than max allowed: 20"),
+        (399, -1, "greater than max allowed: 399"),
+        (-1, 1025, "at most 1024"),
+        (-1, 300, None),
+        (400, -1, "at most 5242 positions of a request; this one may have 5500"),
+    ],
+)
+def test_max_logprobs(folder: Path, bound: int, asked: int, said: str | None) -> None:
+    async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
+        many = {"prompt": ["hi"] * 50, "n": 5, "max_tokens": 22}
+        calls = {"/v1/completions": {**PROMPT, **(many if bound == 400 else {}), "logprobs": asked}}
+        if bound != 400:
+            calls["/v1/chat/completions"] = {**CHAT, "logprobs": True, "top_logprobs": asked}
+        for path, body in calls.items():
+            answer = await http.post(path, json=body)
+            if said is None:
+                assert answer.status_code == 200
+            else:
+                assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+        if said and asked == -1 and bound < 400:
+            answer = await http.post("/v1/completions", json={**PROMPT, "prompt_logprobs": -1})
+            assert said.replace("sample", "prompt") in answer.json()["error"]["message"]
+
+    _play(folder, scene, max_logprobs=bound)
+
+
 def test_logprob_token_ids(folder: Path) -> None:
     async def scene(http: httpx.AsyncClient, bench: Bench) -> None:
         for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.control.messages import SamplingParams
+from common.control.messages import WHOLE_VOCABULARY, SamplingParams
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.logits_steps import GREEDY_STEPS
 from common.engine.sampling.row_passes import NumpyPasses, Row, RowPasses
@@ -25,7 +25,7 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
     draw = random.Random(seed)
     specs = []
     for row in range(rows):
-        logprobs = draw.choice([None, None, 0, 1, 20])
+        logprobs = draw.choice([None, None, 0, 1, 20, WHOLE_VOCABULARY])
         params = SamplingParams(
             seed=draw.randrange(2**63),
             max_tokens=100,
@@ -36,7 +36,7 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
             stop_token_ids=[draw.randrange(VOCAB) for _ in range(draw.choice([0, 3]))] + [10**6],
             min_tokens=draw.choice([0, 50]),
             logprobs=logprobs,
-            logprob_token_ids=draw.sample(range(VOCAB), logprobs or 0) if draw.random() < 0.5 else [],
+            logprob_token_ids=draw.sample(range(VOCAB), max(0, logprobs or 0)) if draw.random() < 0.5 else [],
             presence_penalty=draw.choice([0.0, 0.0, 1.5]),
             frequency_penalty=draw.choice([0.0, 0.0, -0.7]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.3]),

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.control.messages import TokenLogprobs
+from common.control.messages import WHOLE_VOCABULARY, TokenLogprobs
+from common.control.whole_vocabulary import packed
 from common.engine.device_inputs import array_to_device, to_device
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax_on_device, noise_key
@@ -88,14 +89,18 @@ class DeviceSamplerOutput:
         """The tokens on the host (`SamplerOutput.wait`)."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, highest, left, *logprobs = [each.tolist() for each in self._arriving]
+        tokens, highest, left, *logprobs = [each.tolist() for each in self._arriving[:7]]
         of_row = iter(zip(*logprobs, strict=True))
+        whole = iter(self._arriving[7].numpy() if logprobs else ())
         out: list[SampledToken] = []
         for token, top_logit, top_left, spec in zip(tokens, highest, left, self._specs, strict=True):
             count, wanted = spec.params.logprobs, None
             if count is not None:
-                own, top_ids, top = next(of_row)
-                wanted = TokenLogprobs(own, top_ids[:count], top[:count])
+                own, top_ids, top, norm = next(of_row)
+                if count == WHOLE_VOCABULARY:
+                    wanted = TokenLogprobs(own, [], [], packed(next(whole), norm))
+                else:
+                    wanted = TokenLogprobs(own, top_ids[:count], top[:count])
             if not math.isfinite(top_logit):
                 out.append(no_token(top_logit, spec))
             else:
@@ -104,12 +109,15 @@ class DeviceSamplerOutput:
 
 
 def _logprobs(logits: Tensor, highest: Tensor, tokens: Tensor, specs: list[SampleSpec]) -> list[Tensor]:
-    """What `logprobs_of` returns for the rows that want log-probabilities. Empty if no row wants them."""
+    """What `logprobs_of` returns for the rows that want log-probabilities, and the logits of those that want the whole
+    vocabulary. Empty if no row wants any."""
     wanting = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not wanting:
         return []
     index = to_device(wanting, logits.device)
-    count = max(specs[row].params.logprobs or 0 for row in wanting)
+    count = max(0, *(specs[row].params.logprobs or 0 for row in wanting))
     rows = [each.index_select(0, index) for each in (logits, highest, tokens)]
     named = {at: ids for at, row in enumerate(wanting) if (ids := specs[row].params.logprob_token_ids)}
-    return [*logprobs_of(rows[0], rows[1], rows[2], count, named)]
+    whole = [row for row in wanting if specs[row].params.logprobs == WHOLE_VOCABULARY]
+    logits = logits.index_select(0, to_device(whole, logits.device)) if whole else logits[:0]
+    return [*logprobs_of(rows[0], rows[1], rows[2], count, named), logits]

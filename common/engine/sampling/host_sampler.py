@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.control.messages import TokenLogprobs
+from common.control.messages import WHOLE_VOCABULARY, TokenLogprobs
+from common.control.whole_vocabulary import packed
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import steps_of
@@ -135,5 +136,7 @@ def _logprobs(row: Row, highest: float, found: Sum, token: int, spec: SampleSpec
     """log-softmax of `row` at `token`, and at the tokens that the request names, or at the most likely ones that it asks for, ties
     by lower id."""
     norm, params = highest + found.value, spec.params
+    if params.logprobs == WHOLE_VOCABULARY:
+        return TokenLogprobs(float(row[token]) - norm, [], [], packed(row, norm))
     top_ids = list(params.logprob_token_ids) or most_likely(row, found.maxima, params.logprobs or 0)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.control.messages import PromptLogprobs
+from common.control.messages import WHOLE_VOCABULARY, PromptLogprobs
+from common.control.whole_vocabulary import packed
 from common.engine.device_inputs import to_device
 from common.engine.sampling.logprobs import logprobs_of, recorded_event, to_host
 from common.engine.step import ScoredRows
@@ -24,7 +25,8 @@ class ScoredPrompts:
 
     def __init__(self, slices: list[tuple[int, list[Tensor]]], count: int) -> None:
         """slices: for each its index in `StepInput.scored`, and [m] log-probabilities of the prompt's tokens, [m] ranks,
-        [m, k] most likely ids, [m, k] their log-probabilities. `count`: length of `StepInput.scored`."""
+        [m, k] most likely ids, [m, k] their log-probabilities; for whole vocabularies also [m] norms and [m, vocab] logits
+        (`common.control.whole_vocabulary`). `count`: length of `StepInput.scored`."""
         self._count = count
         self._arriving = [(index, [to_host(each) for each in tensors]) for index, tensors in slices]
         self._arrived = recorded_event(slices[-1][1][0]) if slices else None
@@ -35,7 +37,11 @@ class ScoredPrompts:
             self._arrived.synchronize()
         out: list[list[PromptLogprobs]] = [[] for _ in range(self._count)]
         for index, tensors in self._arriving:
-            out[index] += map(PromptLogprobs, *(each.tolist() for each in tensors))
+            lists = [each.tolist() for each in tensors[:4]]
+            if len(tensors) > 4:
+                norms, logits = tensors[4:]
+                lists.append([packed(*each) for each in zip(logits.numpy(), norms.tolist(), strict=True)])
+            out[index] += map(PromptLogprobs, *lists)
         return out
 
 
@@ -56,6 +62,6 @@ def score_prompts(
 
 
 def _scored(logits: Tensor, tokens: Tensor, count: int) -> list[Tensor]:
-    own, ids, top = logprobs_of(logits, logits.amax(-1), tokens, count)
+    own, ids, top, norms = logprobs_of(logits, logits.amax(-1), tokens, max(0, count))
     ranks = (logits >= logits.gather(1, tokens[:, None])).sum(-1, dtype=torch.int64)
-    return [own, ranks, ids, top]
+    return [own, ranks, ids, top, *((norms, logits.clone()) if count == WHOLE_VOCABULARY else ())]

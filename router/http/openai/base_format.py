@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
 from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
-from router.http.json_body import DONE, Json, error_body, sse, to_json
-from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
+from router.http.json_body import DONE, Json, RawJson, error_body, large_json, sse, to_json
+from router.http.openai.logprobs import portion_of, prompt_entry
 from router.http.response_headers import serving_details
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
@@ -70,11 +70,12 @@ class BaseFormat:
     def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
         return ()
 
-    def prompt_logprobs(self, generation: Generation) -> Iterator[list[Json | None]]:
+    def prompt_logprobs(self, generation: Generation) -> Iterator[list[Json | RawJson | None]]:
         ids, found = generation.request.engine.prompt_ids, generation.prompt_logprobs
         yield [None]
-        for start in range(0, len(found), PROMPT_PORTION):
-            part = found[start : start + PROMPT_PORTION]
+        portion = portion_of(found)
+        for start in range(0, len(found), portion):
+            part = found[start : start + portion]
             yield [
                 prompt_entry(self.tokenizer, token_id, each)
                 for token_id, each in zip(ids[start + 1 :], part, strict=False)
@@ -109,7 +110,7 @@ class BaseFormat:
         return COMMENT
 
     def frame(self, chunk: Json) -> bytes:
-        return sse(chunk)
+        return sse(chunk, large_json) if self.options.whole_vocabulary else sse(chunk)
 
     def closing_chunk(self, choice: Json, generation: Generation) -> Json:
         """The chunk with the reason. The headers were sent with the first token or ping; only now are the details complete."""

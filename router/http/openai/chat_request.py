@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, field_validator, model_validator
 from router.http.openai.chat_messages import PART_KINDS, Message
 from router.http.openai.checks import MAX_INT, FieldsError, bounded, shorten
 from router.http.openai.past_parts import unseen_parts, with_named_parts
-from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
+from router.http.openai.shared_fields import CompletionRequestBase, NumLogprobs
 from router.http.openai.tools import MAX_TOOLS, AllowedToolChoice, NamedToolChoice, Tool
 
 MAX_MESSAGES = 4096
@@ -21,7 +21,7 @@ class ChatRequest(CompletionRequestBase):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = False
     """Whether the tokenizer adds special tokens to those of the template."""
     add_generation_prompt: bool | None = True

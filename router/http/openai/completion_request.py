@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from common.control.messages import WHOLE_VOCABULARY
 from router.http.openai.checks import MAX_INT, FieldsError, texts_or_token_ids
-from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
+from router.http.openai.shared_fields import CompletionRequestBase, NumLogprobs
 
 MAX_PROMPTS = 64
 
@@ -17,7 +18,7 @@ class CompletionRequest(CompletionRequestBase):
 
     prompt: list[str] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = True
     suffix: str | None = None
     """Text after the answer, for models with fill-in-the-middle tokens."""
@@ -44,5 +45,5 @@ class CompletionRequest(CompletionRequestBase):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        shown = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in shown if count is not None), default=None)
+        shown = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        return WHOLE_VOCABULARY if WHOLE_VOCABULARY in shown else max(shown, default=None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 from common.control.messages import PromptLogprobs, TokenLogprobs
-from router.http.json_body import Json
+from common.control.whole_vocabulary import most_likely_of
+from router.http.json_body import Json, RawJson, in_slices
 from router.requests.request import Delta
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
@@ -14,20 +17,32 @@ LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
 
-PROMPT_PORTION = 64
-"""Prompt tokens whose log-probabilities are formatted before other tasks of the event loop run."""
+_PORTION = 64
+"""Tokens whose log-probabilities, up to `_USUAL` for each, are formatted before other tasks of the event loop run."""
+_USUAL = 20
+
+
+def portion_of(found: Sequence[TokenLogprobs | PromptLogprobs], portion: int = _PORTION) -> int:
+    """How many positions of this kind are formatted before other tasks of the event loop run."""
+    if not found:
+        return portion
+    return 1 if found[0].whole else max(1, portion * _USUAL // max(_USUAL, len(found[0].top_ids)))
 
 
 def _as_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def prompt_entry(tokenizer: Tokenizer, token_id: int, found: PromptLogprobs) -> Json:
+def prompt_entry(tokenizer: Tokenizer, token_id: int, found: PromptLogprobs) -> Json | RawJson:
     """One position in `prompt_logprobs`: the prompt's token, then the most likely ones, by token id."""
-    entry: Json = {str(token_id): _ranked(tokenizer, token_id, found.logprob, found.rank)}
-    for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
-        entry.setdefault(str(other), _ranked(tokenizer, other, logprob, rank))
-    return entry
+    own = str(token_id), _ranked(tokenizer, token_id, found.logprob, found.rank)
+    others = (
+        (str(other), _ranked(tokenizer, other, logprob, rank))
+        for rank, (other, logprob) in enumerate(most_likely_of(found), 1)
+        if other != token_id
+    )
+    pairs = chain([own], others)
+    return in_slices(pairs, dict) if found.whole else dict(pairs)
 
 
 def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> Json:
@@ -44,8 +59,8 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool) ->
     entries: list[Json] = []
     for token_id, found in zip(delta.token_ids, delta.logprobs or [], strict=False):
         entry = shown(token_id, found.logprob)
-        pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-        entry["top_logprobs"] = [shown(other, logprob) for other, logprob in pairs]
+        others = (shown(other, logprob) for other, logprob in most_likely_of(found))
+        entry["top_logprobs"] = in_slices(others, list) if found.whole else list(others)
         entries.append(entry)
     return entries
 
@@ -72,8 +87,9 @@ class TextLogprobs:
         """
         found = [None, *logprobs]
         self._text, self._echo = Detokenizer(self._pieces), text
-        for start in range(0, len(token_ids), PROMPT_PORTION):
-            yield self.render(token_ids[start : start + PROMPT_PORTION], found[start : start + PROMPT_PORTION])
+        portion = portion_of(logprobs)
+        for start in range(0, len(token_ids), portion):
+            yield self.render(token_ids[start : start + portion], found[start : start + portion])
         self.begin_text(token_ids, len(text))
 
     def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | PromptLogprobs | None]) -> Json:
@@ -81,7 +97,7 @@ class TextLogprobs:
         tokens: list[str] = []
         offsets: list[int] = []
         values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
+        tops: list[dict[str, Any] | RawJson | None] = []
         for token_id, found in zip(token_ids, logprobs, strict=False):
             text = self._name(token_id)
             tokens.append(text)
@@ -91,9 +107,10 @@ class TextLogprobs:
                 tops.append(None)
                 continue
             values.append(max(found.logprob, LOWEST))
-            pairs = zip(found.top_ids, found.top_logprobs, strict=True)
             top = {text: max(found.logprob, LOWEST)}  # as in vLLM, the token itself comes first
-            tops.append(top | {self._name(other): max(logprob, LOWEST) for other, logprob in pairs})
+            for other, logprob in most_likely_of(found):
+                top[self._name(other)] = max(logprob, LOWEST)
+            tops.append(in_slices(iter(top.items()), dict) if found.whole else top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _take_offset(self, token_id: int) -> int:

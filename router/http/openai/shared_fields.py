@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
+from common.control.messages import WHOLE_VOCABULARY
 from router.http.body_model import BodyModel
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, FieldsError, as_object, bounded, items, shorten
 from router.http.openai.structured_fields import StructuredFields
@@ -19,6 +20,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+NumLogprobs = Annotated[int, Field(ge=-1, le=MAX_INT)]
+"""How many most likely tokens; -1: all. The router's option bounds it (`router.http.logprob_bounds`)."""
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 262_144
 MAX_BAD_WORDS = 128
@@ -110,7 +113,7 @@ class CompletionRequestBase(StructuredFields):
     """The answers are the `n` most likely sequences of tokens that a beam search finds."""
     length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = 1.0
     """Beams are compared by their log-probability over their length, prompt included, to this power."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     """Log-probabilities of each prompt token after the first, and of that many most likely ones."""
     truncate_prompt_tokens: TruncateTokens | None = None
     """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
@@ -204,6 +207,10 @@ class CompletionRequestBase(StructuredFields):
         for name, neutral in _WITHOUT_BEAMS.items():
             if given[name] is not None and given[name] not in neutral:
                 raise FieldsError(name, f"{name} is not allowed with use_beam_search=true")
+        if self.num_logprobs == WHOLE_VOCABULARY:
+            raise FieldsError(
+                "logprobs", "log-probabilities of the whole vocabulary are not given with use_beam_search=true"
+            )
 
     @property
     def beams(self) -> BeamOptions | None:

@@ -13,6 +13,7 @@ from support.sampling_cases import adjusted_on_device, adjusted_on_host, logits_
 from torch import Tensor
 
 from common.control.messages import SamplingParams
+from common.control.whole_vocabulary import most_likely_of
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, ordered
@@ -51,9 +52,11 @@ def check_equal(got: list[SampledToken], want: list[SampledToken]) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.logprobs is None) == (theirs.logprobs is None)
         if ours.logprobs is not None and theirs.logprobs is not None:
-            assert ours.logprobs.top_ids == theirs.logprobs.top_ids
+            assert len(ours.logprobs.whole) == len(theirs.logprobs.whole)
+            our_top, their_top = (list(most_likely_of(each.logprobs)) for each in (ours, theirs))
+            assert [token_id for token_id, _ in our_top] == [token_id for token_id, _ in their_top]
             assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-6)
-            assert ours.logprobs.top_logprobs == pytest.approx(theirs.logprobs.top_logprobs, abs=1e-6)
+            assert [each for _, each in our_top] == pytest.approx([each for _, each in their_top], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

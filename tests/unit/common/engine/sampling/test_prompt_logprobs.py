@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.control.messages import WHOLE_VOCABULARY
+from common.control.whole_vocabulary import most_likely_of
 from common.engine.sampling import prompt_logprobs
 from common.engine.sampling.prompt_logprobs import score_prompts
 from common.engine.step import ScoredRows
@@ -34,6 +36,7 @@ def test_every_row_gets_its_tokens_logprob_rank_and_the_most_likely(
         ScoredRows(0, 2, [4, 9, 9, 0, 49], 0),
         ScoredRows(1, 10, [1, 2, 3, 4, 5, 6, 7], 99),
         ScoredRows(2, 0, [8], 2),
+        ScoredRows(3, 5, [3, 1], WHOLE_VOCABULARY),
     ]
     found = score_prompts(logits_of, hidden, VOCAB, scored).wait()
     assert max(sizes) <= rows_at_a_time
@@ -43,12 +46,14 @@ def test_every_row_gets_its_tokens_logprob_rank_and_the_most_likely(
             theirs = expected[rows.row + offset]
             assert ours.logprob == pytest.approx(theirs[token].item(), abs=1e-5)
             assert ours.rank == int((theirs >= theirs[token]).sum())
-            assert ours.top_ids == theirs.argsort(descending=True, stable=True)[: rows.num_top].tolist()
-            assert ours.top_logprobs == pytest.approx(theirs[ours.top_ids].tolist(), abs=1e-5)
+            ids, values = zip(*most_likely_of(ours), strict=True) if rows.num_top else ((), ())
+            count = VOCAB if rows.num_top == WHOLE_VOCABULARY else rows.num_top
+            assert [*ids] == theirs.argsort(descending=True, stable=True)[:count].tolist()
+            assert values == pytest.approx(theirs[[*ids]].tolist(), abs=1e-5)
 
 
 def test_equal_logits_are_ranked_by_id_and_all_count_in_the_rank() -> None:
-    (((logprob, rank, top_ids, _),),) = score_prompts(
+    (((logprob, rank, top_ids, *_),),) = score_prompts(
         lambda part: torch.zeros(part.size(0), 4), torch.zeros(1, 2), 4, [ScoredRows(0, 0, [2], 3)]
     ).wait()
     assert (rank, top_ids) == (4, [0, 1, 2])
