@@ -53,7 +53,7 @@ def check_equal(got: list[SampledToken], want: list[SampledToken]) -> None:
         assert (ours.logprobs is None) == (theirs.logprobs is None)
         if ours.logprobs is not None and theirs.logprobs is not None:
             assert len(ours.logprobs.whole) == len(theirs.logprobs.whole)
-            our_top, their_top = (list(most_likely_of(each.logprobs)) for each in (ours, theirs))
+            our_top, their_top = (list(most_likely_of(each)) for each in (ours.logprobs, theirs.logprobs))
             assert [token_id for token_id, _ in our_top] == [token_id for token_id, _ in their_top]
             assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-6)
             assert [each for _, each in our_top] == pytest.approx([each for _, each in their_top], abs=1e-6)
