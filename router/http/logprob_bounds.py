@@ -9,8 +9,6 @@ from common.config.client_options import ClientOptions
 from common.control.messages import WHOLE_VOCABULARY
 from router.requests.request import GenerationRequest
 
-MAX_LISTED = 1024
-"""Most likely tokens of a position; beyond that a request asks for the whole vocabulary."""
 MAX_ENTRIES = 2**21
 """Log-probabilities of whole vocabularies in one answer: 8 MB from the nodes, up to 200 MB of JSON."""
 MAX_WHOLE = 4
@@ -52,6 +50,4 @@ def _is_whole(kind: str, count: int | None, vocab_size: int, bound: int) -> bool
             f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {bound} (--max-logprobs)",
             param=param,
         )
-    if count > MAX_LISTED:
-        raise BadRequest(f"{param}: at most {MAX_LISTED} are allowed, or -1 for the whole vocabulary", param=param)
     return count == WHOLE_VOCABULARY

@@ -110,7 +110,7 @@ def test_the_chosen_token_is_first_in_logprobs(folder: Path) -> None:
         (20, -1, "Requested sample logprobs of 400, which is greater than max allowed: 20"),
         (20, 21, "Requested sample logprobs of 21, which is greater than max allowed: 20"),
         (399, -1, "greater than max allowed: 399"),
-        (-1, 1025, "at most 1024"),
+        (-1, 1025, "1024"),
         (-1, 300, None),
         (400, -1, "at most 5242 positions of a request; this one may have 5500"),
     ],

@@ -20,7 +20,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
-NumLogprobs = Annotated[int, Field(ge=-1, le=MAX_INT)]
+NumLogprobs = Annotated[int, Field(ge=-1, le=1024)]
 """How many most likely tokens; -1: all. The router's option bounds it (`router.http.logprob_bounds`)."""
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 262_144

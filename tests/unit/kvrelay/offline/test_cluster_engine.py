@@ -12,6 +12,7 @@ import pytest
 
 from common.base.errors import EngineError
 from common.config.service_configs import UpConfig
+from common.control.messages import TokenLogprobs
 from kvrelay import BadRequest, KvRelayError, SamplingParams
 from kvrelay.api_client import ApiAnswer, ApiClient
 from kvrelay.local_cluster import ClusterFailed
@@ -88,7 +89,7 @@ def test_a_conversation_is_sent_as_one_and_calls_stay_in_its_text() -> None:
     }
     [answer] = to_answers(0, made, ApiAnswer(200, "", answered), PIECES)
     assert (answer.text, answer.token_ids, answer.finish_reason) == (text, ids, "stop")
-    assert answer.logprobs == [(-1.0, [3], [-math.inf])] * len(ids)
+    assert answer.logprobs == [TokenLogprobs(-1.0, [3], [-math.inf])] * len(ids)
 
 
 @pytest.mark.parametrize(("code", "kind"), [("invalid_request", BadRequest), ("engine_error", EngineError)])

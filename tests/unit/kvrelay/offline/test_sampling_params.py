@@ -16,7 +16,7 @@ from kvrelay import BadRequest, SamplingParams
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"logprobs": 1000}, "logprobs"),
+        ({"logprobs": 1025}, "logprobs"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias"),
         ({"seed": object()}, None),
     ],
