@@ -57,8 +57,10 @@ class Answer:
         self.generations, self._client = generations, client
         client.watch(self._cancel)
 
-    def take_place(self, most: int) -> None:
-        """Become one of the `most` large answers in work. Raises: Overloaded."""
+    def take_place(self, most: int | None) -> None:
+        """Become one of the `most` large answers in work; None: it is not large. Raises: Overloaded."""
+        if most is None:
+            return
         if len(self._large_ones) >= most:
             raise Overloaded(
                 f"{most} answers with log-probabilities of the whole vocabulary are in work; try again shortly"
@@ -136,13 +138,11 @@ class Answer:
 
     async def events(self, form: Format) -> AsyncIterator[tuple[bytes, bool]]:
         """The parts of the stream's body, each with whether more follows. Text that arrived together is one write, even if
-        it has many events.
-        """
+        it has many events."""
         opened: set[int] = set()
         open_choices = dict(enumerate(self.generations))
         sent = 0
         """Tokens in the chunks so far."""
-
         size, portion = (MANY_BYTES, 1) if form.options.whole_vocabulary else (0, _PORTION)
 
         def framed(make: Callable[..., list[Json]], *args: Any) -> list[bytes]:

@@ -219,14 +219,13 @@ async def serve(
 ) -> Response:
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping, and of
     grammars, keep their HTTP status. `before_end` is awaited before the last part is sent."""
-    await _check_grammars(request, model, wanted)
     options = form.options
     check_logprobs(wanted, options.samples, model.vocab_size, services.max_logprobs)
+    await _check_grammars(request, model, wanted)
     await yield_turn()
     answer = Answer(services.stream_ping_s, services.whole_vocabulary)
     ids: RequestIds = request.scope[_IDS]
-    warnings = warnings_of(request)
-    handed_over = False
+    warnings, handed_over = warnings_of(request), False
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     metrics.asked(options.returned)
@@ -238,8 +237,7 @@ async def serve(
         return generations
 
     try:
-        if options.whole_vocabulary:
-            answer.take_place(MAX_WHOLE)
+        answer.take_place(MAX_WHOLE if options.whole_vocabulary else None)
         if options.beams is not None:
             run = BeamRun(options.beams, wanted, model)
             count_tokens(request.scope, lambda: run.used_tokens)
