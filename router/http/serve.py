@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fastapi import Request
 from starlette.responses import Response
@@ -224,8 +224,7 @@ async def serve(
     await _check_grammars(request, model, wanted)
     await yield_turn()
     answer = Answer(services.stream_ping_s, services.whole_vocabulary)
-    ids: RequestIds = request.scope[_IDS]
-    warnings, handed_over = warnings_of(request), False
+    ids, warnings, handed_over = cast("RequestIds", request.scope[_IDS]), warnings_of(request), False
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     metrics.asked(options.returned)
