@@ -134,6 +134,7 @@ class Metrics:
             registry=registry,
         )
         self.attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
+        self._desired: dict[str, Gauge] = {}
         self._by_model: dict[str, ModelMetrics] = {}
 
     def of_model(self, name: str) -> ModelMetrics:
@@ -159,6 +160,14 @@ class Metrics:
         self._pending.set_function(running)
         self._pending_first.set_function(waiting)
         self._held.set_function(held)
+
+    def export_desired(self, role: str, count: int) -> None:
+        """Export how many nodes of a role the cluster is to have. Before the first call there is no such metric: an autoscaler
+        must not take a missing number for zero."""
+        if role not in self._desired:
+            text = f"{role.capitalize()} nodes that the cluster is to have."
+            self._desired[role] = Gauge(f"kvrelay_desired_{role}_nodes", text, registry=self.registry)
+        self._desired[role].set(count)
 
     def watch_records(self, unrenewed: Callable[[], int]) -> None:
         """Export how many nodes answer although their records in Redis have ended."""

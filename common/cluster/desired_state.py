@@ -42,7 +42,8 @@ async def change_desired(client: RedisClient, keys: Keys, changes: Mapping[str, 
     wanted = await read_desired(client, keys)
     if wanted is None:
         raise NotFound(
-            "nothing keeps the shape of this cluster: only `kvrelay up` does, with a Redis of its own or on Ray"
+            "nothing keeps the shape of this cluster: `kvrelay up` does, with a Redis of its own or on Ray, and routers "
+            "with --planner publish tell it to an autoscaler"
         )
     if TOTAL in changes:
         raise BadRequest(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from common.config.fields import option
 
-PlannerMode = Literal["off", "advise", "apply"]
+PlannerMode = Literal["off", "advise", "apply", "publish"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class PlannerOptions:
     planner: PlannerMode = option(
         "off",
         "Plan how many prefill and decode nodes the load needs: advise shows it (`kvrelay admin plan`), apply also changes the "
-        "numbers that `kvrelay up` keeps: on one machine nodes trade roles, with --on ray they come and go. "
-        "One of the cluster's routers plans.",
+        "numbers that `kvrelay up` keeps: on one machine nodes trade roles, with --on ray they come and go. publish makes "
+        "them metrics, by which an autoscaler such as that of Kubernetes scales. One of the cluster's routers plans.",
         "Planner",
     )
     planner_max_nodes: int | None = option(

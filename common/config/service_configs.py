@@ -304,6 +304,10 @@ class UpConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.speculation  # raises ConfigError
+        if self.planner == "publish":
+            raise ConfigError(
+                "--planner publish is for routers whose nodes an autoscaler starts; `kvrelay up` starts its own: give apply"
+            )
         if self.planner == "apply" and self.planner_max_nodes is not None and self.on == "machine":
             raise ConfigError("--planner-max-nodes needs --on ray: on one machine nodes only trade roles")
 

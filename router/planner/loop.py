@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -68,6 +68,9 @@ redis.call('HSET', KEYS[1], 'plan', ARGV[2])
 return 1
 """
 
+Counted = Callable[[str, int], None]
+"""Called with a role and the nodes of it that the cluster is to have."""
+
 
 @dataclass(frozen=True)
 class StoredPlan:
@@ -86,11 +89,13 @@ _STORED = TypeAdapter(StoredPlan)
 class PlannerLoop:
     """Measures, and plans while this router holds the lease."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher) -> None:
-        """Raises: ConfigError for a malformed Redis URL."""
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, publish: Counted | None = None) -> None:
+        """`publish`: exports the numbers of `desired`, for `--planner publish`. Raises: ConfigError for a malformed Redis URL."""
         self._client = connect(config.redis_url)
         self._keys = Keys(config.cluster)
-        self._applies = config.planner == "apply"
+        self._mode = config.planner
+        self._applies = config.planner in ("apply", "publish")
+        self._publish = publish or (lambda role, count: None)
         self._objectives = Objectives(config.slo_ttft, config.slo_tpot)
         self._limits = Limits(config.planner_max_nodes)
         self._dispatcher = dispatcher
@@ -108,7 +113,7 @@ class PlannerLoop:
         """The last plan of the cluster, by whichever router, for operators."""
         latest = self._latest
         return {
-            "mode": "apply" if self._applies else "advise",
+            "mode": self._mode,
             "this_router_plans": self._leads,
             "wants": None if latest is None else latest.counts._asdict(),
             "why": "nothing was planned yet" if latest is None else latest.why,
@@ -142,13 +147,15 @@ class PlannerLoop:
         answer = await self._eval(_LEAD, router_id, _LEASE_S, _KEEP_S)
         self._leads, now_s, desired = bool(answer[0]), float(answer[1]), cast("bytes | None", answer[3])
         self._latest, self._trouble = _stored(answer[2]), ""
+        wanted = _wanted(desired)
+        if self._mode == "publish":
+            wanted = await self._published(nodes, wanted)
         if not self._leads:
             return
         models = {node.record.model.name for node in nodes}
         if len(models) != 1:
             self._trouble = f"the nodes have {len(models)} models, and only one can be planned for"
             return
-        wanted = _wanted(desired)
         observed = self._observe(now_s, models.pop(), nodes, wanted)
         memory = PlanMemory() if self._latest is None else self._latest.memory
         if wanted is None:  # nodes that come and go are no numbers that somebody set
@@ -157,8 +164,20 @@ class PlannerLoop:
         decision = plan(observed, self._objectives, limits, memory)
         await self._store(decision, observed, desired if self._applies and wanted is not None else None)
 
+    async def _published(self, nodes: list[Node], wanted: NodeCounts | None) -> NodeCounts | None:
+        """Export the wanted counts. Those that nobody has set yet are what is usable, once every role has a node; the next tick
+        plans with them."""
+        if wanted is None:
+            usable = _usable_counts(nodes)
+            if self._leads and all(usable):
+                await self._client.set(self._keys.desired, json.dumps(usable._asdict()), nx=True)
+            return None
+        for role, count in wanted._asdict().items():
+            self._publish(role, count)
+        return wanted
+
     def _observe(self, now_s: float, model: str, nodes: list[Node], wanted: NodeCounts | None) -> Observed:
-        usable = NodeCounts(*(_usable(nodes, role) for role in ("prefill", "decode")))
+        usable = _usable_counts(nodes)
         decode = [node for node in nodes if node.record.role == "decode"]
         capacity = sum(node.record.max_num_seqs for node in decode) / max(1, len(decode))
         learned = self._dispatcher.state(model).placer.models
@@ -188,8 +207,8 @@ class PlannerLoop:
         return await self._client.eval(script, len(keys), *keys, *arguments)
 
 
-def _usable(nodes: Iterable[Node], role: str) -> int:
-    return sum(node.usable and node.record.role == role for node in nodes)
+def _usable_counts(nodes: list[Node]) -> NodeCounts:
+    return NodeCounts(*(sum(n.usable and n.record.role == role for n in nodes) for role in ("prefill", "decode")))
 
 
 def _stored(data: bytes | None) -> StoredPlan | None:

@@ -77,6 +77,29 @@ def test_one_router_plans_and_only_apply_changes_the_wanted_numbers(
     asyncio.run(scene())
 
 
+def test_published_numbers_begin_with_the_usable_nodes_and_follow_the_plan_and_the_operator(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene() -> None:
+        client, keys = connect(redis_server.url), Keys(cluster)
+        first, second = (loop(redis_server, cluster, name, "publish", LONG_PROMPTS) for name in ("first", "second"))
+        exported: dict[str, int] = {}
+        second._publish = exported.__setitem__
+        await first.tick()
+        assert json.loads(await client.get(keys.desired) or b"") == {"prefill": 2, "decode": 2}
+        for planner in (first, second, first, second):
+            await planner.tick()
+        assert exported == {"prefill": 3, "decode": 1}, "every router exports what the one that plans wants"
+        await client.set(keys.desired, '{"prefill": 5, "decode": 2}')
+        for planner in (first, second):
+            await planner.tick()
+        assert exported == {"prefill": 5, "decode": 2}
+        for each in (client, first._client, second._client):
+            await each.aclose()
+
+    asyncio.run(scene())
+
+
 def test_without_a_keeper_of_the_shape_and_with_damaged_data_it_advises(
     redis_server: RedisServer, cluster: str
 ) -> None:

@@ -57,7 +57,8 @@ class _Mixture:
         out = torch.empty(x.shape, dtype=torch.float32)
         up, down = ((LinearStruct * OWN)(*(pair[i].struct for pair in self.layers)) for i in range(2))
         gate = GateStruct(self.gate, ALPHA, LIMIT)
-        own = ExpertsStruct(ctypes.addressof(up), ctypes.addressof(down), FIRST, OWN, HIDDEN, INNER, gate)
+        own = ExpertsStruct(ctypes.addressof(up), ctypes.addressof(down), gate=gate)
+        own.first, own.num_experts, own.hidden, own.inner = FIRST, OWN, HIDDEN, INNER
         choice = ChoiceStruct(experts.data_ptr(), weights.data_ptr(), len(x), TOP_K)
         addresses = ctypes.addressof(own), ctypes.addressof(choice)
         self.native.experts_forward(self.native.team, *addresses, x.data_ptr(), DTYPES[x.dtype], out.data_ptr())
