@@ -24,7 +24,7 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 14
+    assert len(patterns) == 15
     with running_system(tmp_path, "--planner", "advise", "--prefill", "2") as system:
         system.wait_usable(2, 1)
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
