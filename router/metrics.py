@@ -128,11 +128,8 @@ class Metrics:
             "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
         )
         self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
-        self._unrenewed = Gauge(
-            "kvrelay_nodes_unrenewed",
-            "Nodes that answer this router although Redis has no record of them.",
-            registry=registry,
-        )
+        text = "Nodes that answer this router although Redis has no record of them."
+        self._unrenewed = Gauge("kvrelay_nodes_unrenewed", text, registry=registry)
         self.attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
         self._desired: dict[str, Gauge] = {}
         self._by_model: dict[str, ModelMetrics] = {}

@@ -95,7 +95,7 @@ class PlannerLoop:
         self._keys = Keys(config.cluster)
         self._mode = config.planner
         self._applies = config.planner in ("apply", "publish")
-        self._publish = publish or (lambda role, count: None)
+        self._publish = publish
         self._objectives = Objectives(config.slo_ttft, config.slo_tpot)
         self._limits = Limits(config.planner_max_nodes)
         self._dispatcher = dispatcher
@@ -173,7 +173,8 @@ class PlannerLoop:
                 await self._client.set(self._keys.desired, json.dumps(usable._asdict()), nx=True)
             return None
         for role, count in wanted._asdict().items():
-            self._publish(role, count)
+            if self._publish is not None:
+                self._publish(role, count)
         return wanted
 
     def _observe(self, now_s: float, model: str, nodes: list[Node], wanted: NodeCounts | None) -> Observed:
