@@ -246,7 +246,7 @@ def replay(
     return {
         "tokens": [token.token_id for token in drawn],
         "logprobs": [token.logprobs.logprob for token in drawn if token.logprobs],
-        "prompt_logprobs": [[tuple(each) for each in found] for output in outputs for found in output.prompt_logprobs],
+        "prompt_logprobs": [[each[:-1] for each in found] for output in outputs for found in output.prompt_logprobs],
         "kv_error": recorded.kv_error(storage),
     }
 
