@@ -187,7 +187,7 @@ class TokenLogprobs(NamedTuple):
     top_ids: list[int]
     top_logprobs: list[float]
     whole: Annotated[bytes, Since(17)] = b""
-    """Those of all tokens instead, from `common.control.whole_vocabulary.packed`."""
+    """Log-probabilities of all tokens, packed by `common.control.whole_vocabulary`, in place of the two lists; empty without."""
 
 
 def items_of(num_tokens: int, num_likely: int | None, whole_bytes: int = 0) -> int:
@@ -205,7 +205,7 @@ class PromptLogprobs(NamedTuple):
     top_ids: list[int]
     top_logprobs: list[float]
     whole: Annotated[bytes, Since(17)] = b""
-    """As in `TokenLogprobs`."""
+    """Log-probabilities of all tokens in place of the two lists, as in `TokenLogprobs`."""
 
 
 FinishReason = Literal["stop", "length"]

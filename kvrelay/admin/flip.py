@@ -30,7 +30,7 @@ class FlippedNode:
 
     name: str
     role: Role
-    """Its role so far."""
+    """The role that it has before the change."""
     model: str
     incarnation: str
 

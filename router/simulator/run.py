@@ -29,7 +29,7 @@ class Simulation:
     second: Sequence[TraceLine] | None = None
     """A second trace; the shares of the two turn with `mix_period_s` (`workload.joined`)."""
     second_rate: float | None = None
-    """Its requests per second; None: `rate`, which is that of the first."""
+    """Requests per second of the second trace; None: as many as of the first one, `rate`."""
     requests: int | None = None
     rate_scale: float = 1.0
     rate: float = 4.0

@@ -27,13 +27,13 @@ class Shape:
     is_llama: bool = False
     """No biases, and an LM head of its own; else Qwen2, whose LM head is the embedding."""
     experts: int = 0
-    """Of each layer, `intermediate` features wide; if not 0, a Qwen3-MoE model."""
+    """Experts of each layer, each `intermediate` features wide. If there are any, the model is a Qwen3-MoE."""
     top_k: int = 1
     """Experts that one token chooses."""
 
     @property
     def family(self) -> str:
-        """Its `model_type`."""
+        """The `model_type` of its config.json."""
         return "qwen3_moe" if self.experts else "llama" if self.is_llama else "qwen2"
 
     @property

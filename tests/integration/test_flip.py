@@ -88,7 +88,7 @@ def test_a_flipped_node_that_dies_comes_back_in_its_new_role(system: System) -> 
 
 @pytest.mark.parametrize("place", ["drains", "second"])
 def test_a_node_killed_while_it_changes_loses_nothing(system: System, place: str) -> None:
-    """Of two nodes that change places the first gets its role back."""
+    """When two nodes change places and the second one dies, the first one gets its role back."""
     of = roles(system)
     wait_until(lambda: not flips_now(system), 30, "the flip that was killed gives up the right to change roles")
     names = [next(name for name, role in of.items() if role == wanted) for wanted in ("prefill", "decode")]

@@ -85,7 +85,7 @@ def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
 
 
 def test_header_of_a_version_that_is_not_spoken_is_refused_naming_both() -> None:
-    """Its payload's bytes may lie in another order, and nothing else would tell."""
+    """Another version may order the bytes of a payload in another way, which no other check would notice."""
     theirs = msgpack.packb([OLDEST_VERSION - 1, "SliceHeader", {}])
     with pytest.raises(ProtocolError, match=f"theirs is {OLDEST_VERSION - 1}, ours is {OURS}"):
         decode_header(theirs)

@@ -1,4 +1,4 @@
-"""Who may change a node's role, and what is wanted afterwards."""
+"""The right to change a node's role, and the wanted numbers of nodes after a change."""
 
 from __future__ import annotations
 

@@ -286,7 +286,8 @@ async def frame_of(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def fake_server(greeting: bytes, spoken: Versions = OURS) -> AsyncIterator[tuple[str, list[list[Any]]]]:
-    """Its address, and the frames that it receives; it answers the first with the versions `spoken` if its greeting is ours."""
+    """Returns the server's address, and the frames that it has received. If it greets as we do, it answers the first frame with
+    the versions that it speaks, `spoken`."""
     frames: list[list[Any]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
