@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,8 +85,10 @@ def load_model(
     started = time.monotonic()
 
     def build(weights: WeightSource) -> Build:
-        make = partial(Build, packed=packed, lm_head=lm_head, redundant_experts=redundant_experts)
-        return make(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization))
+        bits = weight_bits(quantization)
+        return Build(
+            config, weights, precision, mesh, pp_layers, device, kernels, bits, packed, lm_head, redundant_experts
+        )
 
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         if is_generic:

@@ -58,16 +58,13 @@ class RankHoldings:
         return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for {token}"
 
 
-def node_holdings(
-    config: ModelConfig, layout: KVLayout, redundant: int = 0, *, experts_move: bool = False
-) -> list[RankHoldings]:
-    """What the ranks of a node hold, in rank order. `redundant`: slots of a mixture beside one for each expert."""
-    return [_rank_holdings(config, layout, shard, redundant, experts_move) for shard in layout.shards()]
+def node_holdings(config: ModelConfig, layout: KVLayout, redundant: int | None = None) -> list[RankHoldings]:
+    """What the ranks of a node hold, in rank order. `redundant`: slots of a mixture beside one for each expert; None: its experts
+    never move."""
+    return [_rank_holdings(config, layout, shard, redundant) for shard in layout.shards()]
 
 
-def _rank_holdings(
-    config: ModelConfig, layout: KVLayout, shard: RankShard, redundant: int, experts_move: bool
-) -> RankHoldings:
+def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard, redundant: int | None) -> RankHoldings:
     tp_size, tp_rank, hidden, names = layout.tp_size, shard.tp_rank, config.hidden_size, config.weight_names
     total = 0
     experts: tuple[int, int, int] | None = None
@@ -77,7 +74,7 @@ def _rank_holdings(
         total += sum(each.outputs * each.inputs for each in linears) // tp_size
         if isinstance(layer.mlp, MixtureDescription):
             count = layer.mlp.router.num_experts
-            slots = count + redundant
+            slots = count + (redundant or 0)
             experts = (*even_range(slots, tp_size, tp_rank), slots)
             num_mixtures += 1
             total += hidden * count + (experts[1] - experts[0]) * 3 * hidden * layer.mlp.inner_size
@@ -86,7 +83,7 @@ def _rank_holdings(
     total += matrices * vocab_rows(config.vocab_size, tp_size) * hidden
     groups = zip(layout.spec.groups, shard.parts, strict=True)
     kv_bytes = sum(group.token_bytes * part.num_layers * part.num_heads for group, part in groups)
-    return RankHoldings(shard, total, experts, experts_move, num_mixtures, kv_bytes)
+    return RankHoldings(shard, total, experts, redundant is not None, num_mixtures, kv_bytes)
 
 
 def report_holdings(plan: NodePlan) -> None:
@@ -98,8 +95,7 @@ def report_holdings(plan: NodePlan) -> None:
     config, weights = plan.model_config, plan.weights
     if isinstance(config, GenericConfig):
         return
-    moves = plan.experts.threshold is not None
-    holdings = node_holdings(config, plan.layout, plan.experts.redundant, experts_move=moves)
+    holdings = node_holdings(config, plan.layout, plan.experts.redundant_slots)
     own = [holdings[rank] for rank in plan.hosts.ranks_here]
     bits = 8 * DTYPE_BYTES[weights.dtype]
     for each in own:

@@ -170,6 +170,11 @@ class ExpertSettings:
     redundant: int
     """Slots of each layer beside one for each expert."""
 
+    @property
+    def redundant_slots(self) -> int | None:
+        """`redundant`; None if experts never move."""
+        return None if self.threshold is None else self.redundant
+
     @classmethod
     def of(cls, options: NodeConfig, model: ModelConfig) -> ExpertSettings:
         """Raises: ConfigError where no expert can move, or for more redundant slots than replicas can fill."""

@@ -269,7 +269,7 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
             device=device,
             quantization=plan.weights.quantization,
             packed=packed,
-            redundant_experts=None if plan.experts.threshold is None else plan.experts.redundant,
+            redundant_experts=plan.experts.redundant_slots,
         )
         if not _is_current(plan):
             raise ConfigError(

@@ -31,7 +31,6 @@ from common.model.mixture.placement import Placement
 from common.model.mixture.routing import Routing
 from common.model.mixture.slots import ExpertSlots
 from common.model.mixture.stacked import unstacked
-from common.model.sharding import even_range
 
 
 class Experts(Protocol):
@@ -52,19 +51,17 @@ class ExpertLoop:
     def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
         """`prefix`: the layer's name and a dot."""
         place, router = build.mesh.place, mixture.router
-        self.slots = _slots(build, router.num_experts)
-        own = range(*even_range(router.num_experts, place.tp_size, place.tp_rank))
-        experts: Sequence[int] = own
-        self._num_slots, self._top_k = router.num_experts, router.top_k
-        if self.slots is not None:
+        placement = Placement.initial(router.num_experts, place.tp_size, build.redundant_experts or 0)
+        self.slots: ExpertSlots | None = None
+        if build.redundant_experts is not None:
+            self.slots = ExpertSlots(placement, place.tp_rank, build.device)
             build = replace(build, packed=None)  # what is shared with other processes must not change
-            own, placement = self.slots.own, self.slots.placement
-            self._num_slots, experts = len(placement.slots), placement.by_rank()[place.tp_rank]
-        self.first = own.start
+        self.first = placement.range_of(place.tp_rank).start
+        self._num_slots, self._top_k = len(placement.slots), router.top_k
         build = unstacked(build, prefix, mixture)
         names, inner, hidden, bias = mixture.expert_names, mixture.inner_size, build.config.hidden_size, mixture.bias
         layers: list[OwnLinear] = []
-        for expert in experts:
+        for expert in placement.by_rank()[place.tp_rank]:
             gate, up, down = (prefix + name.format(expert=expert) for name in (names.gate, names.up, names.down))
             layers += [OwnLinear((gate, up), inner, hidden, is_paired=True), OwnLinear((down,), hidden, inner)]
         linears = build.own_linears(layers, bias=bias)
@@ -129,14 +126,6 @@ class NativeExperts:
 
 def _structs(linears: Sequence[Linear]) -> ctypes.Array[LinearStruct]:
     return (LinearStruct * len(linears))(*(linear.struct for linear in linears if isinstance(linear, NativeLinear)))
-
-
-def _slots(build: Build, num_experts: int) -> ExpertSlots | None:
-    if build.redundant_experts is None:
-        return None
-    place = build.mesh.place
-    placement = Placement.initial(num_experts, place.tp_size, build.redundant_experts)
-    return ExpertSlots(placement, place.tp_rank, build.device)
 
 
 def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Experts:
