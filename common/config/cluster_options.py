@@ -69,6 +69,14 @@ class ClusterOptions:
         "Cluster",
         own=True,
     )
+
+    def ranks_of(self, role: str) -> int:
+        """Ranks of each node of a role."""
+        if role == "prefill":
+            return self.prefill_tp * self.prefill_context_parallel
+        stages = len(self.decode_pp_layers.split(",")) if self.decode_pp_layers else self.decode_pp
+        return self.decode_tp * self.decode_context_parallel * stages
+
     address: str = option("auto", "Address of the Ray cluster's head, with --on ray.", "Cluster", own=True)
     ray_cpus_per_rank: float = option(
         1.0, "CPUs that Ray reserves for each rank of a node, with --on ray.", "Cluster", low=0.01, high=1024, own=True

@@ -81,9 +81,7 @@ def plan_children(
         own = {**of_all, "host": config.host, "port": str(place.port), "admin_port": str(place.admin_port)}
         argv, environ = service_command(RouterConfig, config, sources, {**own, "preload": preload})
         children.append(ChildSpec(place.name, "router", argv, environ, url=place.url))
-    of_prefill = config.prefill_tp * config.prefill_context_parallel
-    of_decode = config.decode_tp * config.decode_context_parallel * config.decode_pp
-    ranks = [of_prefill] * config.prefill + [of_decode] * config.decode
+    ranks = [config.ranks_of("prefill")] * config.prefill + [config.ranks_of("decode")] * config.decode
     shares = iter(
         share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating), config.gpu_memory_utilization)
     )

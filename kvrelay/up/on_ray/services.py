@@ -79,7 +79,7 @@ class RayServices:
                 "model": self._model.model,
                 **role_options(cls.section, self._config, None),
             }
-            ranks = self._ranks(cls.section)
+            ranks = self._config.ranks_of(cls.section)
             per_rank = {"CPU": self._config.ray_cpus_per_rank, **({"GPU": 1.0} if self._with_gpus else {})}
             for number in range(counts.get(cls.section, 0)):
                 name = f"{role}-{number}"
@@ -97,13 +97,6 @@ class RayServices:
         }
         argv, environ = service_command(RouterConfig, self._config, self._sources, own)
         return RayService(place.name, "router", _words(argv), {**self._environ, **environ}, place=place)
-
-    def _ranks(self, role: str) -> int:
-        config = self._config
-        if role == "prefill":
-            return config.prefill_tp * config.prefill_context_parallel
-        stages = len(config.decode_pp_layers.split(",")) if config.decode_pp_layers else config.decode_pp
-        return config.decode_tp * config.decode_context_parallel * stages
 
 
 def _words(argv: tuple[str, ...]) -> tuple[str, ...]:
