@@ -60,8 +60,9 @@ async def serve(config: RouterConfig) -> None:
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
-    publish = router.metrics.export_desired
-    planner = None if config.planner == "off" else PlannerLoop(config, router.dispatcher, publish)
+    planner = None
+    if config.planner != "off":
+        planner = PlannerLoop(config, router.dispatcher, router.metrics.export_desired)
     pages = DashboardRoutes(router, config.admin_token, directory, planner)
     trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
     ui = pages.application(Access(config.admin_token or "", trusted))

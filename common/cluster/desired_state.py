@@ -25,7 +25,11 @@ MOST = 1000
 
 async def read_desired(client: RedisClient, keys: Keys) -> Counts | None:
     """The counts in Redis; None if nothing keeps this cluster's shape, or what is there is damaged. Raises: UNREACHABLE."""
-    data = await client.get(keys.desired)
+    return parsed_counts(await client.get(keys.desired))
+
+
+def parsed_counts(data: bytes | None) -> Counts | None:
+    """The counts in the value of `Keys.desired`; None without a value, and for a damaged one."""
     try:
         return checked_counts(json.loads(data)) if data else None
     except (ValueError, BadRequest):

@@ -16,8 +16,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from common.base.clock import monotonic, until_next
-from common.base.errors import BadRequest
-from common.cluster.desired_state import TOTAL, checked_counts
+from common.cluster.desired_state import TOTAL, parsed_counts
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_scripts import HEAL
@@ -89,7 +88,7 @@ _STORED = TypeAdapter(StoredPlan)
 class PlannerLoop:
     """Measures, and plans while this router holds the lease."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, publish: Counted | None = None) -> None:
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, publish: Counted) -> None:
         """`publish`: exports the numbers of `desired`, for `--planner publish`. Raises: ConfigError for a malformed Redis URL."""
         self._client = connect(config.redis_url)
         self._keys = Keys(config.cluster)
@@ -147,9 +146,10 @@ class PlannerLoop:
         answer = await self._eval(_LEAD, router_id, _LEASE_S, _KEEP_S)
         self._leads, now_s, desired = bool(answer[0]), float(answer[1]), cast("bytes | None", answer[3])
         self._latest, self._trouble = _stored(answer[2]), ""
-        wanted = _wanted(desired)
+        counts = parsed_counts(desired)
+        wanted = None if counts is None else NodeCounts(counts.get("prefill", 0), counts.get("decode", 1))
         if self._mode == "publish":
-            wanted = await self._published(nodes, wanted)
+            await self._export(nodes, wanted)
         if not self._leads:
             return
         models = {node.record.model.name for node in nodes}
@@ -160,22 +160,21 @@ class PlannerLoop:
         memory = PlanMemory() if self._latest is None else self._latest.memory
         if wanted is None:  # nodes that come and go are no numbers that somebody set
             memory = replace(memory, wanted=None)
-        limits = replace(self._limits, max_nodes=None) if self._applies and _trades_only(desired) else self._limits
+        trades_only = self._applies and counts is not None and TOTAL in counts
+        limits = replace(self._limits, max_nodes=None) if trades_only else self._limits
         decision = plan(observed, self._objectives, limits, memory)
         await self._store(decision, observed, desired if self._applies and wanted is not None else None)
 
-    async def _published(self, nodes: list[Node], wanted: NodeCounts | None) -> NodeCounts | None:
+    async def _export(self, nodes: list[Node], wanted: NodeCounts | None) -> None:
         """Export the wanted counts. Those that nobody has set yet are what is usable, once every role has a node; the next tick
         plans with them."""
-        if wanted is None:
-            usable = _usable_counts(nodes)
-            if self._leads and all(usable):
-                await self._client.set(self._keys.desired, json.dumps(usable._asdict()), nx=True)
-            return None
-        for role, count in wanted._asdict().items():
-            if self._publish is not None:
+        if wanted is not None:
+            for role, count in wanted._asdict().items():
                 self._publish(role, count)
-        return wanted
+            return
+        usable = _usable_counts(nodes)
+        if self._leads and all(usable):
+            await self._client.set(self._keys.desired, json.dumps(usable._asdict()), nx=True)
 
     def _observe(self, now_s: float, model: str, nodes: list[Node], wanted: NodeCounts | None) -> Observed:
         usable = _usable_counts(nodes)
@@ -218,17 +217,3 @@ def _stored(data: bytes | None) -> StoredPlan | None:
         return None if data is None else _STORED.validate_json(data)
     except ValidationError:
         return None
-
-
-def _trades_only(desired: bytes | None) -> bool:
-    """Whether the nodes are those of one machine, which only trade roles."""
-    return _wanted(desired) is not None and TOTAL in json.loads(desired or b"")
-
-
-def _wanted(desired: bytes | None) -> NodeCounts | None:
-    """The counts that the cluster is to have; None if nothing keeps its shape, or they are damaged."""
-    try:
-        counts = checked_counts(json.loads(desired)) if desired else None
-    except (ValueError, BadRequest):
-        return None
-    return None if counts is None else NodeCounts(counts.get("prefill", 0), counts.get("decode", 1))

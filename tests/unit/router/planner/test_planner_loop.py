@@ -40,7 +40,7 @@ def dispatcher(name: str) -> Any:
 
 def loop(redis_server: RedisServer, cluster: str, name: str, mode: str, demand: Demand) -> PlannerLoop:
     config = RouterConfig(redis_url=redis_server.url, cluster=cluster, planner=cast("Any", mode))
-    planner = PlannerLoop(config, dispatcher(name))
+    planner = PlannerLoop(config, dispatcher(name), publish=lambda role, count: None)
     planner._meter = cast("Any", SimpleNamespace(add=lambda *_: None, demand=lambda _: demand))
     return planner
 

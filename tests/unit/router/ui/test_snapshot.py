@@ -93,7 +93,7 @@ def test_the_last_plan_is_shown_with_its_reason_and_time() -> None:
     async def main() -> None:
         config = RouterConfig(planner="advise")
         router = Router(config)
-        planner = PlannerLoop(config, router.dispatcher)
+        planner = PlannerLoop(config, router.dispatcher, router.metrics.export_desired)
         snapshots = Snapshots(router, None, MockClock(100.0), planner)
         try:
             assert json.loads(snapshots.latest().body)["plan"]["why"] == "nothing was planned yet"
