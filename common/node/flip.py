@@ -140,7 +140,7 @@ class FlipAdmin:
             name,
             f" by a restart: {why}" if why else "",
         )
-        idle = await self._drained(lambda: monotonic() > until_s)
+        idle = await self._drained(until_s)
         if not self._node.drain.active:
             log.info("this node keeps its role: undrain was called")
             self._changing = False
@@ -148,8 +148,7 @@ class FlipAdmin:
             return
         if not idle:
             self._node.ask(partial(self._fail_all, Unavailable(f"this node becomes a {name} node")))
-            end_s = monotonic() + _END_S
-            idle = await self._drained(lambda: monotonic() > end_s)
+            idle = await self._drained(monotonic() + _END_S)
         self.idle_s = monotonic()
         if moves_wanted:
             await self._lock.move_wanted(self._record)
@@ -159,10 +158,10 @@ class FlipAdmin:
             self.next = then
             self._node.leave()
 
-    async def _drained(self, is_late: Callable[[], bool]) -> bool:
-        """Wait until nothing runs, the drain is called off, or it is too late. Returns whether nothing runs."""
+    async def _drained(self, until_s: float) -> bool:
+        """Wait until nothing runs or the drain is called off, at most until `until_s`. Returns whether nothing runs."""
         renew_s = 0.0
-        while self._node.drain.active and not is_late():
+        while self._node.drain.active and monotonic() <= until_s:
             if is_idle(self._node, await attempts_of(self._node)):
                 return True
             if monotonic() > renew_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,8 +20,6 @@ from common.security.sealed_endpoints import without_keys
 
 if TYPE_CHECKING:
     from common.node.worker import Worker
-
-log = logging.getLogger(__name__)
 
 
 def make_record(
@@ -57,9 +54,6 @@ def make_drafting(plan: NodePlan, draft: Worker | None = None) -> Drafting:
     """Make what drafts tokens on a node."""
     speculation = plan.speculation
     if speculation is None:
-        return Drafting()
-    if speculation.method == "draft" and draft is None:
-        log.warning("no drafts: this node was a prefill node at its start, and has not loaded the draft model")
         return Drafting()
     if draft is not None:
         max_model_len, chunk = draft.plan.model.max_model_len, plan.steps.prefill_chunk

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from common.base.errors import KvRelayError
 from common.base.process import on_own_thread
-from common.cluster.desired_state import TOTAL, read_desired, shown, write_desired
+from common.cluster.desired_state import OTHER, TOTAL, read_desired, shown, write_desired
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections
 from common.cluster.redis_keys import Keys
 from common.cluster.running_clusters import RunningCluster
 from common.config.service_configs import UpConfig
+from common.control.messages import Role
 from kvrelay.admin.flip import Flip
 from kvrelay.admin.roll import ReachedCluster
 from kvrelay.up.child import Child
@@ -108,5 +110,5 @@ class RoleKeeper:
             await asyncio.sleep(_RETRY_S)
             return
         self._said = ""
-        child.role = "decode" if child.role == "prefill" else "prefill"
+        child.role = OTHER[cast("Role", child.role)]
         self._on_change()

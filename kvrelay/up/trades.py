@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from common.cluster.desired_state import TOTAL, Counts
+from common.cluster.desired_state import SCALED_ROLES, TOTAL, Counts
 
 
 class Trades:
@@ -21,7 +21,7 @@ class Trades:
     def counts(self) -> Counts:
         """The present numbers, with their sum, which stays."""
         of_each = Counter(self.roles.values())
-        return {"prefill": of_each["prefill"], "decode": of_each["decode"], TOTAL: len(self.roles)}
+        return {**{role: of_each[role] for role in SCALED_ROLES}, TOTAL: len(self.roles)}
 
     def observe(self, roles: Mapping[str, str], now_s: float) -> None:
         """Enter what the nodes are now."""
@@ -37,4 +37,4 @@ class Trades:
     def _surplus(self) -> str | None:
         """The role that has more nodes than are wanted."""
         now = self.counts()
-        return next((role for role in ("prefill", "decode") if now[role] > self.wanted[role]), None)
+        return next((role for role in SCALED_ROLES if now[role] > self.wanted[role]), None)
