@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
 import itertools
 import json
 import math
@@ -13,11 +11,11 @@ from pathlib import Path
 
 from common.base.errors import ConfigError
 from kvrelay.load.jobs import LoadJob, fresh_ids, shared_ids
+from router.simulator.azure_trace import azure_requests, is_azure
 
 TRACE_BLOCK = 512
 """Tokens of one block, which has one hash id in a Mooncake trace."""
 
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MAX_TOKENS = 2**31
 
 
@@ -44,7 +42,7 @@ def read_trace(path: str) -> list[TraceEntry]:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
-            read = _azure if first.strip().split(",")[0] == _AZURE_COLUMNS[0] else _mooncake
+            read = _azure if is_azure(first) else _mooncake
             entries = list(read(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
@@ -78,23 +76,9 @@ def _mooncake_entry(line: str, place: str) -> TraceEntry:
 
 
 def _azure(lines: Iterator[str], path: str) -> Iterator[TraceEntry]:
-    rows = csv.DictReader(lines)
-    missing = [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"{path}, line 1: an Azure trace has the columns {', '.join(_AZURE_COLUMNS)}")
-    for row in rows:
-        place = f"{path}, line {rows.line_num}"
-        try:
-            stamp, prompt, output = (row[name] for name in _AZURE_COLUMNS)
-            at = datetime.datetime.fromisoformat(stamp)
-            lengths = int(prompt), int(output)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{place}: {error}") from error
-        if not 1 <= lengths[0] < _MAX_TOKENS or not 0 <= lengths[1] < _MAX_TOKENS:
-            raise ConfigError(f"{place}: {lengths[0]} prompt tokens and {lengths[1]} generated tokens are no request")
-        if lengths[1]:
-            # The published files have no time zone, or that of UTC.
-            yield TraceEntry(at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp(), *lengths, ())
+    for at_s, prompt, output in azure_requests(lines, path, _MAX_TOKENS - 1):
+        if output:
+            yield TraceEntry(at_s, prompt, output, ())
 
 
 @dataclass(frozen=True)
