@@ -25,6 +25,9 @@ class AttentionMetadata:
     num_decode_rows: int = 0
     """The first `num_decode_rows` entries are decode rows: one row each, even if several belong to one sequence. The others
     are prompt chunks."""
+    row_bounds: tuple[int, ...] = ()
+    """Of context-parallel ranks that share the rows out: rank i gives `forward` rows [row_bounds[i], row_bounds[i + 1]), and gets
+    these. Empty: every rank has all rows."""
     others: tuple[AttentionMetadata, ...] = ()
     """The same batch for block tables 1, 2, ... of `LayerGroup.table`; this is the one for table 0."""
 
@@ -81,3 +84,8 @@ class AttentionShape:
     without a value. Empty means none."""
     kind: str = "multi_head"
     """A key of `common.attention.choose.BACKENDS`."""
+
+    @property
+    def value_dim(self) -> int:
+        """Leading numbers of a head's result that are used."""
+        return self.head_dim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from common.attention.base import AttentionBackend, AttentionShape
@@ -14,9 +15,9 @@ from common.attention.flashinfer_latent import FlashInferLatent
 from common.attention.flashinfer_latent import unsupported_reason as latent_unsupported_reason
 from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.latent import LatentBackend, LatentShape
-from common.attention.native import NativeAttention
+from common.attention.native import NativeAttention, NativePartialAttention
 from common.attention.sdpa import SdpaAttention
-from common.attention.striped import StripedAttention, TorchPartialAttention
+from common.attention.striped import MakePartial, StripedAttention, TorchPartialAttention
 from common.kernels.library import find_flashinfer
 from common.kernels.native.find import find_native
 from common.kernels.native.library import DTYPES
@@ -38,8 +39,16 @@ def choose_attention(storage: KVStorage, shapes: Sequence[AttentionShape], mesh:
 
 def _choose_striped(kv: GroupStorage, shape: AttentionShape, mesh: Mesh) -> AttentionBackend:
     """Latents are attended to absorbed, also by prompts: expanding would repeat on every rank."""
-    striped = StripedAttention(kv, shape, mesh, TorchPartialAttention)
+    striped = StripedAttention(kv, shape, mesh, choose_partial(kv))
     return LatentBackend(kv, shape, striped, expands=False) if isinstance(shape, LatentShape) else striped
+
+
+def choose_partial(kv: GroupStorage) -> MakePartial:
+    """On a CPU the native kernels if they read the KV dtype (not float16), else PyTorch's operations."""
+    native = find_native() if kv.device.type == "cpu" else None
+    if native is None or kv.dtype not in DTYPES:
+        return TorchPartialAttention
+    return partial(NativePartialAttention, native=native)
 
 
 def _choose_multi_head(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:

@@ -44,6 +44,11 @@ class LatentShape(AttentionShape):
     kind: str = "latent"
 
     @property
+    def value_dim(self) -> int:
+        """Of what absorbed attention gives: the latent without the rotated key."""
+        return self.latent_dim
+
+    @property
     def q_head_dim(self) -> int:
         """Features of a query."""
         return self.nope_dim + self.head_dim - self.latent_dim

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.striped import StripeBatch
 from common.kernels.native.library import DTYPES, BatchStruct, CacheStruct, NativeLibrary
 from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
@@ -81,9 +82,15 @@ class NativeAttention:
         self._slots = slots
 
     def _plan(
-        self, query_lens: list[int], context_lens: list[int], tables: list[list[int]], slots: int, num_slots: int
+        self,
+        query_lens: list[int],
+        context_lens: list[int],
+        tables: list[list[int]],
+        slots: int,
+        num_slots: int,
+        bounds: tuple[list[int], ...] = (),
     ) -> None:
-        """slots: address of [num_slots] int64."""
+        """slots: address of [num_slots] int64. bounds: of a stripe, [T] starts and [T] ends of what rows attend to."""
         block_size = self._shape.block_size
         num_entries = len(query_lens)
         sizes = [blocks_for(context_len, block_size) for context_len in context_lens]
@@ -95,6 +102,9 @@ class NativeAttention:
         numbers = self._numbers = array("i", [*first_rows, *context_lens, *first_blocks, *blocks])
         if len(numbers) != 3 * num_entries + 2 + first_blocks[-1] or num_slots != first_rows[-1]:
             raise ValueError("a KV block or a slot is missing")
+        at_bounds = len(numbers)
+        for bound in bounds:
+            numbers.extend(bound)
         at, size = numbers.buffer_info()[0], numbers.itemsize
         batch = self._batch
         batch.num_entries, batch.num_rows = num_entries, num_slots
@@ -103,6 +113,10 @@ class NativeAttention:
         batch.first_blocks = at + size * (2 * num_entries + 1)
         batch.block_ids = at + size * (3 * num_entries + 2)
         batch.slots = slots
+        if bounds:
+            batch.row_starts = at + size * at_bounds
+            batch.row_ends = at + size * (at_bounds + num_slots)
+            batch.partial_dim = self._shape.value_dim
         wrong = self._native.check_batch(self.batch, self._kv.num_blocks, block_size)
         if wrong:
             raise ValueError(f"{_WRONG[wrong]} (the cache has {self._kv.num_blocks} KV blocks)")
@@ -117,7 +131,9 @@ class NativeAttention:
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
         Returns [T, q_heads/tp, head_dim], q's dtype.
         """
-        out = torch.empty(q.shape, dtype=q.dtype)
+        return self._forward(layer, q, k, v, torch.empty(q.shape, dtype=q.dtype))
+
+    def _forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         native = self._native
         q, k, v = _with_whole_rows(q), _with_whole_rows(k), _with_whole_rows(v)
         native.attention_forward(
@@ -134,6 +150,43 @@ class NativeAttention:
             v.data_ptr(),
             v.stride(0),
             out.data_ptr(),
+        )
+        return out
+
+
+class NativePartialAttention(NativeAttention):
+    """`PartialAttention` straight from the KV blocks."""
+
+    def plan_stripe(self, batch: StripeBatch) -> None:
+        """`PartialAttention.plan_stripe`. Raises: ValueError, as `plan`."""
+        entries = batch.entries
+        slots = batch.slots.contiguous()
+        self._plan(
+            [entry.row_hi - entry.row_lo for entry in entries],
+            [int(entry.ends[-1]) if entry.blocks else 0 for entry in entries],
+            [entry.blocks for entry in entries],
+            slots.data_ptr(),
+            slots.numel(),
+            (
+                [int(start) for entry in entries for start in entry.starts],
+                [int(end) for entry in entries for end in entry.ends],
+            ),
+        )
+        self._slots = slots
+
+    def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`PartialAttention.forward_stripe`."""
+        return self._forward(layer, q, k, v, torch.empty(*q.shape[:2], self._shape.value_dim + 1))
+
+    def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
+        """`PartialAttention.join`."""
+        parts = parts.contiguous()
+        stripes, rows, heads, width = parts.shape
+        out = torch.empty(rows, heads, width - 1, dtype=self._shape.dtype)
+        native, dtype = self._native, DTYPES[out.dtype]
+        at_sinks = None if sinks is None else sinks.data_ptr()
+        native.join_partials(
+            native.team, parts.data_ptr(), stripes, rows, heads, width - 1, at_sinks, dtype, out.data_ptr()
         )
         return out
 

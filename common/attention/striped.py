@@ -27,6 +27,8 @@ from common.kv.storage import GroupStorage
 from common.kv.stripes import Stripe
 from common.parallel.mesh import Mesh
 
+_ALIGNED_TOKENS = 128
+"""An entry's blocks begin at multiples, as the native kernels' partitions do: what a row gets depends on no other row."""
 _MAX_SCORES = 2**24
 """Maximum scores at once: rows times query heads times context."""
 
@@ -69,7 +71,8 @@ def stripe_of_batch(metadata: AttentionMetadata, stripe: Stripe, shape: Attentio
         starts = _count_tokens(np.maximum(seen - shape.window, 0), stripe, size)
     entries: list[StripeEntry] = []
     for lo, hi, table in zip(firsts[:-1], firsts[1:], metadata.block_tables, strict=True):
-        first, end = int(starts[lo]) // size, blocks_for(int(ends[hi - 1]), size)
+        first = int(starts[lo]) // _ALIGNED_TOKENS * _ALIGNED_TOKENS // size
+        end = blocks_for(int(ends[hi - 1]), size)
         own = table[stripe.first + first * stripe.step : stripe.first + end * stripe.step : stripe.step]
         blocks = [stripe.local(block) for block in own]
         assert len(blocks) == max(0, end - first), "a block table is too short for its context"
@@ -88,17 +91,28 @@ def _count_tokens(num_tokens: NDArray[np.int64], stripe: Stripe, block_size: int
 
 
 class PartialAttention(Protocol):
-    """Attention to one stripe, without sinks. `forward` calls belong to the latest `plan`."""
+    """Attention to one stripe, without sinks. `forward_stripe` calls belong to the latest `plan_stripe`."""
 
-    def plan(self, batch: StripeBatch) -> None: ...
+    def plan_stripe(self, batch: StripeBatch) -> None: ...
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append the rows of own blocks, then attend.
 
-        q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]. Returns results [T, q_heads, head_dim] and log-sums
-        [T, q_heads], both float32; zero and minus infinity where a row sees nothing.
+        q: [T, q_heads, head_dim]; k, v: [T, kv_heads, head_dim]. Returns [T, q_heads, value_dim + 1] float32: results, and
+        after them the log-sum of each row and head; zeros and minus infinity where a row sees nothing.
         """
         ...
+
+    def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention to all stripes: [T, q_heads, value_dim] of the shape's dtype.
+
+        parts: [stripes, T, q_heads, value_dim + 1], what each rank's `forward_stripe` returned. sinks: as in `join_partials`.
+        """
+        ...
+
+
+MakePartial = Callable[[GroupStorage, AttentionShape], PartialAttention]
+"""A `PartialAttention` of a shape over a rank's memory."""
 
 
 class TorchPartialAttention:
@@ -112,13 +126,17 @@ class TorchPartialAttention:
         self._batch = StripeBatch([], 0, torch.empty(0, dtype=torch.int64))
         self._own_rows = self._own_slots = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, batch: StripeBatch) -> None:
+    def plan_stripe(self, batch: StripeBatch) -> None:
         self._batch = batch
         self._own_rows = torch.nonzero(batch.slots >= 0).flatten()
         self._own_slots = batch.slots[self._own_rows]
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`PartialAttention.forward`."""
+    def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
+        """`PartialAttention.join`."""
+        return join_partials(parts[..., :-1], parts[..., -1], sinks).to(self._shape.dtype)
+
+    def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`PartialAttention.forward_stripe`."""
         if self._own_rows.numel():
             self._cache.append(layer, k[self._own_rows], v[self._own_rows], self._own_slots)
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -132,7 +150,7 @@ class TorchPartialAttention:
         for entry in entries[num_decodes:]:
             if entry.blocks:
                 self._attend_prompt(layer, entry, q, out, log_sums)
-        return out, log_sums
+        return torch.cat((out[..., : self._shape.value_dim], log_sums[..., None]), 2)
 
     def _attend_together(
         self, layer: int, entries: list[StripeEntry], q: Tensor, out: Tensor, log_sums: Tensor
@@ -200,29 +218,40 @@ class StripedAttention:
         kv: GroupStorage,
         shape: AttentionShape,
         mesh: Mesh,
-        make: Callable[[GroupStorage, AttentionShape], PartialAttention],
+        make: MakePartial,
     ) -> None:
         self._made_of = kv, shape, mesh, make
         self._mesh = mesh
         self._shape = shape
         self._stripe = Stripe(mesh.place.cp_rank, mesh.place.cp_size)
         self._partial = make(kv, replace(shape, sinks=()))
+        self._bounds: tuple[int, ...] = ()
+        """`AttentionMetadata.row_bounds` of the planned step."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""
-        self._partial.plan(stripe_of_batch(metadata, self._stripe, self._shape))
+        self._bounds = metadata.row_bounds
+        self._partial.plan_stripe(stripe_of_batch(metadata, self._stripe, self._shape))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
 
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied. The same on all ranks of the group.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
+        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied: the same on all ranks of the group, or
+        each rank's own rows if the step has `row_bounds`. Returns [T, q_heads/tp, value_dim], q's dtype.
         """
-        results, log_sums = self._partial.forward(layer, q, k, v)
-        packed = torch.cat((results, log_sums[..., None]), 2)
-        parts = self._mesh.gather_stripes(packed)
-        sinks = self._shape.sinks[layer] if self._shape.sinks else None
-        return join_partials(parts[..., :-1], parts[..., -1], sinks).to(q.dtype)
+        if self._bounds:
+            every = self._gather(q, k, v)
+            parts = self._mesh.exchange_rows(self._partial.forward_stripe(layer, *every), self._bounds)
+        else:
+            parts = self._mesh.gather_stripes(self._partial.forward_stripe(layer, q, k, v))
+        return self._partial.join(parts, self._shape.sinks[layer] if self._shape.sinks else None).to(q.dtype)
+
+    def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of all rows of the step."""
+        sides = (q, k) if v is k else (q, k, v)
+        rows = self._mesh.gather_rows(torch.cat(sides, 1), self._bounds)
+        q, k, *values = rows.split([side.size(1) for side in sides], 1)
+        return q, k, values[0] if values else k
 
     def for_graph(self, rows: int) -> StripedAttention:
         """A separate backend: decode steps of context-parallel ranks are not captured."""

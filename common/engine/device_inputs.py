@@ -86,7 +86,9 @@ def entries_of(step: StepInput) -> tuple[list[int], list[int], list[list[list[in
     return query_lens, context_lens, tables
 
 
-def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, pad_block: int = 0) -> AttentionMetadata:
+def attention_metadata(
+    step: StepInput, slots: Sequence[Tensor], pad: int = 0, pad_block: int = 0, row_bounds: tuple[int, ...] = ()
+) -> AttentionMetadata:
     """The batch for attention; every row of a decoding sequence is a separate entry. slots: for each block table [T + pad].
 
     `pad` decode rows follow, with a context of one token in `pad_block`; then all sequences must decode.
@@ -97,7 +99,7 @@ def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, p
         query_lens, context_lens = query_lens + [1] * pad, context_lens + [1] * pad
         tables = [table + [[pad_block]] * pad for table in tables]
     batches = [
-        AttentionMetadata(query_lens, context_lens, table, own, num_rows + pad)
+        AttentionMetadata(query_lens, context_lens, table, own, num_rows + pad, row_bounds)
         for table, own in zip(tables, slots, strict=True)
     ]
     return batches[0] if len(batches) == 1 else replace(batches[0], others=tuple(batches[1:]))

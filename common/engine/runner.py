@@ -18,6 +18,7 @@ from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
 from common.engine.handing_on import hand_on
 from common.engine.native_step import NativeStep, native_step
+from common.engine.row_shares import lens_between, row_bounds
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
@@ -136,26 +137,32 @@ class ModelRunner:
             if several or self._device.type != "cpu":
                 self._check(step)
             self._prepare(step)
-            self._model.adapters.plan(step.adapters, step.query_lens)
+            bounds = row_bounds(step, self._mesh.place.cp_size)
+            cp_rank = self._mesh.place.cp_rank
+            lo, hi = bounds[cp_rank : cp_rank + 2] if bounds else (0, len(step.token_ids))
+            self._model.adapters.plan(step.adapters, lens_between(step.query_lens, lo, hi))
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
-            rows = graphs.load(step) if graphs is not None else self._plan(step)
+            rows = graphs.load(step) if graphs is not None else self._plan(step, bounds)
             self._fill_placeholders(step, rows.token_ids)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
-        num_rows = rows.token_ids.size(0)
+        num_rows = hi - lo
         received = self._receive(num_rows)
         started = time.perf_counter()
         try:
             if graphs is not None:
                 computed = graphs.run(num_rows, received)
             else:
-                computed = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
+                token_ids, positions = rows.token_ids[lo:hi], rows.positions[lo:hi]
+                computed = self._model.forward(token_ids, positions, self._attention, on_layer, received)
             drawn = scored = None
             if self._mesh.place.is_last_stage:
                 hidden = computed[HIDDEN]
+                if bounds and (step.samples or step.scored):
+                    hidden = self._mesh.gather_rows(hidden, bounds)
                 if step.scored and self._mesh.place.computes_logits:
                     scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
                 drawn = self._sample(step, hidden, rows.token_ids)
@@ -197,9 +204,9 @@ class ModelRunner:
             targets = to_device([stripe.local(copy.target) for copy in copies], self._device)
             self._storage.copy_blocks(table, sources, targets)
 
-    def _plan(self, step: StepInput) -> StepRows:
+    def _plan(self, step: StepInput, bounds: tuple[int, ...]) -> StepRows:
         rows = rows_of(step, self._device)
-        self._attention.plan(attention_metadata(step, rows.slots))
+        self._attention.plan(attention_metadata(step, rows.slots, row_bounds=bounds))
         return rows
 
     def _receive(self, rows: int) -> dict[str, Tensor] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.attention.base import AttentionBackend
 from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
+from common.attention.striped import StripedAttention
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotation
 from common.kernels.native.library import DTYPES, LayerStruct, LinearStruct, NativeLibrary
@@ -44,6 +45,7 @@ class NativeLayer:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(attention, MultiHeadAttention)
         assert isinstance(mlp, GatedMlp | MixtureMlp)
+        self._heads = attention.heads
         input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
         assert isinstance(input_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
@@ -80,15 +82,24 @@ class NativeLayer:
     ) -> Tensor:
         """Run the layer: `DecoderLayer.forward`. Overwrites `delta` and returns it. `lora`: address of the step's `LoraStruct`."""
         own, index = backend_of(backend, self._index)
-        if not isinstance(own, NativeAttention) or not isinstance(rope, NativeRotation):
+        if not isinstance(own, NativeAttention | StripedAttention) or not isinstance(rope, NativeRotation):
             return self._layer.forward(x, delta, rope, backend, on_layer)
         native, rows, residual = self.native, x.size(0), x.data_ptr()
         given = None if delta is None else delta.data_ptr()
-        native.layer_attend(native.team, self.address, own.cache(index), own.batch, rope.address, lora, residual, given)
+        attended: Tensor | None = None
+        if isinstance(own, NativeAttention):
+            cache = own.cache(index)
+            native.layer_attend(native.team, self.address, cache, own.batch, rope.address, lora, residual, given)
+        else:
+            q_heads, kv_heads, head_dim = self._heads
+            qkv = x.new_empty(rows, q_heads + 2 * kv_heads, head_dim)
+            native.layer_rows(native.team, self.address, rows, rope.address, lora, residual, given, qkv.data_ptr())
+            attended = own.forward(index, *qkv.split((q_heads, kv_heads, kv_heads), 1))
         if on_layer is not None:
             on_layer(self._index)
         delta = torch.empty_like(x) if delta is None else delta
-        native.layer_project(native.team, self.address, rows, lora, delta.data_ptr())
+        at = None if attended is None else attended.data_ptr()
+        native.layer_project(native.team, self.address, rows, lora, at, delta.data_ptr())
         self._mesh.all_reduce(delta)
         if self.mixture is not None:
             return self.mixture.forward(self._mlp_norm.forward(x, delta))

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -76,6 +77,25 @@ class RankMesh:
 
     def gather_stripes(self, x: Tensor) -> Tensor:
         return x[None] if self._stripes is None else self._stripes.gather_all(x)
+
+    def gather_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        if self._stripes is None:
+            return x
+        counts = [hi - lo for lo, hi in pairwise(bounds)]
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = self._stripes.gather_all(padded)
+        if len(set(counts)) == 1:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def exchange_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        if self._stripes is None:
+            return x[None]
+        counts = [hi - lo for lo, hi in pairwise(bounds)]
+        sizes = [count * x[0].nbytes for count in counts]
+        got = self._stripes.all_to_all(x.contiguous().flatten().view(torch.uint8), [sizes] * len(sizes))
+        return got.view(x.dtype).view(len(counts), counts[self.place.cp_rank], *x.shape[1:])
 
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         assert self._pipeline is not None

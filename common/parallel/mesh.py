@@ -136,6 +136,21 @@ class Mesh(Protocol):
         """
         ...
 
+    def gather_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        """[bounds[-1], ...]: the rows of all context-parallel ranks, on each of them; rank i's `x` is rows [bounds[i], bounds[i + 1]).
+
+        The other sizes and the dtype are the same on all ranks. Raises: RankLost.
+        """
+        ...
+
+    def exchange_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        """[cp_size, own rows, ...]: of the `x` of every context-parallel rank the rows [bounds[i], bounds[i + 1]) that belong to
+        this one, i being its `cp_rank`.
+
+        x: [bounds[-1], ...], of the same shape and dtype on all ranks. Raises: RankLost.
+        """
+        ...
+
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:
         """Hand `tensors` to the next stage's rank of the same `tp_rank` and `cp_rank`, in one message.
 
@@ -175,6 +190,12 @@ class SoloMesh:
         return sent
 
     def gather_stripes(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def gather_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        return x
+
+    def exchange_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
         return x[None]
 
     def send_stage(self, tensors: Mapping[str, Tensor], schema: StageSchema) -> None:

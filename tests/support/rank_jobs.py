@@ -16,6 +16,7 @@ import torch
 from support.lora_files import load_adapters
 from support.recording import Recording
 
+from common.attention.choose import choose_attention
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.errors import RankLost
@@ -68,6 +69,7 @@ def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, sam
             stripes = mesh.gather_stripes(torch.full((rows, columns), float(place.rank)))
             assert stripes.shape == (place.cp_size, rows, columns)
             assert [stripe.unique().tolist() for stripe in stripes] == [[rank] for rank in place.cp_peers]
+            _share_rows(mesh, rows, min(columns, 70_000))
         _exchange_bytes(mesh)
     mesh.close()
     del mesh
@@ -104,6 +106,16 @@ def _exchange_bytes(mesh: Mesh) -> None:
     x = torch.arange(2_500_000).remainder(251).to(torch.uint8)
     mesh.broadcast(own := x.clone() if me == 0 else torch.zeros_like(x))
     assert torch.equal(own, x)
+
+
+def _share_rows(mesh: Mesh, rows: int, columns: int) -> None:
+    """Each context-parallel rank has some rows, one of them perhaps none."""
+    ranks, me = mesh.place.cp_size, mesh.place.cp_rank
+    bounds = [rows * i // ranks for i in range(ranks + 1)]
+    whole = torch.arange(rows * columns, dtype=torch.float32).view(rows, 1, columns)
+    assert torch.equal(mesh.gather_rows(whole[bounds[me] : bounds[me + 1]], bounds), whole)
+    got = mesh.exchange_rows(whole + me, bounds)
+    assert torch.equal(got, torch.stack([whole[bounds[me] : bounds[me + 1]] + rank for rank in range(ranks)]))
 
 
 def _gather(mesh: Mesh, rows: int, columns: int) -> None:
@@ -228,17 +240,22 @@ def replay(
     mesh = connect(place, port, listener, same_host)
     config = choose_model(Path(model), model_impl)
     pp = tuple(pp_layers)
-    layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size, pp_layers=pp)
-    storage = recorded.storage_for(layout, place.tp_rank, place.pp_rank)
+    layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size, pp_layers=pp, cp_size=place.cp_size)
+    storage = recorded.storage_for(layout, place.tp_rank, place.pp_rank, place.cp_rank)
     for group in storage.groups:
         group.stacked.fill_(1e4)
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
     load_adapters(share, adapters)
-    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shapes(BLOCK), CpuAttention))
+    shapes, several = share.attention_shapes(BLOCK), place.cp_size > 1
+    attention = (
+        choose_attention(storage, shapes, mesh) if several else attention_of_groups(storage, shapes, CpuAttention)
+    )
+    runner = ModelRunner(share, storage, attention)
     announced: list[int] = []
-    outputs = [runner.execute(step, announced.append) for step in recorded.steps]
+    steps = recorded.steps_in_stripes(place.cp_size, BLOCK)
+    outputs = [runner.execute(step, announced.append) for step in steps]
     assert announced == list(range(storage.shard.layer_hi - storage.shard.layer_lo)) * len(recorded.steps)
     mesh.agree("replayed", "all")
     mesh.close()

@@ -16,6 +16,7 @@ from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
+from common.kv.stripes import Stripe
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,46 @@ class Recording:
         for group, kv, part, layers in zip(
             storage.layout.spec.groups, storage.groups, shard.parts, members, strict=True
         ):
-            blocks = self._blocks_of(group.table, kv.block_size)
+            blocks = self._blocks_of(group.table, kv.block_size, shard.stripe)
             for ours, layer in zip(kv.stacked, layers, strict=True):
                 known = self.kv[shard.layer_lo + layer][:, blocks, part.head_lo : part.head_hi]
                 worst = max(worst, (ours[:, blocks] - known).abs().max().item())
         return worst
 
-    def _blocks_of(self, table: int, block_size: int) -> list[int]:
-        """What was written through a block table: other blocks of its layers' memory belong to layers of other tables."""
-        return sorted({slot // block_size for step in self.steps for slot in step.slot_mapping[table]})
+    def _blocks_of(self, table: int, block_size: int, stripe: Stripe) -> list[int]:
+        """What was written through a block table, and is in the stripe: other blocks of its layers' memory belong to layers of
+        other tables."""
+        places = {
+            slot // block_size: position // block_size
+            for step in self.steps
+            for slot, position in zip(step.slot_mapping[table], step.positions, strict=True)
+        }
+        return sorted(block for block, place in places.items() if stripe.owns(place))
 
-    def storage_for(self, layout: KVLayout, tp_rank: int, pp_rank: int) -> KVStorage:
+    def storage_for(self, layout: KVLayout, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> KVStorage:
         """KV memory of a rank with as many blocks as the recorded runner had."""
-        return KVStorage(layout, layout.shard(tp_rank, pp_rank), self.kv[0].size(1))
+        return KVStorage(layout, layout.shard(tp_rank, pp_rank, cp_rank), self.kv[0].size(1))
+
+    def steps_in_stripes(self, ranks: int, block_size: int) -> list[StepInput]:
+        """The steps for as many context-parallel ranks, each of which has a recorded block at the same place as the recorded
+        runner had."""
+        return [
+            replace(
+                step,
+                block_tables=[
+                    [[block * ranks + i % ranks for i, block in enumerate(table)] for table in tables]
+                    for tables in step.block_tables
+                ],
+                slot_mapping=[
+                    [
+                        (slot // block_size * ranks + position // block_size % ranks) * block_size + slot % block_size
+                        for slot, position in zip(slots, step.positions, strict=True)
+                    ]
+                    for slots in step.slot_mapping
+                ],
+            )
+            for step in self.steps
+        ]
 
 
 class Recorder:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.striped import PartialAttention, join_partials, stripe_of_batch
+from common.attention.striped import MakePartial, stripe_of_batch
 from common.kv.storage import GroupStorage
 from common.kv.stripes import Stripe
-
-MakePartial = Callable[[GroupStorage, AttentionShape], PartialAttention]
 
 
 class AttentionInStripes:
@@ -34,13 +31,11 @@ class AttentionInStripes:
         in_pool = (slots // size * count + owners) * size + slots % size
         for stripe, partial in self._ranks:
             moved = replace(metadata, block_tables=tables, slot_mapping=in_pool)
-            partial.plan(stripe_of_batch(moved, stripe, self._shape))
+            partial.plan_stripe(stripe_of_batch(moved, stripe, self._shape))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [partial.forward(layer, q, k, v) for _, partial in self._ranks]
-        results, log_sums = (torch.stack([part[i].float() for part in parts]) for i in range(2))
-        sinks = self._shape.sinks[layer] if self._shape.sinks else None
-        return join_partials(results, log_sums, sinks).to(q.dtype)
+        parts = torch.stack([partial.forward_stripe(layer, q, k, v) for _, partial in self._ranks])
+        return self._ranks[0][1].join(parts, self._shape.sinks[layer] if self._shape.sinks else None)
 
     def for_graph(self, rows: int) -> AttentionInStripes:
         return AttentionInStripes(*self._made_of)

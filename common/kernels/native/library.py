@@ -14,7 +14,7 @@ import torch
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -76,6 +76,8 @@ class BatchStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("num_entries", "num_rows")),
         *((name, c_void_p) for name in ("first_rows", "context_lens", "first_blocks", "block_ids", "slots")),
+        *((name, c_void_p) for name in ("row_starts", "row_ends")),
+        ("partial_dim", c_int32),
     ]
 
 
@@ -144,7 +146,9 @@ _SIGNATURES = {
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
     "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
-    "kv_layer_project": [_P, _P, _I, _P, _P],
+    "kv_join_partials": [_P, _P, _I, _I, _I, _I, _P, _I, _P],
+    "kv_layer_rows": [_P, _P, _I, _P, _P, _P, _P, _P],
+    "kv_layer_project": [_P, _P, _I, _P, _P, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P, _P],
     "kv_layers_forward": [_P, _I, _P, _P, _P, _P, _P, _P],
     "kv_model_forward": [_P, _P, _P, _P],
@@ -189,6 +193,8 @@ class NativeLibrary:
         self.rotation_angles = library.kv_rotation_angles
         self.attention_forward = library.kv_attention_forward
         self.layer_attend = library.kv_layer_attend
+        self.join_partials = library.kv_join_partials
+        self.layer_rows = library.kv_layer_rows
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
         self.layers_forward = library.kv_layers_forward

@@ -67,14 +67,36 @@ void attend(kv_team* team) {
         for (int block = 0; block < std::max(0, seen - window) / block_size; ++block)
             block_ids[first_blocks[i] + block] = 1 << 30;  // not to be read
     }
+    // The same contexts as one of several stripes: some rows see nothing, some slots are another stripe's.
+    const bool is_stripe = below(2);
+    std::vector<int32_t> row_starts, row_ends;
+    for (int i = 0; is_stripe && i < num_entries; ++i) {
+        context_lens[i] = below(4) ? below(context_lens[i] + 1) : 0;
+        for (int row = first_rows[i], start = 0, end = 0; row < first_rows[i + 1]; ++row) {
+            end = row + 1 == first_rows[i + 1] ? context_lens[i] : end + below(std::min(3, context_lens[i] - end) + 1);
+            start = window ? std::max(start, end - below(window + 1)) : 0;
+            row_starts.push_back(start), row_ends.push_back(end);
+            if (below(2)) slots[row] = -1;
+        }
+        for (int block = 0; block < row_starts[first_rows[i]] / block_size; ++block)
+            block_ids[first_blocks[i] + block] = 1 << 30;
+    }
+    const int partial_dim = is_stripe ? 1 + below(dim) : 0;
     const size_t rows = slots.size(), plane = size_t(num_blocks) * size_t(kv_heads * block_size * dim);
-    Numbers k(plane, cache_dtype), v(plane, cache_dtype), out(rows * q_heads * dim, dtype);
+    Numbers k(plane, cache_dtype), v(plane, cache_dtype);
+    Numbers out(rows * q_heads * (is_stripe ? partial_dim + 1 : dim), is_stripe ? int(KV_F32) : dtype);
     Numbers q(rows * q_heads * dim, dtype), new_k(rows * kv_heads * dim, dtype), new_v(rows * kv_heads * dim, dtype);
     const kv_cache cache{k.memory, v.memory, cache_dtype, kv_heads, dim, block_size, 1, 1, window, soft_cap};
     const kv_batch batch{num_entries,         int(rows),        first_rows.data(), context_lens.data(),
-                         first_blocks.data(), block_ids.data(), slots.data()};
+                         first_blocks.data(), block_ids.data(), slots.data(),
+                         is_stripe ? row_starts.data() : nullptr, is_stripe ? row_ends.data() : nullptr, partial_dim};
     kv_attention_forward(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,
                          new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
+    if (!is_stripe) return;
+    const int stripes = 1 + below(4);
+    Numbers parts(stripes * rows * q_heads * (partial_dim + 1), KV_F32), joined(rows * q_heads * partial_dim, dtype);
+    kv_join_partials(team, reinterpret_cast<float*>(parts.memory), stripes, int(rows), q_heads, partial_dim, nullptr, dtype,
+                     joined.memory);
 }
 
 bool has_groups(int format) { return format == KV_LINEAR_INT4 || format == KV_LINEAR_FP4; }

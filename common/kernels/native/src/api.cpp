@@ -67,7 +67,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 16; }
+int32_t kv_abi_version(void) { return 17; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -137,13 +137,24 @@ void kv_attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* 
     chosen->attention_forward(team, cache, batch, q_heads, scale, dtype, q, q_stride, k, k_stride, v, v_stride, out);
 }
 
+void kv_join_partials(kv_team* team, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
+                      const float* sinks, int32_t dtype, void* out) {
+    chosen->join_partials(team, parts, stripes, rows, heads, dim, sinks, dtype, out);
+}
+
 void kv_layer_attend(kv_team* team, const kv_layer* layer, const kv_cache* cache, const kv_batch* batch,
                      const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
     chosen->layer_attend(team, layer, cache, batch, rotation, lora, residual, delta);
 }
 
-void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, void* delta) {
-    chosen->layer_project(team, layer, rows, lora, delta);
+void kv_layer_rows(kv_team* team, const kv_layer* layer, int32_t rows, const kv_rotation* rotation, const kv_lora* lora,
+                   void* residual, const void* delta, void* qkv) {
+    chosen->layer_rows(team, layer, rows, rotation, lora, residual, delta, qkv);
+}
+
+void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, const void* attended,
+                      void* delta) {
+    chosen->layer_project(team, layer, rows, lora, attended, delta);
 }
 
 void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, void* residual,
@@ -155,7 +166,7 @@ void kv_layers_forward(kv_team* team, int32_t count, const kv_layer* const* laye
                        const kv_batch* const* batches, const kv_rotation* rotation, void* residual, void* delta) {
     for (int i = 0; i < count; ++i) {
         kv_layer_attend(team, layers[i], caches[i], batches[i], rotation, nullptr, residual, i ? delta : nullptr);
-        kv_layer_project(team, layers[i], batches[i]->num_rows, nullptr, delta);
+        kv_layer_project(team, layers[i], batches[i]->num_rows, nullptr, nullptr, delta);
         kv_layer_mlp(team, layers[i], batches[i]->num_rows, nullptr, residual, delta);
     }
 }
@@ -180,13 +191,19 @@ void kv_model_forward(kv_team* team, const kv_model* model, const int64_t* token
 
 int32_t kv_check_batch(const kv_batch* batch, int32_t num_blocks, int32_t block_size) {
     for (int32_t i = 0; i < batch->num_entries; ++i) {
-        const int32_t rows = batch->first_rows[i + 1] - batch->first_rows[i];
-        if (rows < 1 || rows > batch->context_lens[i]) return KV_BATCH_ROWS;
+        const int32_t first = batch->first_rows[i], rows = batch->first_rows[i + 1] - first;
+        if (rows < 1 || (!batch->row_ends && rows > batch->context_lens[i])) return KV_BATCH_ROWS;
+        for (int32_t row = 0, start = 0, end = 0; batch->row_ends && row < rows; ++row) {
+            const int32_t next_start = batch->row_starts[first + row], next_end = batch->row_ends[first + row];
+            if (next_start < start || next_end < end || next_start > next_end || next_end > batch->context_lens[i])
+                return KV_BATCH_ROWS;
+            start = next_start, end = next_end;
+        }
     }
     for (int32_t i = 0; i < batch->first_blocks[batch->num_entries]; ++i)
         if (batch->block_ids[i] < 0 || batch->block_ids[i] >= num_blocks) return KV_BATCH_BLOCK;
     for (int32_t i = 0; i < batch->num_rows; ++i)
-        if (batch->slots[i] < 0 || batch->slots[i] >= int64_t(num_blocks) * block_size) return KV_BATCH_SLOT;
+        if (batch->slots[i] < (batch->row_ends ? -1 : 0) || batch->slots[i] >= int64_t(num_blocks) * block_size) return KV_BATCH_SLOT;
     return KV_BATCH_OK;
 }
 

@@ -67,6 +67,11 @@ struct kv_cache {
 // The sequences of one step. Entry i has rows [first_rows[i], first_rows[i + 1]), the last positions of a context of
 // context_lens[i] tokens, which lie in blocks block_ids[first_blocks[i]...]. slots: [rows], block * block_size + offset.
 // Blocks wholly before the windows of all rows of an entry are not read.
+//
+// The batch may be that of a stripe: of every N-th block of each context, for ranks that share contexts. Then row i attends to
+// tokens [row_starts[i], row_ends[i]) of its entry's blocks, perhaps to none; neither end is before that of the row before it
+// in the entry. context_lens counts the entry's tokens in the stripe, a slot of -1 belongs to another stripe, and the cache has
+// no sinks. The results are partial: see kv_attention_forward.
 struct kv_batch {
     int32_t num_entries, num_rows;
     const int32_t* first_rows;
@@ -74,6 +79,9 @@ struct kv_batch {
     const int32_t* first_blocks;
     const int32_t* block_ids;
     const int64_t* slots;
+    const int32_t* row_starts;  // [rows]; null unless of a stripe, like row_ends
+    const int32_t* row_ends;
+    int32_t partial_dim;  // of a stripe: the first numbers of each head's results that are wanted
 };
 
 // One layer of one rank. Norm weights are float32.
@@ -168,17 +176,26 @@ enum kv_batch_error { KV_BATCH_OK = 0, KV_BATCH_BLOCK = 1, KV_BATCH_ROWS = 2, KV
 int32_t kv_check_batch(const kv_batch*, int32_t num_blocks, int32_t block_size);
 
 // Append k, v and attend causally. q: [rows][q_heads][head_dim], k, v: [rows][kv_heads][head_dim] of `dtype`, rows at a
-// distance of the strides; out: [rows][q_heads][head_dim], contiguous.
+// distance of the strides; out: [rows][q_heads][head_dim], contiguous. Of a stripe, out is [rows][q_heads][partial_dim + 1]
+// float32: a partial result, and the logarithm of the sum of its exponentiated scores. Zeros and minus infinity of no tokens.
 void kv_attention_forward(kv_team*, const kv_cache*, const kv_batch*, int32_t q_heads, float scale, int32_t dtype,
                           const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
                           int64_t v_stride, void* out);
+
+// Joins the partial results of at most 64 stripes. parts: [stripes][rows][heads][dim + 1], as kv_attention_forward gives them;
+// sinks: [heads] or null, as in kv_cache; out: [rows][heads][dim] of dtype.
+void kv_join_partials(kv_team*, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
+                      const float* sinks, int32_t dtype, void* out);
 
 // The first part of a layer: residual += delta (unless null), norm, q/k/v, rotation, append, attention. The attended
 // rows stay in the team's memory for kv_layer_project. residual, delta: [rows][hidden]. kv_lora: null without adapters.
 void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, const kv_lora*,
                      void* residual, const void* delta);
-// delta = output projection of what kv_layer_attend left.
-void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* delta);
+// The same up to the rotation, for attention elsewhere. qkv: [rows][q_heads + 2 * kv_heads][head_dim], of the layer's dtype.
+void kv_layer_rows(kv_team*, const kv_layer*, int32_t rows, const kv_rotation*, const kv_lora*, void* residual,
+                   const void* delta, void* qkv);
+// delta = output projection of `attended`, [rows][q_heads][head_dim]; null: of what kv_layer_attend left.
+void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, const void* attended, void* delta);
 // residual += delta; delta = MLP(norm(residual)).
 void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* residual, void* delta);
 

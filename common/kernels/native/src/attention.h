@@ -47,7 +47,7 @@ template <class Act>
 class Attention {
   public:
     Attention(Worker& w, const kv_cache& cache, const kv_batch& batch, float scale, const Act* q, int64_t q_stride,
-              Act* out, int64_t out_stride)
+              Act* out, int64_t out_stride, float* partials)
         : plan_(*w.team.buffers[kv_team::ATTENTION_PLAN].as<Plan>()),
           sizes_(cache.head_dim, plan_.max_rows),
           partials_(w.team.buffers[kv_team::ATTENTION_PARTIALS].as<float>()),
@@ -57,7 +57,9 @@ class Attention {
           q_(q),
           out_(out),
           q_stride_(q_stride),
-          out_stride_(out_stride) {
+          out_stride_(out_stride),
+          partials_out_(partials),
+          q_heads_(plan_.group * cache.kv_heads) {
         if (cache.soft_cap != 0) scores_ = {scale * cache.k_scale / cache.soft_cap, cache.soft_cap * 1.44269504f};
         keys_ = w.team.buffers[kv_team::ATTENTION_PANELS].as<float>() + w.index * sizes_.each;
         values_ = keys_ + sizes_.panels;
@@ -91,14 +93,15 @@ class Attention {
             const bool in_blocks = reads_blocks<Act>(item.rows, cache_.head_dim);
             pack(tokens, !in_blocks, i == task.first && !is_fetched ? own_values : ahead, ahead);
             // Rows whose position lies before the partition see nothing of it, nor do those whose window begins behind it.
-            const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group, last = last_row(item, i);
+            const int first = first_row(item, i), last = last_row(item, i);
             const bool is_first = i == item.first;
             const Partial partial = item.is_split ? partial_of(item, i) : is_first ? merged_ : latest_;
             attend_rows(item, first, last, i * PARTITION, in_blocks ? &tokens : nullptr, ahead, partial);
             if (item.is_split) continue;
-            if (is_first)
+            if (is_first) {
+                clear(merged_, 0, first, sizes_.width);
                 clear(merged_, last, item.rows, sizes_.width);
-            else
+            } else
                 merge(merged_, latest_, first, last, sizes_.width);
         }
         if (!item.is_split)
@@ -108,11 +111,14 @@ class Attention {
     // Merge what the tasks of a split item gave for one row.
     void finish_split(const Task& split) {
         const Item& item = plan_.items[split.item];
-        const int row = split.first, seen = item.seen + row / plan_.group;
-        const int first = seen_from(cache_, seen) / PARTITION;
-        for (int i = first + 1; i * PARTITION < seen; ++i)
-            merge(partial_of(item, first), partial_of(item, i), row, row + 1, sizes_.width);
-        finish(item, row, partial_of(item, first));
+        const int row = split.first, end = end_of(batch_, item, row / plan_.group);
+        const int begin = begin_of(cache_, batch_, item, row / plan_.group);
+        const int first = begin == end ? item.first : begin / PARTITION;
+        const Partial partial = partial_of(item, first);
+        if (begin == end) clear(partial, row, row + 1, sizes_.width);
+        for (int i = first + 1; begin < end && i * PARTITION < end; ++i)
+            merge(partial, partial_of(item, i), row, row + 1, sizes_.width);
+        finish(item, row, partial);
     }
 
   private:
@@ -124,13 +130,20 @@ class Attention {
     void find(const Task& task, int partition, Tokens& tokens) const {
         const Item& item = plan_.items[task.item];
         tokens.find(cache_, batch_.block_ids + batch_.first_blocks[item.entry], item.head, partition * PARTITION,
-                    seen_from(cache_, item.seen), item.seen + item.num_rows - 1);
+                    begin_of(cache_, batch_, item, 0), end_of(batch_, item, item.num_rows - 1));
     }
 
-    // The end of the item's rows whose window begins in the partition or before it.
+    // The first of the item's rows whose tokens end in the partition or behind it; the end of those whose tokens begin in the
+    // partition or before it.
+    int first_row(const Item& item, int partition) const {
+        int row = 0;
+        while (row < item.num_rows && end_of(batch_, item, row) <= partition * PARTITION) ++row;
+        return row * plan_.group;
+    }
     int last_row(const Item& item, int partition) const {
-        if (!cache_.window) return item.rows;
-        return std::min<int64_t>(item.num_rows, int64_t(partition + 1) * PARTITION - item.seen + cache_.window) * plan_.group;
+        int row = item.num_rows;
+        while (row > 0 && begin_of(cache_, batch_, item, row - 1) >= (partition + 1) * PARTITION) --row;
+        return row * plan_.group;
     }
 
     int64_t column(const Item& item, int row) const {
@@ -172,9 +185,9 @@ class Attention {
             const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
             int tokens_from[ROWS], tokens_seen[ROWS];
             for (int m = 0; m < hi - lo; ++m) {
-                const int seen = item.seen + (lo + m) / plan_.group;
-                tokens_from[m] = std::max(0, seen_from(cache_, seen) - start);
-                tokens_seen[m] = std::min(PARTITION, seen - start);
+                const int row = (lo + m) / plan_.group;
+                tokens_from[m] = std::max(0, begin_of(cache_, batch_, item, row) - start);
+                tokens_seen[m] = std::min(PARTITION, end_of(batch_, item, row) - start);
             }
             with_cache_type(cache_, [&](auto number) {
                 using T = decltype(number);
@@ -194,13 +207,25 @@ class Attention {
 
     void finish(const Item& item, int row, Partial from) {
         float total = from.total[row];
+        const float* x = from.results + int64_t(row) * sizes_.width;
+        if (partials_out_) {
+            const int64_t at = int64_t(item.first_row + row / plan_.group) * q_heads_ + item.head * plan_.group + row % plan_.group;
+            return finish_partial(x, from.top[row], total, partials_out_ + at * (batch_.partial_dim + 1));
+        }
         if (cache_.sinks)
             total += std::exp2(cache_.sinks[item.head * plan_.group + row % plan_.group] * 1.44269504f - from.top[row]);
         const Lanes factor = splat(cache_.v_scale / total);
-        const float* x = from.results + int64_t(row) * sizes_.width;
         Act* to = out_ + (item.first_row + row / plan_.group) * out_stride_ + column(item, row);
         for (int d = 0; d < cache_.head_dim; d += LANES)
             store_some(to + d, load(x + d) * factor, std::min(LANES, cache_.head_dim - d));
+    }
+
+    // out: [partial_dim + 1]
+    void finish_partial(const float* x, float top, float total, float* out) const {
+        const int dim = batch_.partial_dim;
+        const Lanes factor = splat(total == 0 ? 0 : cache_.v_scale / total);
+        for (int d = 0; d < dim; d += LANES) store_some(out + d, load(x + d) * factor, std::min(LANES, dim - d));
+        out[dim] = total == 0 ? -__builtin_inff() : (top + std::log2(total)) * 0.69314718f;
     }
 
     const Plan& plan_;
@@ -212,6 +237,8 @@ class Attention {
     const Act* q_;
     Act* out_;
     int64_t q_stride_, out_stride_;
+    float* partials_out_;  // of a stripe
+    int q_heads_;
     float *keys_, *values_;
     Act* queries_;
     Partial merged_, latest_;
@@ -220,11 +247,11 @@ class Attention {
 }  // namespace attention
 
 // Causal attention of all rows of the batch, whose K and V are in the cache. q, out: [rows][q_heads][head_dim], rows at a
-// distance of the strides. Act is float or bf16.
+// distance of the strides. Act is float or bf16. Of a stripe the results are in `partials`, not in `out`.
 template <class Act>
-void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, int, float scale, const Act* q, int64_t q_stride,
-            Act* out, int64_t out_stride) {
-    attention::Attention<Act> attention(w, cache, batch, scale, q, q_stride, out, out_stride);
+void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, float scale, const Act* q, int64_t q_stride, Act* out,
+            int64_t out_stride, float* partials = nullptr) {
+    attention::Attention<Act> attention(w, cache, batch, scale, q, q_stride, out, out_stride, partials);
     const attention::Plan& plan = *w.team.buffers[kv_team::ATTENTION_PLAN].as<attention::Plan>();
     w.for_each(plan.num_runs, [&](int i) { attention.run(i); });
     if (plan.num_split_rows) w.for_each(plan.num_split_rows, [&](int i) { attention.finish_split(plan.split_rows[i]); });

@@ -48,6 +48,14 @@ struct Plan {
 // The first position that the row attends to which sees `seen` tokens in all, those before its window included.
 inline int seen_from(const kv_cache& cache, int seen) { return cache.window ? std::max(0, seen - cache.window) : 0; }
 
+// Item's row i attends to positions [begin_of, end_of) of its entry's blocks, in a stripe perhaps to none.
+inline int end_of(const kv_batch& batch, const Item& item, int row) {
+    return batch.row_ends ? batch.row_ends[item.first_row + row] : item.seen + row;
+}
+inline int begin_of(const kv_cache& cache, const kv_batch& batch, const Item& item, int row) {
+    return batch.row_starts ? batch.row_starts[item.first_row + row] : seen_from(cache, item.seen + row);
+}
+
 constexpr int MOST_ROWS = 192, FEWEST_ROWS = 24, MOST_NUMBERS = 24576;
 constexpr int TASKS_PER_MEMBER = 4;
 
@@ -96,8 +104,9 @@ class Planner {
                     item.num_rows = std::min(rows_per_item_, hi - item.first_row);
                     item.seen = batch_.context_lens[entry] - (hi - item.first_row) + 1;
                     item.rows = item.num_rows * group_;
-                    item.first = seen_from(cache_, item.seen) / PARTITION;
-                    item.partitions = (item.seen + item.num_rows - 1 + PARTITION - 1) / PARTITION - item.first;
+                    item.first = begin_of(cache_, batch_, item, 0) / PARTITION;
+                    const int end = (end_of(batch_, item, item.num_rows - 1) + PARTITION - 1) / PARTITION;
+                    item.partitions = std::max(1, end - item.first);
                     f(item);
                 }
         }

@@ -342,7 +342,10 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS<Act> rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), at least one.
+// The top of rows that see nothing: low enough that they weigh nothing, and finite, because minus infinity less itself is NaN.
+constexpr float NO_TOP = -1e30f;
+
+// Up to TILE_ROWS<Act> rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), perhaps none.
 // Neither end is before that of row m - 1.
 template <class Number, class Act, class Values>
 void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act* queries, int64_t query_stride,
@@ -368,7 +371,7 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
     for (int m = 0; m < num_rows; ++m) {
         float* own = scores + m * PARTITION;
         if (how.cap != 0) take_tanh(own, from[m] / LANES * LANES, seen[m], how.scale);
-        lanes[m] = largest_of(own, from[m], seen[m]);
+        lanes[m] = from[m] < seen[m] ? largest_of(own, from[m], seen[m]) : splat(NO_TOP);
     }
     const float scale = how.cap != 0 ? how.cap : how.scale;
     for (int m = 0; m < num_rows; ++m)
@@ -376,7 +379,10 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
     for (int m = 0; m < num_rows; ++m) {
         ahead.fetch();
         const int at = m * PARTITION;
-        lanes[m] = weigh(scores + at, begin, from[m], seen[m], padded, scale, out.top[m], weights + at);
+        if (from[m] < seen[m])
+            lanes[m] = weigh(scores + at, begin, from[m], seen[m], padded, scale, out.top[m], weights + at);
+        else
+            lanes[m] = weigh(scores + at, begin, padded, begin, padded, scale, 0, weights + at);
     }
     for (int m = 0; m < num_rows; ++m) out.total[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a + b; });
     values.multiply(num_rows, weights, begin, most, dim, out.results, width, ahead);
@@ -384,7 +390,7 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
 
 // What rows [first, last) have before the first partition that they see.
 inline void clear(Partial partial, int first, int last, int width) {
-    std::fill(partial.top + first, partial.top + last, -__builtin_inff());
+    std::fill(partial.top + first, partial.top + last, NO_TOP);
     std::fill(partial.total + first, partial.total + last, 0.0f);
     std::fill(partial.results + int64_t(first) * width, partial.results + int64_t(last) * width, 0.0f);
 }

@@ -154,10 +154,11 @@ void attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* bat
         using Act = decltype(act);
         const int64_t stride = padded(width);
         Act* queries = scratch<Act>(*team, kv_team::QUERIES, batch->num_rows * stride);
-        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, batch->num_rows * stride);
+        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, batch->row_ends ? 0 : batch->num_rows * stride);
         team->run([&](Worker& w) {
             w.for_each(batch->num_rows * cache->kv_heads, [&](int task) {
                 const int row = task / cache->kv_heads, head = task % cache->kv_heads;
+                if (batch->slots[row] < 0) return;  // another stripe's
                 float wide[2048];
                 for (int plane = 0; plane < 2; ++plane) {
                     const Model* x = static_cast<const Model*>(plane ? v : k) + row * (plane ? v_stride : k_stride);
@@ -166,8 +167,26 @@ void attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* bat
                 }
             });
             convert(w, batch->num_rows, width, static_cast<const Model*>(q), q_stride, queries, stride);
-            attend(w, *cache, *batch, q_heads, scale, queries, stride, attended, stride);
+            if (batch->row_ends)
+                return attend<Act>(w, *cache, *batch, scale, queries, stride, nullptr, 0, static_cast<float*>(out));
+            attend(w, *cache, *batch, scale, queries, stride, attended, stride);
             convert(w, batch->num_rows, width, attended, stride, static_cast<Model*>(out), width);
+        });
+    });
+}
+
+void join_partials(kv_team* team, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
+                   const float* sinks, int32_t dtype, void* out) {
+    with_act(dtype, [&](auto model, auto) {
+        using Model = decltype(model);
+        team->run([&](Worker& w) {
+            w.for_each(rows, [&](int row) {
+                for (int head = 0; head < heads; ++head) {
+                    const int64_t at = int64_t(row) * heads + head;
+                    join_stripes(parts + at * (dim + 1), int64_t(rows) * heads * (dim + 1), stripes, dim,
+                                 sinks ? sinks[head] : -__builtin_inff(), static_cast<Model*>(out) + at * dim);
+                }
+            });
         });
     });
 }
@@ -194,21 +213,45 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
             linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride}, rows);
             if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
-            attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
+            attend(w, *cache, *batch, l->attention_scale, queries, query_stride, attended, query_stride);
         });
     });
 }
 
-void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* delta) {
-    reserve_linear(*team, l->output, rows);
+void layer_rows(kv_team* team, const kv_layer* l, int32_t rows, const kv_rotation* rotation, const kv_lora* lora,
+                void* residual, const void* delta, void* out) {
+    const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded((l->q_heads + 2 * l->kv_heads) * l->head_dim);
+    reserve_linear(*team, l->qkv, rows);
     reserve_lora(*team, lora);
-    const LoraTerms added = lora_terms(*team, lora, OUTPUT_LINEAR);
-    const int64_t stride = padded(l->q_heads * l->head_dim);
+    const LoraTerms added = lora_terms(*team, lora, QKV_LINEAR);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
-        const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
+        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
+        float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
         team->run([&](Worker& w) {
+            add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
+                     static_cast<const Model*>(delta), normed, hidden_stride);
+            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride}, rows);
+            if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
+            rotate_rows(w, *l, rows, *rotation, qkv, qkv_stride, static_cast<Model*>(out));
+        });
+    });
+}
+
+void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, const void* given, void* delta) {
+    reserve_linear(*team, l->output, rows);
+    reserve_lora(*team, lora);
+    const LoraTerms added = lora_terms(*team, lora, OUTPUT_LINEAR);
+    const int width = l->q_heads * l->head_dim;
+    const int64_t stride = padded(width);
+    with_act(l->dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        if (given) scratch<Act>(*team, kv_team::ATTENDED, rows * stride);
+        Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
+        team->run([&](Worker& w) {
+            if (given) convert(w, rows, width, static_cast<const Model*>(given), width, attended, stride);
             linear<Model>(w, l->output, attended, stride, {delta, l->dtype, l->hidden}, rows);
             if (added.count) add_lora<Model>(w, added, attended, stride, static_cast<Model*>(delta), l->hidden);
         });
@@ -303,7 +346,8 @@ void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t siz
 }  // namespace KV_VARIANT
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
-    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
+    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::join_partials,
+    KV_VARIANT::layer_attend,   KV_VARIANT::layer_rows,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
     KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
 };

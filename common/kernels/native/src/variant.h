@@ -8,7 +8,9 @@ struct kv_variant {
     decltype(&kv_experts_forward) experts_forward;
     decltype(&kv_rotation_angles) rotation_angles;
     decltype(&kv_attention_forward) attention_forward;
+    decltype(&kv_join_partials) join_partials;
     decltype(&kv_layer_attend) layer_attend;
+    decltype(&kv_layer_rows) layer_rows;
     decltype(&kv_layer_project) layer_project;
     decltype(&kv_layer_mlp) layer_mlp;
     decltype(&kv_lora_add) lora_add;

@@ -19,7 +19,7 @@ from common.attention import sdpa
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
-from common.attention.native import NativeAttention
+from common.attention.native import NativeAttention, NativePartialAttention
 from common.attention.sdpa import SdpaAttention
 from common.attention.striped import TorchPartialAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
@@ -30,12 +30,18 @@ def _native(variant: str, kv: Any, shape: AttentionShape) -> NativeAttention:
     return NativeAttention(kv, shape, native(variant))
 
 
+def _native_stripes(stripes: int, variant: str, kv: Any, shape: AttentionShape) -> AttentionInStripes:
+    return AttentionInStripes(kv, shape, stripes, partial(NativePartialAttention, native=native(variant)))
+
+
+NATIVE_STRIPES = [(4, VARIANTS[0]), *((2, variant) for variant in VARIANTS)]
 BACKENDS: dict[str, MakeBackend] = {
     "cpu": CpuAttention,
     "sdpa": SdpaAttention,
     "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
     **{variant: partial(_native, variant) for variant in VARIANTS},
     **{f"{n} stripes": partial(AttentionInStripes, stripes=n, make=TorchPartialAttention) for n in (1, 2, 4)},
+    **{f"{n} native stripes, {variant}": partial(_native_stripes, n, variant) for n, variant in NATIVE_STRIPES},
 }
 """All on a CPU, flashinfer as a stand-in of plain operations; tests/gpu tests the real one."""
 SHAPES = {"1:1": (4, 4, 16), "2:1": (4, 2, 32), "7:1": (14, 2, 64), "one kv head": (3, 1, 8)}

@@ -14,6 +14,7 @@ import torch
 from support import fake_flashinfer
 from support.attention_cases import LENS, NOPE_DIM, ROPE_DIM, V_DIM, LatentCase
 from support.native_variants import DISTINCT, VARIANTS, native
+from support.striped_attention import AttentionInStripes
 
 from common.attention import latent
 from common.attention.base import AttentionBackend
@@ -21,8 +22,9 @@ from common.attention.choose import worth_capturing
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer_latent import FlashInferLatent, unsupported_reason
 from common.attention.latent import LatentBackend, LatentMatrices, LatentShape, NativeLatentMatrices, is_expanded
-from common.attention.native import NativeAttention
+from common.attention.native import NativeAttention, NativePartialAttention
 from common.attention.sdpa import SdpaAttention
+from common.attention.striped import TorchPartialAttention
 from common.kernels.native.linear import NativeLinear, pack_float
 
 USUAL: dict[str, Any] = {
@@ -36,7 +38,19 @@ def _over(usual: Any, kv: Any, shape: LatentShape) -> AttentionBackend:
     return LatentBackend(kv, shape, usual(kv, shape))
 
 
-BACKENDS: dict[str, Any] = {name: partial(_over, usual) for name, usual in USUAL.items()}
+def _in_stripes(make: Any, kv: Any, shape: LatentShape) -> AttentionBackend:
+    return LatentBackend(kv, shape, AttentionInStripes(kv, shape, 2, make), expands=False)
+
+
+def _native_partial(kv: Any, shape: LatentShape) -> NativePartialAttention:
+    return NativePartialAttention(kv, shape, native(VARIANTS[0]))
+
+
+BACKENDS: dict[str, Any] = {
+    **{name: partial(_over, usual) for name, usual in USUAL.items()},
+    "stripes": partial(_in_stripes, TorchPartialAttention),
+    "native stripes": partial(_in_stripes, _native_partial),
+}
 
 
 def _flashinfer(kv: Any, shape: LatentShape) -> AttentionBackend:
