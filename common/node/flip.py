@@ -106,6 +106,10 @@ class FlipAdmin:
             raise BadRequest("transaction must be a text of up to 64 characters", param="transaction")
         if self._changing:
             raise BadRequest(f"{self._record.peer.node_id} changes its role already")
+        if not self._now.plan.hosts.same_host:
+            raise BadRequest(
+                f"{self._record.peer.node_id} has ranks on several hosts, each of which starts with the role of its own command"
+            )
         self._changing = True
         try:
             then = await asyncio.to_thread(self._other)
@@ -183,8 +187,6 @@ def why_restart(now: Part, then: Part) -> str:
     if a.layout != b.layout:
         ranks = counted(a.world_size, "rank"), counted(b.world_size, "rank")
         return f"as a {then.role.name} node it has another layout ({ranks[1]}, now {ranks[0]})"
-    if a.world_size > 1:
-        return "nodes of several ranks change their role by a restart"
     if then.role.small_batches and not now.role.small_batches and (a.device == "cuda" or find_native() is None):
         return "a prefill node has not prepared what a decode node needs for small batches"
     if _at_start(now) != _at_start(then):
@@ -196,4 +198,5 @@ def _at_start(part: Part) -> object:
     """All that cannot change in a process: what its weights and its memory were made from, its threads, its niceness."""
     plan = part.plan
     fixed = replace(plan, steps=cast("Any", None), hosts=cast("Any", None), shares_cores=False, speculation=None)
-    return fixed, part.config.threads, part.config.nice
+    ranks = replace(plan.hosts, fields={}) if plan.world_size > 1 else None
+    return fixed, ranks, part.config.threads, part.config.nice

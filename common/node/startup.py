@@ -138,7 +138,8 @@ class _Node:
         options = self._options()
         lock = FlipLock(options.redis_url, options.cluster, options.tls_dir)
         try:
-            await leader.start_ranks(server.me.incarnation, options.addresses.advertised(transfers.end.address))
+            address = options.addresses.advertised(transfers.end.address)
+            await leader.start_ranks(role.name, server.me.incarnation, address)
             leader.watch(self._post, transfers.on_event, server.on_crash, self._loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
             record = make_record(role.name, me, plan, leader.num_blocks, leader.worker.kernels, self._adapters.sources)

@@ -99,7 +99,7 @@ class PipelineNode:
         self._leader = Leader(ROLE, plan)
         try:
             asyncio.run(self._leader.load())
-            asyncio.run(self._leader.start_ranks("0" * 16, "none"))
+            asyncio.run(self._leader.start_ranks("decode", "0" * 16, "none"))
             me = psutil.Process()
             self._processes = [me, *me.children()]
             self._recorder = _Recorder(self._leader)

@@ -15,7 +15,7 @@ NEW_TOKENS = 40
 
 def body(index: int) -> dict[str, Any]:
     """Prompts that are computed locally and relayed ones, greedy and sampled."""
-    prompt = [5 + (7 * index + 3 * position) % 290 for position in range(20 + 30 * (index % 5))]
+    prompt = [5 + (7 * index + 3 * position) % 250 for position in range(20 + 30 * (index % 5))]
     sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "seed": index}
     more = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
     return {"prompt": prompt, **sampling, **more}

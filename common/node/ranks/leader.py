@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.base.endpoints import free_port
-from common.base.errors import ConfigError
+from common.base.errors import ConfigError, RankLost
 from common.base.free_memory import peak_memory_bytes, resident_bytes
 from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
+from common.control.messages import Role
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput
@@ -53,8 +56,19 @@ _GRACE_S = 5.0
 """Added to the deadline of the whole start: waits for single ranks fail first, because their errors name the ranks."""
 
 
+@dataclass(frozen=True)
+class _Watch:
+    """Where reports of the other ranks go."""
+
+    post: Callable[[StepDone], None]
+    on_transfer: OnTransferEvent
+    on_dead: Callable[[BaseException], None]
+    on_adapter: Callable[[RankLoadedAdapter], None]
+
+
 class Leader:
-    """Rank 0 of a node and its links to the others. Use: `load`, `start_ranks`, `executor`; `close` at the end."""
+    """Rank 0 of a node and its links to the others. Use: `load`; in each role `start_ranks`, `watch`, `executor`; `close` at the
+    end."""
 
     def __init__(self, role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()) -> None:
         """Starts the processes of this host's other ranks, in `forked` if that is not empty."""
@@ -75,6 +89,10 @@ class Leader:
         self._serving_since_s = 0.0
         self._experts: dict[int, ExpertReport] = {}
         """The latest report of each pipeline stage but the first, by the rank that made it."""
+        self._watch: _Watch | None = None
+        self._again: queue.SimpleQueue[RankStarted | BaseException] = queue.SimpleQueue()
+        """Reports of ranks that have changed their role, and why a rank has ended."""
+        self._dead: BaseException | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -162,23 +180,42 @@ class Leader:
             self.num_blocks // spec.num_tables * spec.block_size,
         )
 
-    async def start_ranks(self, incarnation: str, own_data_address: str) -> None:
-        """Have the other ranks allocate KV memory and open their transfer ends. `data_addresses` is complete after it.
+    async def start_ranks(self, role: Role, incarnation: str, own_data_address: str) -> None:
+        """Have the other ranks open their transfer ends in a role, and the first time allocate KV memory before. `data_addresses`
+        is complete after it.
 
-        Raises: see `load`.
+        Raises: the first time see `load`; later RankLost, or the error of a rank.
         """
         self.data_addresses = [own_data_address] if own_data_address else []
         links = self.links
         if links is None:
             return
+        started: dict[int, RankStarted] = {}
 
-        def wait_for_ranks() -> None:
+        def first() -> None:
             self.worker.capture_graphs()
-            started = self._collect(links, RankStarted, "they are opening their transfer ends")
-            self.data_addresses += [report.data_address for _, report in sorted(started.items()) if report.data_address]
+            started.update(self._collect(links, RankStarted, "they are opening their transfer ends"))
 
-        links.broadcast(RankStart(self._rank_blocks, incarnation))
-        await self._before_deadline(wait_for_ranks)
+        links.broadcast(RankStart(role, self._rank_blocks, incarnation))
+        if self._watch is None:
+            await self._before_deadline(first)
+        else:
+            await on_own_thread(lambda: started.update(self._started_again()), "start")
+        self.data_addresses += [report.data_address for _, report in sorted(started.items()) if report.data_address]
+
+    def _started_again(self) -> dict[int, RankStarted]:
+        """A report from every other rank that it has the new role. Raises: RankLost, or the error of a rank."""
+        started: dict[int, RankStarted] = {}
+        timeout_s = self._plan.hosts.rank_timeout_s
+        while missing := [rank for rank in range(1, self._plan.world_size) if rank not in started]:
+            try:
+                report = self._again.get(timeout=timeout_s)
+            except queue.Empty:
+                raise RankLost(f"ranks {missing} have not changed their role within {timeout_s:g} s") from None
+            if isinstance(report, BaseException):
+                raise report
+            started[report.rank] = report
+        return started
 
     def broadcast(self, order: RankOrder) -> None:
         """Send an order to every other rank, if there are any. Any thread."""
@@ -211,21 +248,34 @@ class Leader:
         on_dead: Callable[[BaseException], None],
         on_adapter: Callable[[RankLoadedAdapter], None],
     ) -> None:
-        """From now on receive the other ranks' reports, on a thread of its own: outputs of steps go to `post`, transfer
-        events to `on_transfer`, answers to `LoadAdapter` to `on_adapter`; the end of any rank goes to `on_dead`."""
+        """From now on pass on the other ranks' reports, on a thread of its own: outputs of steps go to `post`, transfer
+        events to `on_transfer`, answers to `LoadAdapter` to `on_adapter`; the end of any rank goes to `on_dead`, also one between
+        `start_ranks` and this call. A later call replaces an earlier one."""
+        is_first, self._watch = self._watch is None, _Watch(post, on_transfer, on_dead, on_adapter)
+        if self.links is not None and is_first:
+            self.links.run(self._on_report, self._on_dead, self._plan.hosts.lease_s)
+        elif self._dead is not None:
+            on_dead(self._dead)
 
-        def on_report(report: RankReport) -> None:
-            if isinstance(report, StepOutput):
-                post(StepDone(report))
-            elif isinstance(report, TransferEvent):
-                on_transfer(report)
-            elif isinstance(report, RankLoadedAdapter):
-                on_adapter(report)
-            elif isinstance(report, RankExperts):
-                self._experts[report.rank] = report.report
+    def _on_report(self, report: RankReport) -> None:
+        watch = self._watch
+        assert watch is not None
+        if isinstance(report, StepOutput):
+            watch.post(StepDone(report))
+        elif isinstance(report, TransferEvent):
+            watch.on_transfer(report)
+        elif isinstance(report, RankLoadedAdapter):
+            watch.on_adapter(report)
+        elif isinstance(report, RankExperts):
+            self._experts[report.rank] = report.report
+        elif isinstance(report, RankStarted):
+            self._again.put(report)
 
-        if self.links is not None:
-            self.links.run(on_report, on_dead, self._plan.hosts.lease_s)
+    def _on_dead(self, error: BaseException) -> None:
+        assert self._watch is not None
+        self._dead = error  # before `_watch` is read: `watch` writes that first
+        self._again.put(error)
+        self._watch.on_dead(error)
 
     def busy(self) -> list[RankBusy]:
         """How busy each rank has been since `executor`, the other ranks as of their latest heartbeat. Any thread."""

@@ -15,6 +15,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from common.base.errors import KvRelayError, TransferError
 from common.control.codec import Codec
+from common.control.messages import Role
 from common.control.versions import PROTOCOL_VERSION, Versions
 from common.engine.kv_transfer import ReceiveFailed, SourceReleased, TransferEvent, TransferOrder
 from common.engine.step import StepInput, StepOutput
@@ -56,10 +57,12 @@ class RankReady:
 
 @dataclass(frozen=True)
 class RankStart:
-    """Allocate KV memory and open the transfer end. `incarnation` is the node's."""
+    """Open the transfer end that a role needs, in place of an earlier role's; the first order also allocates KV memory."""
 
+    role: Role
     num_blocks: int
     incarnation: str
+    """The node's."""
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,14 @@ from common.node.ranks.messages import (
 )
 from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader, node_secret
 from common.node.role import NodeRole
+from common.node.roles import load_role
 from common.node.worker import Worker, load_worker
 from common.security.sealed_endpoints import with_key
 
 log = logging.getLogger(__name__)
 
 OrderT = TypeVar("OrderT", RankSetup, RankStart)
-_Work = StepInput | DropAdapter | Exception
+_Work = StepInput | DropAdapter | RankStart | Exception
 
 _PROGRESS_EVERY_S = 5.0
 _LAST_STEP_S = 1.0
@@ -74,6 +75,8 @@ class RankProcess:
         """With certificates it is made once the leader has told its key."""
         self._lock = threading.Lock()
         self._ending = threading.Event()
+        self._end: TransferEnd
+        """That of the present role."""
         self._executor: LocalExecutor | None = None
         self._serving_since_s = 0.0
 
@@ -118,21 +121,26 @@ class RankProcess:
         start = self._wait_for(RankStart, "blocked until all ranks have loaded their shards")
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
-        end = self._role.transfer_end(worker, self._rank, start.incarnation, self.report)
         adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
+        executor = self._begin(start, worker)
         try:
-            self.report(RankStarted(self._rank, hosts.addresses.advertised(end.address)))
-            self._serve(LocalExecutor(worker.runner, end.blocks_final), end, adapters, worker)
+            self._serve(executor, adapters, worker)
         finally:
             adapters.close()
-            end.close()
+            self._end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: TransferEnd, adapters: RankAdapters, worker: Worker) -> None:
+    def _begin(self, start: RankStart, worker: Worker) -> LocalExecutor:
+        """Open the transfer end of a role and report that. Returns what runs its steps."""
+        end = self._end = load_role(start.role).transfer_end(worker, self._rank, start.incarnation, self.report)
+        self._serving_since_s, self._executor = time.monotonic(), LocalExecutor(worker.runner, end.blocks_final)
+        self.report(RankStarted(self._rank, self._plan.hosts.addresses.advertised(end.address)))
+        return self._executor
+
+    def _serve(self, executor: LocalExecutor, adapters: RankAdapters, worker: Worker) -> None:
         """Run steps on this thread, and transfer orders on another, because they must not wait for a step."""
         steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._serving_since_s, self._executor = time.monotonic(), executor
-        threading.Thread(target=self._take_orders, args=(steps, end, adapters), name="orders", daemon=True).start()
+        threading.Thread(target=self._take_orders, args=(steps, adapters), name="orders", daemon=True).start()
         wait_s: float | None = 0.0
         while True:
             try:
@@ -145,6 +153,10 @@ class RankProcess:
             if isinstance(step, DropAdapter):
                 adapters.drop(step.adapter_id)
                 continue
+            if isinstance(step, RankStart):  # the node is idle and changes its role
+                self._end.close()
+                executor = self._begin(step, worker)
+                continue
             output = executor.submit(step)
             if worker.samples:
                 self.report(output)
@@ -152,19 +164,19 @@ class RankProcess:
             if experts is not None:
                 self.report(RankExperts(self._rank, experts))
 
-    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: TransferEnd, adapters: RankAdapters) -> None:
+    def _take_orders(self, steps: queue.SimpleQueue[_Work], adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
         allowed_s = self._plan.hosts.start_timeout_s
         try:
             while True:
                 order = self._receive(allowed_s)
                 allowed_s = self._plan.hosts.lease_s
-                if isinstance(order, StepInput | DropAdapter):
+                if isinstance(order, StepInput | DropAdapter | RankStart):
                     steps.put(order)
                 elif isinstance(order, LoadAdapter):
                     adapters.load(order)
                 elif isinstance(order, TransferOrder):
-                    end.apply(order)
+                    self._end.apply(order)
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
             if not self._ending.wait(_LAST_STEP_S):

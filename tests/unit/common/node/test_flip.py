@@ -44,3 +44,12 @@ def test_a_prefill_node_that_lacks_what_small_batches_need_restarts(monkeypatch:
     monkeypatch.setattr(flip, "find_native", lambda: None)
     assert "small batches" in why_restart(NOW, THEN)
     assert why_restart(THEN, NOW) == ""
+
+
+def test_equal_ranks_change_in_place_and_other_deadlines_between_them_need_a_restart() -> None:
+    two = {"tensor_parallel_size": 2}
+    config = replace(_P, **two)
+    now = Part(PREFILL, config, PREFILL.plan(config))
+    assert why_restart(now, as_decode(**two)) == ""
+    assert why_restart(as_decode(**two), now) == ""
+    assert "options that a decode node reads" in why_restart(now, as_decode(**two, lease_s=9.0))

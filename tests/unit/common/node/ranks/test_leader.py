@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from support.stub_node import make_model_folder
 
-from common.base.errors import ConfigError
+from common.base.errors import ConfigError, RankLost
 from common.base.process import on_own_thread
 from common.config.service_configs import PrefillConfig
 from common.node.ranks.leader import Leader
+from common.node.ranks.messages import RankStarted
 from prefill_node.role import ROLE
 
 
@@ -105,7 +106,7 @@ def test_the_end_of_a_start_has_what_its_beginning_left(tmp_path: Path, monkeypa
     made.worker = SimpleNamespace(capture_graphs=lambda: over.wait(60))  # type: ignore[assignment]
     made._since_s -= 600.0
     with pytest.raises(ConfigError, match="the model was not loaded within 600 s"):
-        asyncio.run(asyncio.wait_for(made.start_ranks("an-incarnation", "here"), 30))
+        asyncio.run(asyncio.wait_for(made.start_ranks("prefill", "an-incarnation", "here"), 30))
     assert made.data_addresses == ["here"]
     over.set()
 
@@ -137,3 +138,55 @@ def test_what_fails_on_its_own_thread_fails_here() -> None:
 
     with pytest.raises(ConfigError, match="as it says"):
         asyncio.run(on_own_thread(fails, "start"))
+
+
+class Listening(OneOther):
+    """Links whose reports the test makes."""
+
+    def run(self, on_report: Any, on_dead: Any, lease_s: float) -> None:
+        self.report, self.die = on_report, on_dead
+
+
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_dead: Any) -> tuple[Leader, Listening]:
+    """A leader of two ranks that has served in one role."""
+    made, _ = of_two_ranks(tmp_path, monkeypatch, 600.0)
+    links = Listening()
+    made.links, made._plan = links, SimpleNamespace(world_size=2, hosts=made._plan.hosts)  # type: ignore[assignment]
+    made.worker = SimpleNamespace(capture_graphs=lambda: None)  # type: ignore[assignment]
+    asyncio.run(made.start_ranks("prefill", "one", ""))
+    made.watch(print, print, on_dead, print)
+    return made, links
+
+
+def test_ranks_that_have_changed_their_role_give_their_new_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, links = watched(tmp_path, monkeypatch, print)
+    links.report(RankStarted(1, "elsewhere"))
+    asyncio.run(made.start_ranks("decode", "two", "here"))
+    assert made.data_addresses == ["here", "elsewhere"]
+
+
+def test_a_rank_that_ends_between_two_roles_ends_the_node_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, BaseException]] = []
+    lost = RankLost("rank 1 ended")
+    before, links = watched(tmp_path, monkeypatch, lambda error: told.append(("old role", error)))
+    links.die(lost)
+    with pytest.raises(RankLost, match="rank 1 ended"):
+        asyncio.run(before.start_ranks("decode", "two", "here"))
+
+    after, links = watched(tmp_path, monkeypatch, lambda error: None)
+    links.report(RankStarted(1, "elsewhere"))
+    asyncio.run(after.start_ranks("decode", "two", "here"))
+    links.die(lost)
+    after.watch(print, print, lambda error: told.append(("new role", error)), print)
+    assert told == [("old role", lost), ("new role", lost)]
+
+
+def test_a_rank_that_never_changes_its_role_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = watched(tmp_path, monkeypatch, print)
+    made._plan.hosts = SimpleNamespace(rank_timeout_s=0.05)  # type: ignore[misc]
+    with pytest.raises(RankLost, match=r"ranks \[1\] have not changed their role within 0.05 s"):
+        asyncio.run(made.start_ranks("decode", "two", "here"))

@@ -78,7 +78,7 @@ def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may
     process._ending = threading.Event()
     process._ending.set()
     steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
-    process._take_orders(steps, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    process._take_orders(steps, SimpleNamespace())  # type: ignore[arg-type]
     assert allowed_s == [90.0, 2.0, 2.0]
     assert isinstance(steps.get_nowait(), PeerLost)
 
