@@ -203,14 +203,17 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """The node has answered a ping within the last half lease, or is not late yet, because this event loop stalled."""
+        """The node has answered a ping within the last half lease, or is not late yet, because this event loop stalled: its answer
+        may have come and not been read."""
         node, now = self._nodes.get(incarnation), self._clock()
         if node is None:
             return False
         if node.last_pong_s is None:
             return node.listed and self.rejoining
-        asked_just_now = len(node.pings) == 1 and now - self._last_tick_s < self._lease_s / 6
-        return now - node.last_pong_s < self._lease_s / 2 or not node.pings or asked_just_now
+        since_tick_s = now - self._last_tick_s
+        stalled = self._was_late or since_tick_s > self._lease_s / 2
+        asked_just_now = len(node.pings) == 1 and since_tick_s < self._lease_s / 6
+        return stalled or now - node.last_pong_s < self._lease_s / 2 or not node.pings or asked_just_now
 
     def send(
         self,

@@ -218,6 +218,26 @@ def test_a_node_answers_whatever_the_router_itself_missed(stall_s: float) -> Non
     play(scene)
 
 
+@pytest.mark.parametrize("stall_s", [0.9, 2.0, 4.0])
+def test_a_stall_between_a_ping_and_its_answer_is_the_routers_own(stall_s: float) -> None:
+    """When a whole machine stalls, the records of all nodes expire together. If the router reads Redis before the answers that
+    wait in its sockets, no node must leave the list: there would be no usable one until the next poll."""
+
+    async def scene(view: View, node: StubNode) -> None:
+        node.pings_answered = False  # as good as an answer that is not read
+        view.table.tick()
+        view.clock.advance(stall_s)
+        assert view.table.answers(node.incarnation), "read before the tick"
+        view.table.tick()
+        assert view.table.answers(node.incarnation), "read after the tick"
+        for _ in range(8):
+            view.clock.advance(0.5)
+            view.table.tick()
+        assert not view.table.answers(node.incarnation), "it is silent"
+
+    play(scene)
+
+
 def test_a_node_that_is_silent_for_half_a_lease_does_not_answer() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
