@@ -154,9 +154,11 @@ class BlockTable:
         """`put` one by one."""
         next_of: dict[int, int] = {}
         news = 0
-        key_at, value_at, room_at = self.key_at, self.value_at, self._room_at
+        key_at, value_at, stamp_at, room_at = self.key_at, self.value_at, self.stamp_at, self._room_at
         for key in keys:
-            at = self.place(key)
+            at = self._begin_at[key >> self._shift] | key & _INSIDE  # `place`, without a call
+            while (found := key_at[at]) and found != key:
+                at = at & ~_INSIDE | at + 1 & _INSIDE
             old = value_at[at]
             new = next_of.get(old)
             if new is None:
@@ -164,14 +166,14 @@ class BlockTable:
             if not old:
                 if self.live >= self.limit:
                     self._evict(1)
-                if not key_at[at]:
+                if not found:
                     if room_at[at >> _BITS] <= 0:
                         self._renew(at >> _BITS, 1)
                         at = self.place(key)
                     key_at[at] = key
                     room_at[at >> _BITS] -= 1
                 self.live += 1
-            self.stamp_at[at] = stamp
+            stamp_at[at] = stamp
             if new != old:
                 value_at[at] = new
                 news += 1

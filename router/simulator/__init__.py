@@ -8,7 +8,7 @@
     decode.py     a decode node: continuous batching
     simulated_router.py  the real placer, prefix index, admission queue and node table; sees only what a router sees
     cluster.py    one run: requests go from the router to the nodes and come back
-    planned.py    a cluster whose shape the planner or an oracle changes
+    planned.py    a cluster whose shape the planner changes, alone or with foresight
     report.py     the figures of a run
     plot.py       the same figures as a plot
     cli.py        the command

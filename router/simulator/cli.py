@@ -81,7 +81,8 @@ Costs = Annotated[str, typer.Option(metavar="NAME=VALUE,...", help="Node costs, 
 Planner = Annotated[
     bool,
     typer.Option(
-        "--planner", help="Compare the planner of routers with an oracle and with fixed splits of as many nodes."
+        "--planner",
+        help="Compare the planner of routers with one that knows the next ten minutes, and with fixed splits of as many nodes.",
     ),
 ]
 NodeStart = Annotated[
@@ -257,9 +258,9 @@ def _compare_shapes(simulation: Simulation, start_s: float, json_file: Path | No
     from router.simulator.table import table_of_shapes
 
     console = Console(stderr=json_file == Path("-"))
-    console.print("[dim]simulating the planner, an oracle and fixed splits[/dim]", highlight=False)
+    console.print("[dim]simulating the planner, foresight and fixed splits[/dim]", highlight=False)
     compared = compare_shapes(simulation, start_s)
-    figures = [*compared.fixed, compared.planned, compared.oracle]
+    figures = [*compared.fixed, compared.hindsight, compared.planned, compared.foresight]
     console.print(table_of_shapes(figures))
     for at_s, decision in compared.changes:
         console.print(f"{at_s:,.0f} s: {decision.why}", highlight=False)

@@ -1,4 +1,4 @@
-"""A simulated cluster whose shape changes while it runs: by the planner of routers, or by an oracle. Pure.
+"""A simulated cluster whose shape changes while it runs: by the planner of routers, or by one that knows what will come. Pure.
 
 What a change costs is simulated: a node that goes first finishes its requests, and one that comes takes requests only after
 a start-up delay, in the place of one that has gone.
@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
+
 from common.base.errors import ConfigError
 from common.control.messages import Role
 from router.planner.demand import DemandMeter, Sample, decode_slots
@@ -20,6 +22,7 @@ from router.planner.sizing import Demand, NodeCounts, RoleCosts
 from router.requests.admission import Objectives
 from router.simulator.cluster import Node, SimulatedCluster
 from router.simulator.events import Events
+from router.simulator.report import spread
 from router.simulator.request import SimRequest
 from router.simulator.run import Simulation, SimulationOutcome, simulate
 from router.simulator.simulated_router import SimulatedRouter
@@ -28,7 +31,9 @@ _TICK_S = 10.0
 _FINE = 40
 """The smallest step between fixed splits is the number of all nodes divided by this, and at least one."""
 _AHEAD_S = 600.0
-"""How far the oracle sees."""
+"""How far foresight sees."""
+_HOUR_S = 3600.0
+_NONE = np.zeros(0)
 
 
 class Shaper(Protocol):
@@ -56,8 +61,9 @@ class Planned:
         return decision.counts
 
 
-class Oracle(Planned):
-    """The planner with knowledge: of what will arrive in the next ten minutes, and of what nodes cost."""
+class Foresight(Planned):
+    """The planner with knowledge: of what will arrive in the next ten minutes, and of what nodes cost. No upper bound: it has the
+    same rules."""
 
     def __init__(
         self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
@@ -149,7 +155,7 @@ class Comparison:
     fixed: list[dict[str, Any]]
     """One per split that was tried, by prefill nodes."""
     planned: dict[str, Any]
-    oracle: dict[str, Any]
+    foresight: dict[str, Any]
     changes: Sequence[tuple[float, ShapeDecision]]
     """What the planner changed."""
 
@@ -158,9 +164,22 @@ class Comparison:
         """The fixed split with the most good requests."""
         return max(self.fixed, key=lambda figures: figures["goodput"])
 
+    @property
+    def hindsight(self) -> dict[str, Any]:
+        """For the requests of each hour the fixed split that served most of them well, chosen afterwards. No change costs anything,
+        and no hour has a queue of another split: no shape that stays for an hour at least does better, of the splits tried."""
+        best, hours = self.best, max(len(figures["good_by_hour"]) for figures in self.fixed)
+        by_hour = np.zeros((len(self.fixed), hours))
+        for row, figures in zip(by_hour, self.fixed, strict=True):
+            row[: len(figures["good_by_hour"])] = figures["good_by_hour"]
+        good = float(by_hour.max(axis=0).sum())
+        factor = good / max(1.0, sum(best["good_by_hour"]))
+        scaled = {name: best[name] * factor for name in ("goodput", "good_rate", "good_per_node_hour")}
+        return {"shape": "best split of each hour", **scaled, "ttft_s": spread(_NONE), "tpot_s": spread(_NONE)}
+
 
 def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
-    """Serve the requests with the planner, with an oracle, and with fixed splits of as many nodes, up to the best of these.
+    """Serve the requests with the planner, with foresight, and with fixed splits of as many nodes, up to the best of these.
 
     `start_s`: seconds until a new node of the planner's takes requests. Raises: ConfigError.
     """
@@ -170,9 +189,9 @@ def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
     with_planner = _figures("planned", simulate(simulation, prepare=keeper.watch))
     if keeper.costs is None:
         raise ConfigError(f"--planner needs requests that arrive over more than {_TICK_S:g} s: it decides that often")
-    seer = Oracle(objectives, keeper.costs, simulation.workload(), 1 - with_planner["hit_rate"])
-    oracle = _figures("oracle", simulate(simulation, prepare=ShapeKeeper(seer, 0.0).watch))
-    return Comparison(_fixed_splits(simulation), with_planner, oracle, planned.changes)
+    seer = Foresight(objectives, keeper.costs, simulation.workload(), 1 - with_planner["hit_rate"])
+    foresight = _figures("foresight", simulate(simulation, prepare=ShapeKeeper(seer, 0.0).watch))
+    return Comparison(_fixed_splits(simulation), with_planner, foresight, planned.changes)
 
 
 def _fixed_splits(simulation: Simulation) -> list[dict[str, Any]]:
@@ -199,7 +218,10 @@ def _fixed_splits(simulation: Simulation) -> list[dict[str, Any]]:
 
 
 def _figures(name: str, outcome: SimulationOutcome) -> dict[str, Any]:
-    """With the shape's name and the good requests per hour of a node: every run holds as many nodes all the time."""
-    figures, shape = outcome.figures, outcome.simulation.shape
-    per_node_hour = figures["good_rate"] * 3600 / (shape.prefill + shape.decode)
-    return {**figures, "shape": name, "good_per_node_hour": per_node_hour}
+    """With the shape's name, the good requests of each hour, and those per hour of a node: every run holds as many nodes all the
+    time."""
+    simulation, figures = outcome.simulation, outcome.figures
+    per_node_hour = figures["good_rate"] * _HOUR_S / (simulation.shape.prefill + simulation.shape.decode)
+    arrived_s = outcome.ledger.good_arrivals(simulation.slo_ttft_s, simulation.slo_tpot_s)
+    by_hour = np.bincount((arrived_s // _HOUR_S).astype(np.intp)).tolist()
+    return {**figures, "shape": name, "good_per_node_hour": per_node_hour, "good_by_hour": by_hour}

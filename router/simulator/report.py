@@ -75,6 +75,11 @@ class Ledger:
         self.ttft_s.append(request.ttft_s)
         self.tpot_s.append(request.tpot_s)
 
+    def good_arrivals(self, slo_ttft_s: float, slo_tpot_s: float) -> npt.NDArray[np.float64]:
+        """When the requests arrived that met both objectives."""
+        good = (np.asarray(self.ttft_s) <= slo_ttft_s) & (np.asarray(self.tpot_s) <= slo_tpot_s)
+        return np.asarray(self.arrival_s)[good]
+
     def close(self, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]) -> None:
         """The run is over: take the nodes' counts."""
         self.prefill_busy_s = {node.node_id: node.busy_s for node in prefill}
@@ -85,7 +90,7 @@ class Ledger:
 def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
     """The figures of a run as plain data; times in seconds, shares from 0 to 1."""
     ttft, tpot = np.asarray(ledger.ttft_s), np.asarray(ledger.tpot_s)
-    good = int(np.count_nonzero((ttft <= slo_ttft_s) & (tpot <= slo_tpot_s)))
+    good = len(ledger.good_arrivals(slo_ttft_s, slo_tpot_s))
     span_s = max(ledger.ended_s, ledger.arrived_s) or math.inf
     return {
         "requests": ledger.arrived_count,

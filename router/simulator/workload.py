@@ -23,7 +23,7 @@ _ODD = 0x9E3779B97F4A7C15F39CC0605CEDC835
 
 def block_name(copy: int, hash_id: int) -> BlockHash:
     """The name of a block in one copy of the trace, different in each copy. Names are evenly distributed, as the index needs."""
-    return (((copy & 0xFFFFFFFF) << 64 | hash_id) * _ODD % _NAMES).to_bytes(HASH_BYTES, "little")
+    return (((copy & 0xFFFFFFFF) << 64 | hash_id) * _ODD & _NAMES - 1).to_bytes(HASH_BYTES, "little")
 
 
 def from_trace(
