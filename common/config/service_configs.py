@@ -308,8 +308,22 @@ class UpConfig(
             raise ConfigError(
                 "--planner publish is for routers whose nodes an autoscaler starts; `kvrelay up` starts its own: give apply"
             )
-        if self.planner == "apply" and self.planner_max_nodes is not None and self.on == "machine":
+        if self.planner == "apply" and self.on == "machine":
+            self._check_trades()
+
+    def _check_trades(self) -> None:
+        """Raises: ConfigError if the nodes of this machine cannot trade roles."""
+        if self.planner_max_nodes is not None:
             raise ConfigError("--planner-max-nodes needs --on ray: on one machine nodes only trade roles")
+        if self.redis_url is not None:
+            raise ConfigError(
+                "--planner apply needs the Redis that `kvrelay up` starts, because the numbers in another one may be those of "
+                "several machines: remove --redis-url, or give --planner advise"
+            )
+        if not self.prefill:
+            raise ConfigError(
+                "--planner apply needs a prefill node: with --prefill 0 decode nodes compute all prompts on purpose"
+            )
 
 
 SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)

@@ -51,6 +51,15 @@ def test_each_models_task_follows_from_its_files(tmp_path: Path) -> None:
         ("bert", {"decode": "2"}, "--decode has no effect: .*bert does not generate"),
         ("bert", {"prefill": "0"}, "--prefill 0: .*bert needs prefill nodes"),
         ("gen,bert", {"prefill": "0"}, "--prefill 0: .*bert needs prefill nodes"),
+        ("gen,gen2", {"planner": "apply"}, "--planner apply is for clusters of one model, which generates"),
+        ("gen,bert", {"planner": "apply"}, "--planner apply is for clusters of one model"),
+        ("bert", {"planner": "apply"}, "--planner apply is for clusters of one model"),
+        ("gen", {"planner": "apply", "prefill": "0"}, "--planner apply needs a prefill node"),
+        (
+            "gen",
+            {"planner": "apply", "redis_url": "redis://h"},
+            "--planner apply needs the Redis that `kvrelay up` starts",
+        ),
     ],
 )
 def test_what_fits_no_model_or_several_is_refused(tmp_path: Path, models: str, flags: dict[str, str], why: str) -> None:
