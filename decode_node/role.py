@@ -33,7 +33,7 @@ class DecodeRole(NodeRole[DecodeConfig]):
             speculation=config.speculation,
         )
         speculation = plan.speculation
-        if speculation is None or not speculation.model:
+        if speculation is None or speculation.method != "draft":
             return plan
         return replace(plan, draft=plan_draft(config, plan, speculation.model))
 

@@ -21,7 +21,7 @@ class PrefillRole(NodeRole[PrefillConfig]):
     small_batches = False
 
     def plan(self, config: PrefillConfig) -> NodePlan:
-        return plan_node(config)
+        return plan_node(config, speculation=config.speculation)
 
     def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
         return make_end(worker.plan.relay, worker.storage, worker.plan.layout, rank, on_event, incarnation=incarnation)

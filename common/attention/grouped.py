@@ -67,11 +67,12 @@ def attention_of_groups(
 ) -> AttentionBackend:
     """A backend of `make` for all layers of one group that have the same shape; if one serves all layers, only that.
 
-    `shapes`: of each layer of the rank.
+    `shapes`: of each layer of the rank; layers after these have no attention.
     """
     present: list[tuple[AttentionBackend, dict[int, int], int]] = []
     members = storage.layout.group_layers(storage.shard)
-    for group, kv, layers in zip(storage.layout.spec.groups, storage.groups, members, strict=True):
+    for group, kv, numbers in zip(storage.layout.spec.groups, storage.groups, members, strict=True):
+        layers = [layer for layer in numbers if layer < len(shapes)]
         for shape in dict.fromkeys(shapes[layer] for layer in layers):
             own = {layer: index for index, layer in enumerate(layers) if shapes[layer] == shape}
             sinks = tuple(sinks for layer in layers for sinks in shapes[layer].sinks)

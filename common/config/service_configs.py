@@ -33,9 +33,10 @@ from common.config.option_groups import (
     RankOptions,
     RelayOptions,
     RoutingOptions,
-    SpeculationOptions,
 )
 from common.config.planner_options import PlannerOptions
+from common.config.speculation import HEAD_METHODS, Speculation, parse_speculation
+from common.config.speculation_options import SpeculateOption, SpeculationOptions
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -197,10 +198,27 @@ class NodeConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(PrefillContextOptions, NodeConfig):
+class PrefillConfig(SpeculateOption, PrefillContextOptions, NodeConfig):
     """A node that computes prompts and relays their KV."""
 
     section: ClassVar[str] = "prefill"
+
+    speculate: str = variant(
+        SpeculateOption,
+        "speculate",
+        help="As decode nodes have it. With mtp the prompt's KV includes that of the head that guesses tokens; other methods "
+        "concern decode nodes only.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.speculation  # raises ConfigError
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How decode nodes guess, if that concerns prefill nodes. Raises: ConfigError."""
+        found = parse_speculation(self.speculate, 1)
+        return found if found is not None and found.method in HEAD_METHODS else None
 
     @property
     def context_parallel(self) -> int:

@@ -8,11 +8,19 @@ from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 
-Method = Literal["suffix", "ngram", "draft"]
+Method = Literal["suffix", "ngram", "draft", "mtp"]
 
-_OF_VLLM: dict[str, Method] = {"suffix": "suffix", "ngram": "ngram", "draft": "draft", "draft_model": "draft"}
-_NOT_SUPPORTED = ("eagle", "eagle3", "mtp", "medusa")
-"""Methods of other servers that need heads of the model's own."""
+HEAD_METHODS: tuple[Method, ...] = ("mtp",)
+"""Methods whose guesses are made by a head that belongs to the model."""
+_OF_VLLM: dict[str, Method] = {
+    "suffix": "suffix",
+    "ngram": "ngram",
+    "draft": "draft",
+    "draft_model": "draft",
+    **dict.fromkeys(("mtp", "deepseek_mtp", "glm4_moe_mtp"), "mtp"),
+}
+_NOT_SUPPORTED = ("eagle", "eagle3", "medusa")
+"""Methods of other servers that need heads of another kind."""
 _HARMLESS = ("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_")
 """Keys of vLLM, or their beginnings, that bound what it drafts; here lengths follow from what was accepted."""
 
@@ -31,7 +39,7 @@ class Speculation:
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
-    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, or vLLM's JSON object. None: nothing is drafted.
+    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, `mtp`, or vLLM's JSON object. None: nothing is drafted.
 
     Raises: ConfigError naming what is wrong.
     """
@@ -46,9 +54,10 @@ def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
         "auto": Speculation("suffix", max_drafts),
         "suffix": Speculation("suffix", max_drafts),
         "ngram": Speculation("ngram", max_drafts),
+        "mtp": Speculation("mtp", max_drafts),
     }
     if text not in known:
-        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, auto and off")
+        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, mtp, auto and off")
     return known[text]
 
 
@@ -61,7 +70,7 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
     method = given.pop("method", None if model is None else "draft_model")
     _refuse_heads("--speculative-config", method)
     if not isinstance(method, str) or method not in _OF_VLLM:
-        raise ConfigError(f"--speculative-config: method {method!r} is none of ngram, suffix and draft_model")
+        raise ConfigError(f"--speculative-config: method {method!r} is none of ngram, suffix, draft_model and mtp")
     unknown = [key for key in given if not key.startswith(_HARMLESS)]
     if model is not None and _OF_VLLM[method] != "draft":
         unknown.insert(0, "model")
@@ -82,4 +91,6 @@ def _by_model(option: str, model: object, max_drafts: int) -> Speculation:
 
 def _refuse_heads(option: str, method: object) -> None:
     if method in _NOT_SUPPORTED:
-        raise ConfigError(f"{option}: guesses by heads ({method}) are not supported; use suffix, ngram or draft:MODEL")
+        raise ConfigError(
+            f"{option}: guesses by heads ({method}) are not supported; use mtp, suffix, ngram or draft:MODEL"
+        )

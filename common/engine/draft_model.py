@@ -14,14 +14,13 @@ from typing import Protocol
 
 from common.base.errors import EngineError
 from common.base.hashing import BLOCK_SIZE
-from common.control.messages import SamplingParams
-from common.engine.build_step import draw_of
 from common.engine.draft_kv import DraftBlocks
+from common.engine.guesses import ANY_DRAW, Guesses, ModelCosts, proposals
 from common.engine.sequence import Sequence
 from common.engine.speculation.sequence_drafts import DraftKV
 from common.engine.speculation.step_costs import StepCosts
-from common.engine.speculation.token_index import NOTHING, Proposal
-from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
+from common.engine.speculation.token_index import Proposal
+from common.engine.step import SampleSpec, StepInput, StepOutput
 from common.kv.pool import BlockPool
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,6 @@ _FEW = 4
 _TOKENS_FOR_ONE = 32
 """A prompt is not computed if it has more than this number of tokens for each token that the answer may still get: it would take
 longer than its drafts save."""
-_PROBE_AFTER = 64
-"""Steps after which a sequence that got no drafts waits for its last token, so that drafts can be tried again."""
-_ANY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
-"""For rows whose draw is not used."""
 _WARM_UP = 3
 
 
@@ -47,17 +42,13 @@ class Runner(Protocol):
 
 
 @dataclass
-class _Guess:
+class _Guess(Guesses):
     """A sequence that gets guesses now."""
 
-    seq: Sequence
-    kv: DraftKV
-    limit: int
-    ahead: list[int] = field(default_factory=list[int])
-    """The guesses so far; they follow the known tokens and those that the grammar forces."""
+    kv: DraftKV = field(kw_only=True)
 
 
-class DraftModel:
+class DraftModel(ModelCosts):
     """A `common.engine.drafting.Proposer`."""
 
     name = "draft"
@@ -65,32 +56,16 @@ class DraftModel:
     def __init__(self, runner: Runner, num_blocks: int, *, max_model_len: int, prompt_chunk: int) -> None:
         """`num_blocks`: of the runner's KV memory. `max_model_len`: that of the draft model, if it is shorter than the target's.
         `prompt_chunk`: prompt tokens that it computes for one step of the target."""
+        super().__init__()
         self._runner = runner
         self._max_model_len = max_model_len
         self._prompt_chunk = prompt_chunk
-        self._spent_s = 0.0
         self.blocks = DraftBlocks(BlockPool(num_blocks))
-        self.costs = StepCosts()
         for _ in range(_WARM_UP):
             started = time.perf_counter()
             runner.execute(_one_row())
             self.costs = StepCosts()  # the first ones pay for the first access to weights
             self.costs.record(1, time.perf_counter() - started)
-
-    def cost_s(self, num_seqs: int) -> float:
-        return self.costs.seconds(num_seqs)
-
-    def take_spent_s(self) -> float:
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-    def foresees(self, seq: Sequence) -> int:
-        drafts = seq.drafts
-        if drafts is None:
-            return 0
-        if drafts.skipped:
-            drafts.skipped += 1
-        return int(not 0 < drafts.skipped <= _PROBE_AFTER)
 
     def ended(self, seq: Sequence) -> None:
         if seq.drafts is not None and seq.drafts.kv is not None:
@@ -111,7 +86,7 @@ class DraftModel:
                 self.blocks.release(guess.seq)
                 guess.ahead = []
         self._spent_s += time.perf_counter() - started
-        return [NOTHING if guess is None or not guess.ahead else Proposal(guess.ahead, 1) for guess in guesses]
+        return proposals(guesses)
 
     def _begin(self, seq: Sequence, limit: int) -> _Guess | None:
         """None if the sequence gets no guesses."""
@@ -125,7 +100,7 @@ class DraftModel:
             if seq.num_tokens > _TOKENS_FOR_ONE * left:
                 return None
         kv = self.blocks.hold(seq, known + limit - 1)
-        return None if kv is None else _Guess(seq, kv, limit)
+        return None if kv is None else _Guess(seq, limit, kv=kv)
 
     def _compute_prompts(self, guesses: list[_Guess]) -> list[_Guess]:
         """Compute the next chunk of known tokens. Returns the sequences of which at most `_FEW` known tokens are left."""
@@ -148,20 +123,18 @@ class DraftModel:
         rows: list[tuple[_Guess, int]] = []
         samples: list[SampleSpec] = []
         for index, guess in enumerate(guesses):
-            drafts = len(guess.seq.tokens.draft_ids)
-            end = guess.seq.num_tokens + drafts
+            end = guess.seq.num_tokens + len(guess.seq.tokens.draft_ids)
             count = end - guess.kv.num_computed
             first = guess.kv.num_computed + 1
-            samples += [SampleSpec(index, len(samples) + i, _ANY, first + i, 0) for i in range(count - 1)]
-            draw = draw_of(guess.seq, index, len(samples), end, num_drafts=drafts)
-            samples.append(draw._replace(params=draw.params._replace(logprobs=None)))
+            samples += [SampleSpec(index, len(samples) + i, ANY_DRAW, first + i, 0) for i in range(count - 1)]
+            samples.append(guess.draw(index, len(samples)))
             rows.append((guess, count))
         drawn = self._runner.execute(_step(rows, samples)).sampled
         last, going = -1, list[_Guess]()
         for guess, count in rows:
             last += count
             _computed(guess, count)
-            if _takes(guess, drawn[last]):
+            if guess.take(drawn[last]):
                 going.append(guess)
         self.costs.record(len(guesses), time.perf_counter() - started)
         return going
@@ -172,17 +145,6 @@ def _computed(guess: _Guess, count: int) -> None:
     first = max(kv.num_computed, known)
     kv.num_computed += count
     kv.guessed += guess.seq.tokens.draft_ids[first - known : kv.num_computed - known]
-
-
-def _takes(guess: _Guess, token: SampledToken) -> bool:
-    """Add a guess, unless the target may not compute a row after it. Returns whether another one is wanted."""
-    if token.error is not None:
-        return False
-    tokens, before = guess.seq.tokens, len(guess.ahead)
-    forced = tokens.num_forced
-    tokens.draft([*guess.ahead, token.token_id], forced + guess.limit, guess.seq.num_tokens + forced + guess.limit + 1)
-    guess.ahead = tokens.draft_ids[forced:]
-    return before < len(guess.ahead) < guess.limit
 
 
 def _step(rows: list[tuple[_Guess, int]], samples: list[SampleSpec]) -> StepInput:
@@ -211,4 +173,4 @@ def _step(rows: list[tuple[_Guess, int]], samples: list[SampleSpec]) -> StepInpu
 
 
 def _one_row() -> StepInput:
-    return StepInput(0, [0], [0], [[0]], [1], [1], [[[0]]], 1, [SampleSpec(0, 0, _ANY, 1, 0)])
+    return StepInput(0, [0], [0], [[0]], [1], [1], [[[0]]], 1, [SampleSpec(0, 0, ANY_DRAW, 1, 0)])

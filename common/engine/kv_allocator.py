@@ -175,6 +175,12 @@ class KVAllocator:
         seq.blocks.num_slots += BLOCK_SIZE
         self.shares.grow(seq)
 
+    def reach(self, seq: Sequence, num_slots: int) -> int:
+        """Grow a sequence towards `num_slots` as far as blocks are idle. Returns the tokens that it has room for."""
+        while seq.blocks.num_slots < num_slots and self.room_of(seq) > 0:
+            self.grow(seq)
+        return seq.blocks.num_slots
+
     def advance(self, seq: Sequence) -> None:
         """Enter the blocks that are full now in the prefix cache, and release those that need not be kept."""
         held, num_computed = seq.blocks, seq.progress.num_computed

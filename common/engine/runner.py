@@ -17,6 +17,7 @@ from common.base.errors import EngineError, RankLost
 from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
 from common.engine.handing_on import hand_on
+from common.engine.head_runner import HeadRunner
 from common.engine.native_step import NativeStep, native_step
 from common.engine.row_shares import lens_between, row_bounds
 from common.engine.sampling.base import Sampler, SamplerOutput
@@ -79,7 +80,8 @@ class ModelRunner:
         self._storage = storage
         self._device = storage.data.device
         self._sampler = sampler or HostSampler()
-        self._native_step = None if overlaps else native_step(model, attention, self._sampler)
+        self._head = None if model.draft_head is None else HeadRunner(model.draft_head, storage, attention)
+        self._native_step = None if overlaps or self._head else native_step(model, attention, self._sampler)
         self._overlaps = overlaps
         self._pages = pages
         self._rebalancer = rebalancer
@@ -153,19 +155,19 @@ class ModelRunner:
         received = self._receive(num_rows)
         started = time.perf_counter()
         try:
+            drawn = scored = None
+            if step.by_head:
+                return LaunchedStep(step.step_id, self._guess(step, rows), time.perf_counter() - started)
             if graphs is not None:
                 computed = graphs.run(num_rows, received)
             else:
                 token_ids, positions = rows.token_ids[lo:hi], rows.positions[lo:hi]
                 computed = self._model.forward(token_ids, positions, self._attention, on_layer, received)
-            drawn = scored = None
             if self._mesh.place.is_last_stage:
                 hidden = computed[HIDDEN]
                 if bounds and (step.samples or step.scored):
                     hidden = self._mesh.gather_rows(hidden, bounds)
-                if step.scored and self._mesh.place.computes_logits:
-                    scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
-                drawn = self._sample(step, hidden, rows.token_ids)
+                drawn, scored = self._after_layers(step, rows, hidden, on_layer)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -224,6 +226,28 @@ class ModelRunner:
         rows = to_device([row for row, _ in step.placeholders], self._device)
         samples = to_device([sample for _, sample in step.placeholders], self._device)
         token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
+
+    def _after_layers(
+        self, step: StepInput, rows: StepRows, hidden: Tensor, on_layer: Callable[[int], None] | None
+    ) -> tuple[SamplerOutput | None, ScoredPrompts | None]:
+        """The tokens drawn, and the log-probabilities of prompts; with a draft head, its KV is written before."""
+        if self._head is not None:
+            self._head.extend(step, rows, hidden, on_layer)
+        scored = None
+        if step.scored and self._mesh.place.computes_logits:
+            scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
+        return self._sample(step, hidden, rows.token_ids), scored
+
+    def _guess(self, step: StepInput, rows: StepRows) -> SamplerOutput | None:
+        """Have the draft head compute the rows, and draw from them."""
+        assert self._head is not None
+        hidden = self._head.forward(step, rows)
+        if not step.samples:
+            return self._sampler.empty(self._device) if self._mesh.place.samples else None
+        if len(step.samples) < hidden.size(0):
+            hidden = hidden.index_select(0, self._sampled_rows(step))
+        logits = self._head.logits(hidden)
+        return None if logits is None else self._sampler.sample(logits, step.samples, None)
 
     def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
         if not step.samples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from common.base.errors import NoFiniteLogits
@@ -106,8 +106,20 @@ class StepInput:
     """Made before anything else of the step. No block is the target of two."""
     handed_on: list[HandedOn] = field(default_factory=list[HandedOn])
     """Before anything else the first rank of each stage hands these on to its other ranks."""
+    by_head: bool = False
+    """The draft head computes the rows, one for each sequence, in place of the model, and its output takes the place of the
+    model's hidden state at this position until a step of the model writes that."""
     rebalances: bool = False
     """Before the step the ranks may move experts among themselves (`common.model.mixture.rebalancer`)."""
+
+
+def handing_on(step: StepInput, pending: list[HandedOn]) -> StepInput:
+    """`step`, before which all of `pending` is handed on; they are taken out of it."""
+    if not pending:
+        return step
+    step = replace(step, handed_on=pending.copy())
+    pending.clear()
+    return step
 
 
 class SampledToken(NamedTuple):

@@ -21,6 +21,7 @@ from common.model.description import (
     NormDescription,
     WeightNames,
 )
+from common.model.draft_head_description import DraftHeadDescription
 from common.model.families.base import Family
 from common.model.families.registry import FAMILIES, with_head
 from common.model.formats.quantization import Quantization, parse_quantization
@@ -57,6 +58,10 @@ class ModelConfig:
     """How linear layers' weights are stored; None: all in `dtype`."""
     weight_names: WeightNames = USUAL_NAMES
     ends: EndsDescription = USUAL_ENDS
+    mtp_layer: LayerDescription | None = None
+    """The layer after the last one, which the checkpoint has for multi-token prediction; None: it has no such layer, or several."""
+    draft_head: DraftHeadDescription | None = None
+    """The head that the node guesses tokens with; it is not among `layers`."""
 
     @property
     def num_layers(self) -> int:
@@ -69,11 +74,9 @@ class ModelConfig:
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model for contexts of at most this many tokens, on which some rotary embeddings depend."""
-        layers = tuple(
-            replace(layer, rope=None if layer.rope is None else layer.rope.for_context(max_model_len))
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        layers = tuple(layer.for_context(max_model_len) for layer in self.layers)
+        head = None if self.draft_head is None else self.draft_head.for_context(max_model_len)
+        return replace(self, layers=layers, draft_head=head)
 
     def check_split(self, tp_size: int, pp_size: int) -> None:
         """Refuse a number of ranks that cannot share the layers. Raises: ConfigError."""
@@ -163,6 +166,7 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
         quantization=quantization,
         weight_names=names,
         ends=family.describe_ends(config),
+        mtp_layer=layers[-1] if family.has_mtp and config.count("num_nextn_predict_layers", 0) == 1 else None,
     )
 
 

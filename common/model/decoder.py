@@ -17,6 +17,7 @@ from common.kernels.native.linear import NativeLinear
 from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
+from common.model.draft_head import MtpHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
@@ -46,7 +47,7 @@ class DecoderModel(RankModel):
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
-        build = replace(build, adapt=self.adapters.adapt)
+        unadapted, build = build, replace(build, adapt=self.adapters.adapt)
         layers: list[Layer] = []
         wholes: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, ...]] = []
@@ -70,11 +71,19 @@ class DecoderModel(RankModel):
                 self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied else None)
         self._rope, layers = _with_rotary(build, layers)
         self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
+        if config.draft_head is not None:
+            assert self._embedding is not None
+            assert self._lm_head is not None
+            self.draft_head = MtpHead(unadapted, config.draft_head, self._embedding.forward, self._lm_head)
+            self.kv_scales += self.draft_head.kv_scales
         on_progress(parts, parts)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
         """For each layer of this rank, the facts that its attention backend needs."""
-        return [attention.shape(block_size, max_context) for attention in self._attentions]
+        shapes = [attention.shape(block_size, max_context) for attention in self._attentions]
+        return (
+            shapes if self.draft_head is None else [*shapes, self.draft_head.attention_shape(block_size, max_context)]
+        )
 
     def forward(
         self,

@@ -276,6 +276,10 @@ class LayerDescription:
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP."""
 
+    def for_context(self, max_model_len: int) -> LayerDescription:
+        """The same layer for contexts of at most this many tokens, on which some rotary embeddings depend."""
+        return self if self.rope is None else replace(self, rope=self.rope.for_context(max_model_len))
+
 
 def multi_head(layer: LayerDescription) -> MultiHeadDescription:
     """The attention of a layer of a model that has no other kind."""

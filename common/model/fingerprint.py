@@ -24,9 +24,10 @@ from common.model.tokenizer_folder import tokenizer_folder
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = (
     *("max_position_embeddings", "dtype", "eos_token_ids", "bos_token_id", "weight_names"),
-    *("max_model_len", "weight_prefix", "model"),
+    *("max_model_len", "weight_prefix", "model", "mtp_layer", "draft_head"),
 )
-"""Config fields that change neither weights nor KV, and the model of a decoder that pools, which is fingerprinted separately."""
+"""Config fields that change neither weights nor KV, and what is fingerprinted separately: a draft head, and the model of a
+decoder that pools."""
 ARITHMETICS = ("amx", "bf16")
 """The names that `common.kernels.native.find.arithmetic` appends."""
 
@@ -47,7 +48,7 @@ def fingerprint(
     Covers the config, the tokenizer (`tokenizer_digest`; `tokenizer` is that of another one than the model's own), and of every weight file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
-    What `--quantization` makes of the weights, and `arithmetic` (`common.kernels.native.find`), are appended by name, so that
+    What `--quantization` makes of the weights, the draft head, and `arithmetic` (`common.kernels.native.find`), are appended by name, so that
     a refusal says it.
 
     Raises: ConfigError for missing or corrupt files.
@@ -61,7 +62,8 @@ def fingerprint(
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
-    names = (quantization if quantization in ("int8", "int4") else "", arithmetic)
+    head = "" if config.draft_head is None else config.draft_head.method
+    names = (quantization if quantization in ("int8", "int4") else "", head, arithmetic)
     return "-".join((digest.hexdigest()[:32], *filter(None, names)))
 
 

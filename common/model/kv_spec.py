@@ -6,17 +6,21 @@ from dataclasses import replace
 
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.model.config import ModelConfig
+from common.model.draft_head_description import HIDDEN_PLANE, DraftHeadDescription
 
 _MANY_TABLES = 8
 """Layers are not cut into more block tables than about this many: each costs some planning in every step."""
 
 
-def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
+def kv_spec(config: ModelConfig, dtype: str, hidden_dtype: str = "float32") -> KVSpec:
     """The planes of each layer's attention; layers that cache the same planes and have the same sliding window are one
     group, or several where windows differ: then groups have block tables of their own.
 
-    `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. Raises: ConfigError.
+    `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. `hidden_dtype`: of the hidden states that a draft head
+    reads. Raises: ConfigError.
     """
+    if config.draft_head is not None:
+        return _with_head(config, config.draft_head, dtype, hidden_dtype)
     members: dict[tuple[tuple[KVPlane, ...], int, int | None], list[int]] = {}
     for number, layer in enumerate(config.layers):
         attention = layer.attention
@@ -29,6 +33,14 @@ def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
             ]
         )
     )
+
+
+def _with_head(config: ModelConfig, head: DraftHeadDescription, dtype: str, hidden_dtype: str) -> KVSpec:
+    """The KV of a model and its draft head, in one block table: the head's planes differ in shape from all others."""
+    extended = replace(config, layers=(*config.layers, head.layer), draft_head=None)
+    spec = in_one_table(kv_spec(extended, dtype))
+    rows = LayerGroup((spec.num_layers,), (KVPlane(HIDDEN_PLANE, config.hidden_size),), 1, hidden_dtype)
+    return replace(spec, groups=(*spec.groups, rows))
 
 
 def _with_tables(groups: list[LayerGroup]) -> tuple[LayerGroup, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
 from common.model.build import Build
+from common.model.draft_head import DraftHead
 from common.model.lora.adapters import Adapters
 from common.model.mixture.slots import ExpertSlots
 from common.parallel.stage_tensors import StageSchema, StageTensor
@@ -35,6 +36,8 @@ class RankModel(ABC):
         """LoRA adapters that steps can name."""
         self.expert_layers: dict[int, ExpertSlots] = {}
         """Mixtures whose experts may move, by the layer's number in the model."""
+        self.draft_head: DraftHead | None = None
+        """Guesses tokens from hidden states."""
 
     def stage_schema(self, rows: int) -> StageSchema:
         """What a stage hands to the next in a step of `rows` rows."""
@@ -42,7 +45,7 @@ class RankModel(ABC):
 
     @abstractmethod
     def attention_shapes(self, block_size: int, max_context: int = 0) -> Sequence[AttentionShape]:
-        """For each layer of this rank, the facts that its attention backend needs."""
+        """For each layer of this rank, that of a draft head included, the facts that its attention backend needs."""
 
     @abstractmethod
     def forward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +35,7 @@ from common.engine.scheduled_step import ScheduledStep, SequenceOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import SequenceState
-from common.engine.step import HandedOn, StepOutput
+from common.engine.step import HandedOn, StepOutput, handing_on
 from common.kv.rank_layout import KVLayout
 from common.node.adapter_table import AdapterLoaded, AdapterTable
 from common.node.attempt import Attempt, prompt_chunks
@@ -66,6 +66,8 @@ class CoreParts:
     transfer_timeout_s: float
     """Idle timeout of a KV transfer, in seconds."""
     adapters: AdapterTable = field(default_factory=AdapterTable)
+    handed_on: list[HandedOn] = field(default_factory=list[HandedOn])
+    """For the next step, of the model or of its draft head: `StepInput.handed_on`."""
 
 
 class NodeCore(ABC, Generic[AttemptT]):
@@ -93,8 +95,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         )
         self.rests_until_s = 0.0
         """Time at which `step` may have work again without an event; a time in the past means nothing."""
-        self.handed_on: list[HandedOn] = []
-        """For the next step: `StepInput.handed_on`."""
+        self.handed_on = parts.handed_on
         self._scheduled: dict[int, ScheduledStep] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
@@ -311,9 +312,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def forward(self, scheduled: ScheduledStep) -> StepOutput | None:
         """Have the ranks compute a step. Returns its output if they do that at once and it does not fail."""
-        step = scheduled.step
-        if self.handed_on:
-            step, self.handed_on = replace(step, handed_on=self.handed_on), []
+        step = handing_on(scheduled.step, self.handed_on)
         self._scheduled[step.step_id] = scheduled
         self._timer.begin(step.step_id, self.clock())
         try:

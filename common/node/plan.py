@@ -28,6 +28,7 @@ from common.model.hub import model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.model.tokenizer_folder import tokenizer_folder
+from common.node.head_plan import with_draft_head
 from common.node.kv_budget import KvMemoryRequest
 from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions
 from common.parallel.mesh import RankPlace
@@ -91,6 +92,8 @@ def plan_node(
     path = resolve_model(config.model)
     model_config = choose_model(path, config.model_impl)
     _check_quantization(config.quantization, model_config.quantization, path)
+    num_stages = len(_parse_layers(pp_layers)) or pp_size
+    model_config = with_draft_head(model_config, path, speculation, pp_size=num_stages, cp_size=config.context_parallel)
     max_model_len = model_config.fit_context(config.max_model_len)
     model_config = model_config.for_context(max_model_len)
     device = resolve_device(config.device)
@@ -149,6 +152,7 @@ def _layout(
         model_config.num_layers, len(pp_layers) or pp_size, pp_layers or None, lm_head_in_layers(model_config)
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
+    spec = kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype), dtype)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     return KVLayout(
         fingerprint=fingerprint(
@@ -162,9 +166,9 @@ def _layout(
             arithmetic() if device == "cpu" and dtype == "bfloat16" else "",
             tokenizer,
         ),
-        spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
+        spec=spec,
         tp_size=config.tensor_parallel_size,
-        pp_layers=stages,
+        pp_layers=stages if model_config.draft_head is None else (spec.num_layers,),
         cp_size=config.context_parallel,
         hands_on=True,
     )

@@ -23,6 +23,7 @@ from common.cluster.loaded_adapters import read_loaded_adapters
 from common.control.admin_server import AdminRoute
 from common.control.messages import PeerRef, Role
 from common.engine.grammar.compiler import GrammarCompiler
+from common.engine.step import HandedOn, StepInput, StepOutput, handing_on
 from common.kv.pool import BlockPool
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
@@ -167,18 +168,24 @@ class _Node:
             transfers.close()
 
     def _core_parts(self, plan: NodePlan, me: PeerRef, transfers: NodeTransfers) -> CoreParts:
+        leader, handed_on = self._leader, list[HandedOn]()
+
+        def run_head(step: StepInput) -> StepOutput:
+            return leader.run_head(handing_on(step, handed_on))
+
         return CoreParts(
             me=me,
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            scheduler=make_scheduler(plan, self._pool, self._leader.worker.draft),
-            executor=self._leader.executor(transfers.end.blocks_final, self._post),
+            scheduler=make_scheduler(plan, self._pool, leader.worker.draft, run_head),
+            executor=leader.executor(transfers.end.blocks_final, self._post),
             grammars=self._grammars,
             send_buffer=self._server.send_buffer,
             clock=monotonic,
             max_accepted=_MAX_ACCEPTED,
             transfer_timeout_s=plan.relay.timeout_s,
             adapters=self._adapters,
+            handed_on=handed_on,
         )
 
     def _on_ready(self, me: PeerRef, lock: FlipLock, before: FlipAdmin | None) -> None:

@@ -265,7 +265,7 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
             seed=plan.weights.seed,
             small_batches=small_batches,
             mesh=mesh,
-            pp_layers=plan.layout.pp_layers,
+            pp_layers=plan.layout.pp_layers if plan.model_config.draft_head is None else (),  # its KV has more layers
             device=device,
             quantization=plan.weights.quantization,
             packed=packed,
@@ -278,7 +278,8 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
         if device.type == "cpu":
             return Worker(plan, mesh, model, packed=packed, draft=draft)
         capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
-        capture = capture if small_batches and mesh.place.cp_size == 1 else None
+        can_capture = mesh.place.cp_size == 1 and model.draft_head is None  # a head reads what the model computes
+        capture = capture if small_batches and can_capture else None
         return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture, draft=draft)
     except BaseException as error:
         if packed is not None:

@@ -107,7 +107,7 @@ class LocalNode:
             me=PeerRef("offline", secrets.token_hex(8), "", []),
             layout=plan.layout,
             vocab_size=plan.model.vocab_size,
-            scheduler=make_scheduler(plan, make_pool(plan, leader.num_blocks), leader.worker.draft),
+            scheduler=make_scheduler(plan, make_pool(plan, leader.num_blocks), leader.worker.draft, leader.run_head),
             executor=leader.executor(post=self._post),
             grammars=self._grammars,
             send_buffer=send_buffer,

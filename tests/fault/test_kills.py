@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.draft_heads import always_right, make_mtp, small_vocabulary
 from support.oracle import greedy, make_tiny
 from support.steady import SteadyTime
 from support.system import System, running_system, wait_until
@@ -70,18 +71,18 @@ async def read_stream(
     started.set()
 
 
-def prompts() -> list[list[int]]:
-    return [[3 + (7 * n + i) % 290 for i in range(40 + 20 * n)] for n in range(STREAMS)]
+def prompts(num_ids: int = 290) -> list[list[int]]:
+    return [[3 + (7 * n + i) % num_ids for i in range(40 + 20 * n)] for n in range(STREAMS)]
 
 
-async def stream_through(system: System, role: str, **options: Any) -> list[Stream]:
+async def stream_through(system: System, role: str, num_ids: int = 290, **options: Any) -> list[Stream]:
     """Eight streams; when each has 20 tokens, kill -9 the only node of `role`."""
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(base_url=system.url, timeout=90.0) as client:
         events = [asyncio.Event() for _ in streams]
         tasks = [
             asyncio.create_task(read_stream(client, prompt, stream, event, **options))
-            for prompt, stream, event in zip(prompts(), streams, events, strict=True)
+            for prompt, stream, event in zip(prompts(num_ids), streams, events, strict=True)
         ]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60)
         system.kill(role)
@@ -147,13 +148,30 @@ def test_streams_whose_tokens_a_draft_model_guesses_continue_exactly(tmp_path: P
         system.wait_whole()
 
 
-async def stream_through_quietly(system: System, **options: Any) -> list[Stream]:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_streams_guessed_by_a_head_go_on_after_a_kill(tmp_path: Path, role: str) -> None:
+    """The layer for multi-token prediction is always right, on the node that comes back too: KV and hidden rows were relayed anew."""
+    model = make_mtp(small_vocabulary("glm4-moe"), tmp_path / MODEL, always_right(5, by_hidden=True))
+    args = ("--model", str(model), "--dtype", "float32", "--kv-blocks", "600", "--local-prefill-tokens", "0")
+    with running_system(tmp_path, *args, "--speculate", "mtp", "--speculate-tokens", "2") as system:
+        system.wait_usable()
+        streams = asyncio.run(stream_through(system, role, temperature=0.0, num_ids=57))
+        again = asyncio.run(stream_through_quietly(system, temperature=0.0, num_ids=57))
+        for before, after in zip(streams, again, strict=True):
+            assert after.finish_reason == "length"
+            assert before.tokens == after.tokens[: len(before.tokens)]
+        system.wait_whole()
+        drafted = system.metric("vllm:spec_decode_num_draft_tokens_total", method="mtp")
+        assert drafted == system.metric("vllm:spec_decode_num_accepted_tokens_total", method="mtp") > 0
+
+
+async def stream_through_quietly(system: System, num_ids: int = 290, **options: Any) -> list[Stream]:
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(base_url=system.url, timeout=90.0) as client:
         await asyncio.gather(
             *(
                 read_stream(client, prompt, stream, asyncio.Event(), **options)
-                for prompt, stream in zip(prompts(), streams, strict=True)
+                for prompt, stream in zip(prompts(num_ids), streams, strict=True)
             )
         )
     return streams

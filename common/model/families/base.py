@@ -42,6 +42,8 @@ class Family:
     """Its own names of usual keys of config.json, by the usual ones."""
     config_defaults: dict[str, Any] = field(default_factory=dict[str, Any])
     """Values of keys that config.json may lack although every model needs them."""
+    has_mtp: bool = False
+    """Whether its checkpoints may have a layer for multi-token prediction, which is like the last one."""
     nested_config: str | None = None
     """The key of config.json whose object describes the text model, of families that also take images."""
 

@@ -99,4 +99,5 @@ DEEPSEEK_V3 = Family(
     _describe_v3,
     default_max_position=4096,
     config_defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
+    has_mtp=True,
 )

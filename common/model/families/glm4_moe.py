@@ -30,4 +30,5 @@ GLM4_MOE = Family(
     _describe,
     default_max_position=131072,
     config_defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    has_mtp=True,
 )

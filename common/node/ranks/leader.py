@@ -23,7 +23,7 @@ from common.base.torch_setup import configure_torch
 from common.control.messages import Role
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
-from common.engine.step import StepOutput
+from common.engine.step import StepInput, StepOutput
 from common.model.mixture.placement import imbalance
 from common.model.mixture.report import ExpertReport
 from common.node.parts import warm_up
@@ -85,6 +85,7 @@ class Leader:
         self.data_addresses: list[str] = []
         """One address for each rank that receives, in rank order."""
         self._local: LocalExecutor | None = None
+        self._ranks: LocalExecutor | MultiRankExecutor | None = None
         self._outputs: AsyncExecutor | None = None
         self._serving_since_s = 0.0
         self._experts: dict[int, ExpertReport] = {}
@@ -236,10 +237,19 @@ class Leader:
         if links is not None:
             rebalances = self._plan.experts.threshold is not None
             ranks = MultiRankExecutor(links, local, samples_here=self.worker.samples, rebalances=rebalances)
+        self._ranks = ranks
         if post is None or self._plan.steps.depth == 1:
             return ranks
         self._outputs = AsyncExecutor(ranks, post)
         return self._outputs
+
+    def run_head(self, step: StepInput) -> StepOutput:
+        """Run a step of the draft head on all ranks, in turn with those of `executor`, and wait for it. Engine thread.
+
+        Raises: EngineError, RankLost.
+        """
+        assert self._ranks is not None
+        return self._ranks.start(step).wait()
 
     def watch(
         self,

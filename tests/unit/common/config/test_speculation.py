@@ -22,6 +22,8 @@ from common.config.speculation import Speculation, parse_speculation
         ('{"method": "draft_model", "model": "./small"}', Speculation("draft", 8, model="./small")),
         ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', Speculation("ngram", 5)),
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 24}', Speculation("suffix", 8)),
+        ("mtp", Speculation("mtp", 8)),
+        ('{"method": "deepseek_mtp", "num_speculative_tokens": 2}', Speculation("mtp", 2)),
     ],
 )
 def test_every_spelling_is_understood(text: str, expected: Speculation | None) -> None:
@@ -34,12 +36,13 @@ def test_every_spelling_is_understood(text: str, expected: Speculation | None) -
     [
         ("sufix", "none of suffix"),
         ("eagle:./head", "not supported"),
-        ("mtp", "not supported"),
+        ("mtp:./head", "none of suffix"),
+        ('{"method": "mtp", "model": "x"}', "'model' is not supported"),
         ("draft", "needs the draft model's folder or name"),
         ("draft:", "needs the draft model's folder or name"),
         ('{"model": 3}', "needs the draft model's folder or name"),
         ('{"method": "draft_model"}', "needs the draft model's folder or name"),
-        ('{"method": ["ngram"]}', "none of ngram, suffix and draft_model"),
+        ('{"method": ["ngram"]}', "none of ngram, suffix, draft_model and mtp"),
         ("{", "not valid JSON"),
         ('{"method": "medusa"}', "not supported"),
         ('{"method": "fast"}', "'fast' is none of ngram, suffix"),
