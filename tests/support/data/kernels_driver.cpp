@@ -62,17 +62,18 @@ void attend(kv_team* team) {
                             position % block_size);
         }
     const int num_blocks = first_blocks.back();
-    for (int i = 0; window && i < num_entries; ++i) {
+    const bool is_stripe = below(2);
+    for (int i = 0; window && !is_stripe && i < num_entries; ++i) {
         const int seen = context_lens[i] - (first_rows[i + 1] - first_rows[i]) + 1;
         for (int block = 0; block < std::max(0, seen - window) / block_size; ++block)
             block_ids[first_blocks[i] + block] = 1 << 30;  // not to be read
     }
     // The same contexts as one of several stripes: some rows see nothing, some slots are another stripe's.
-    const bool is_stripe = below(2);
     std::vector<int32_t> row_starts, row_ends;
     for (int i = 0; is_stripe && i < num_entries; ++i) {
         context_lens[i] = below(4) ? below(context_lens[i] + 1) : 0;
-        for (int row = first_rows[i], start = 0, end = 0; row < first_rows[i + 1]; ++row) {
+        int start = 0, end = 0;
+        for (int row = first_rows[i]; row < first_rows[i + 1]; ++row) {
             end = row + 1 == first_rows[i + 1] ? context_lens[i] : end + below(std::min(3, context_lens[i] - end) + 1);
             start = window ? std::max(start, end - below(window + 1)) : 0;
             row_starts.push_back(start), row_ends.push_back(end);
@@ -154,7 +155,8 @@ void mix(kv_team* team) {
     for (int64_t& expert : experts) expert = below(all);
     const Numbers weights(experts.size(), KV_F32), x(size_t(rows) * hidden, dtype), out(size_t(rows) * hidden, KV_F32);
     const kv_gate gate{below(2) ? KV_SILU_GATE : KV_CLAMPED_GATE, 1.7f, 7};
-    const kv_experts own{gate_up.data(), down.data(), first, num_experts, hidden, inner, gate};
+    const kv_experts own{gate_up.data(), down.data(), nullptr, nullptr, nullptr, first, num_experts,
+                         hidden,         inner,       0,       gate};
     const kv_choice choice{experts.data(), Layer::floats(weights), rows, top_k};
     kv_experts_forward(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
 }
