@@ -35,7 +35,6 @@ from common.control.versions import PROTOCOL_VERSION
 from common.engine.kv_transfer import DestinationReleased, Opened, Received, ReceiveFailed, TransferPlan
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence_state import SequenceState
-from common.engine.step import HandedOn
 from common.engine.waiting_queue import insert_by_priority
 from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
@@ -44,6 +43,7 @@ from common.node.events import ClientLost, FromClient
 from common.node.traffic import count_bytes
 from common.node.transfers import NodeTransfers
 from decode_node.early import EarlyMessages, Messages
+from decode_node.hand_on_queue import MOST_BLOCKS, HandOnQueue, received_once
 from decode_node.pacing import rest_s
 
 log = logging.getLogger(__name__)
@@ -92,9 +92,9 @@ class DecodeNode(NodeCore[_Attempt]):
         super().__init__(parts, transfers)
         self.deferred: deque[_Attempt] = deque()
         self.early = EarlyMessages(early_s)
+        self._hand_ons = HandOnQueue()
         self._shared_cores = shared_cores
-        self._generated_tokens = 0
-        self._local_prefills = 0
+        self._generated_tokens = self._local_prefills = 0
 
     # ------------------------------------------------------------ events
 
@@ -150,6 +150,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def step(self) -> bool:
         self._grant_deferred()
+        self._hand_on()
         scheduler = self.scheduler
         if self.clock() < self.rests_until_s and not scheduler.waiting:
             return False
@@ -296,16 +297,18 @@ class DecodeNode(NodeCore[_Attempt]):
             self.scheduler.end(attempt.seq, "withdrawn by its prefill node")
             return
         attempt.phase = Phase.ARRIVED
-        self._hand_on(attempt)
+        assert attempt.offer is not None
+        blocks = [table[first:] for table, first in zip(attempt.seq.blocks.tables, attempt.first_blocks, strict=True)]
+        self._hand_ons.add(attempt.seq.key, received_once(self.layout, attempt.offer.layout, blocks))
         self._join_if_complete(attempt)
 
-    def _hand_on(self, attempt: _Attempt) -> None:
-        """Have the next step, before which no other rank of a stage reads them, hand on what the first one received."""
-        assert attempt.offer is not None
-        for number in self.layout.handed_on(attempt.offer.layout):
-            table = self.layout.spec.groups[number].table
-            blocks = attempt.seq.blocks.tables[table][attempt.first_blocks[table] :]
-            self.handed_on.append(HandedOn(number, blocks))
+    def _hand_on(self) -> None:
+        """Choose what the next step hands on."""
+        if self._hand_ons and not (self.scheduler.running and self.handed_on):
+            parts, complete = self._hand_ons.take(MOST_BLOCKS if self.scheduler.running else None)
+            self.handed_on += parts
+            for key in complete:
+                self._join_if_complete(self.attempts[key])
 
     def on_ready(self, attempt: _Attempt) -> None:
         if attempt.request.prefill is None:
@@ -316,7 +319,8 @@ class DecodeNode(NodeCore[_Attempt]):
     def _join_if_complete(self, attempt: _Attempt) -> None:
         """Let it generate, if its KV, its first token, its adapter and its grammar are here."""
         seq, first_token = attempt.seq, attempt.first_token
-        if attempt.phase is not Phase.ARRIVED or first_token is None or seq.tokens.lacks_grammar:
+        is_here = attempt.phase is Phase.ARRIVED and seq.key not in self._hand_ons
+        if not is_here or first_token is None or seq.tokens.lacks_grammar:
             return
         attempt.phase = Phase.ACTIVE
         seq.first_step_s = self.clock()
@@ -385,6 +389,7 @@ class DecodeNode(NodeCore[_Attempt]):
             return
         if attempt.phase is Phase.DEFERRED:
             self.deferred.remove(attempt)
+        self._hand_ons.drop(attempt.seq.key)
         self.scheduler.end(attempt.seq, reason)
         del self.attempts[attempt.seq.key]
 

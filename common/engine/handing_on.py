@@ -11,6 +11,9 @@ from common.engine.step import HandedOn
 from common.kv.storage import KVStorage
 from common.parallel.mesh import Mesh
 
+_BLOCKS_AT_ONCE = 256
+"""Bounds the copies that are made: a sequence that arrives while nothing runs is handed on in one step."""
+
 
 @torch.inference_mode()
 def hand_on(storage: KVStorage, received: Sequence[HandedOn], mesh: Mesh) -> None:
@@ -20,13 +23,13 @@ def hand_on(storage: KVStorage, received: Sequence[HandedOn], mesh: Mesh) -> Non
     for number, of_node in received:
         group = storage.groups[number]
         blocks = [stripe.local(block) for block in of_node if stripe.owns(block)]
-        index = to_device(blocks, group.device)
-        for plane in group.planes.values():
-            for layer in plane.view(torch.uint8):
+        for lo in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            index = to_device(blocks[lo : lo + _BLOCKS_AT_ONCE], group.device)
+            for layer in (layer for plane in group.planes.values() for layer in plane.view(torch.uint8)):
                 rows = (
                     layer.index_select(0, index)
                     if mesh.place.tp_rank == 0
-                    else layer.new_empty(len(blocks), *layer.shape[1:])
+                    else layer.new_empty(len(index), *layer.shape[1:])
                 )
                 mesh.broadcast(rows.view(-1))
                 if mesh.place.tp_rank:
