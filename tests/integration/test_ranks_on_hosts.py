@@ -31,22 +31,32 @@ def kvrelay(log: Path, *args: str) -> Iterator[warm_start.Process]:
         process.wait(30)
 
 
-def test_ranks_of_one_node_started_by_two_commands(redis_server: RedisServer, cluster: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "size"),
+    [
+        ("decode", "--tensor-parallel-size"),
+        pytest.param("decode", "--decode-context-parallel", marks=pytest.mark.thorough),
+        ("prefill", "--prefill-context-parallel"),
+    ],
+)
+def test_ranks_of_one_node_started_by_two_commands(
+    role: str, size: str, redis_server: RedisServer, cluster: str, tmp_path: Path
+) -> None:
     model = make_tiny("qwen3", tmp_path / "qwen3")
     url = f"http://127.0.0.1:{(http_port := free_port())}"
     shared = ("--redis-url", redis_server.url, "--cluster", cluster)
     node = (*shared, "--model", str(model), "--dtype", "float32", "--kv-blocks", "200")
     master = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    decode = ("decode", *node, "--tensor-parallel-size", "2", *master)
+    several, other = (role, *node, size, "2", *master), "prefill" if role == "decode" else "decode"
     with ExitStack() as stack:
         router = ("router", *shared, "--port", str(http_port), "--local-prefill-tokens", "0")
         stack.enter_context(kvrelay(tmp_path / "router.log", *router))
-        stack.enter_context(kvrelay(tmp_path / "prefill.log", "prefill", *node))
-        leader = stack.enter_context(kvrelay(tmp_path / "decode-0.log", *decode, "--node-rank", "0"))
-        follower = stack.enter_context(kvrelay(tmp_path / "decode-1.log", *decode, "--node-rank", "1"))
+        stack.enter_context(kvrelay(tmp_path / "other.log", other, *node))
+        leader = stack.enter_context(kvrelay(tmp_path / "rank-0.log", *several, "--node-rank", "0"))
+        follower = stack.enter_context(kvrelay(tmp_path / "rank-1.log", *several, "--node-rank", "1"))
 
         def usable() -> bool:
-            for process, log in ((leader, "decode-0.log"), (follower, "decode-1.log")):
+            for process, log in ((leader, "rank-0.log"), (follower, "rank-1.log")):
                 assert process.poll() is None, (tmp_path / log).read_text()
             try:
                 health = httpx.get(f"{url}/health", timeout=5.0).json()
@@ -55,13 +65,13 @@ def test_ranks_of_one_node_started_by_two_commands(redis_server: RedisServer, cl
             return (health["prefill"], health["decode"]) == (1, 1)
 
         wait_until(usable, 120, "both nodes are usable")
-        prompt = list(range(3, 60))
+        prompt = list(range(3, 120))  # enough rows for context-parallel ranks to share out
         body = {"model": "qwen3", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60.0)
         assert answer.json()["choices"][0]["token_ids"] == greedy(model, prompt, 20).tokens
         follower.kill()
         assert leader.wait(30) != 0, "ranks share fate over hosts, too"
-        assert "rank 1" in (tmp_path / "decode-0.log").read_text().splitlines()[-1]
+        assert "rank 1" in (tmp_path / "rank-0.log").read_text().splitlines()[-1]
 
 
 def test_ranks_whose_leader_does_not_come_say_so_and_end(

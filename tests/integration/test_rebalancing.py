@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,41 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fp8_checkpoints import STYLES, quantise
+from support.mxfp4_checkpoints import pack_experts
 from support.oracle import greedy, write_model
 from support.system import System, ranks_of, running_system, wait_until
-from transformers import GptOssConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 
 EXPERTS, REDUNDANT, TOKENS = 64, 8, 40
+BASE = {
+    "vocab_size": 270,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
 PROMPTS = [[7 * i + j + 3 for j in range(20 + 9 * i)] for i in range(4)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers whose router's bias prefers the first experts, by about Zipf's law."""
+    return make_skewed(tmp_path_factory.mktemp("model") / "skewed", inner=32)
+
+
+def make_skewed(folder: Path, inner: int) -> Path:
     config = GptOssConfig(
-        vocab_size=270,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        intermediate_size=32,
+        **BASE,
+        intermediate_size=inner,
         num_local_experts=EXPERTS,
         num_experts_per_tok=4,
-        max_position_embeddings=2048,
         sliding_window=64,
         layer_types=["full_attention"] * 2,
     )
-    folder = write_model(config, tmp_path_factory.mktemp("model") / "skewed")
+    write_model(config, folder)
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         for name in [name for name in weights if name.endswith("router.bias")]:
@@ -56,8 +65,8 @@ def system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sy
         yield running
 
 
-def ask(system: System, prompt: list[int]) -> list[int]:
-    body = {"model": "skewed", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+def ask(system: System, prompt: list[int], name: str = "skewed") -> list[int]:
+    body = {"model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{system.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120.0)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
@@ -67,14 +76,17 @@ def experts(system: System) -> dict[str, Any]:
     return system.admin("experts", "decode-0")["decode-0"]
 
 
-def serve_until_moved(system: System, model: Path) -> dict[str, Any]:
-    """Compare answers with the reference until a plan has been carried out."""
+def serve_until_moved(
+    system: System, model: Path, name: str = "skewed", layers: Set[int] = frozenset()
+) -> dict[str, Any]:
+    """Compare answers with those of `model`, the reference, until a plan has been carried out in each of `layers`."""
     expected = [greedy(model, prompt, TOKENS).tokens for prompt in PROMPTS]
     for _ in range(60):
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
-            assert ask(system, prompt) == tokens
+            assert ask(system, prompt, name) == tokens
         found = experts(system)
-        if found["plans"] and not found["pending"]:
+        moved = {layer for plan in found["plans"] for layer in plan["layers"]}
+        if moved and moved >= layers and not found["pending"]:
             return found
     raise AssertionError(f"no plan: {experts(system)}")
 
@@ -109,3 +121,38 @@ def test_a_rank_killed_while_experts_move_costs_no_answer(system: System, model:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result() == greedy(model, prompt, TOKENS).tokens
     system.wait_whole()
+
+
+def mxfp4(folder: Path) -> tuple[Path, Path]:
+    plain = make_skewed(folder / "plain", inner=64)
+    return pack_experts(plain, folder / "packed"), plain
+
+
+def fp8_blocks(folder: Path) -> tuple[Path, Path]:
+    """Experts of which some are needed more often by chance."""
+    config = Qwen3MoeConfig(
+        **BASE,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    return quantise(write_model(config, folder / "model"), STYLES["fp8 blocks"], folder)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [mxfp4, fp8_blocks])
+def test_scales_move_with_quantized_experts_on_every_stage(
+    make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    quantized, plain = make(tmp_path)
+    args = ("--model", str(quantized), "--dtype", "float32", "--kv-blocks", "400", "--local-prefill-tokens", "0")
+    moves = ("--rebalance-experts", "1.1", "--redundant-experts", "4", "--start-timeout-s", "240")
+    with running_system(tmp_path, *args, *moves, "--decode-tp", "2", "--decode-pp", "2") as system:
+        system.wait_usable(timeout_s=240)
+        serve_until_moved(system, plain, quantized.name, {0, 1})
+        for prompt in PROMPTS:
+            assert ask(system, prompt, quantized.name) == greedy(plain, prompt, TOKENS).tokens
+        system.wait_whole()

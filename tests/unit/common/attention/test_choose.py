@@ -16,12 +16,13 @@ from support import fake_flashinfer
 
 from common.attention import choose
 from common.attention.base import AttentionShape
-from common.attention.choose import choose_attention, worth_capturing
+from common.attention.choose import choose_attention, choose_partial, worth_capturing
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.latent import LatentBackend, LatentShape
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
+from common.attention.striped import TorchPartialAttention
 from common.base.variables import CPU_KERNELS
 from common.kernels import library
 from common.kernels.choose import choose_kernels
@@ -145,10 +146,14 @@ def test_a_cpu_gets_its_own_attention_and_gathered_blocks_are_captured_for_short
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
     native = isinstance(choose_attention(storage, [shape()]), NativeAttention)
     assert native == (find_native() is not None)
+    assert (choose_partial(storage.groups[0]) is TorchPartialAttention) != native
     halves = KVLayout("f", KVSpec.uniform(1, 2, 64, "float16"))
-    assert isinstance(choose_attention(KVStorage(halves, halves.shard(0, 0), 4), [shape(torch.float16)]), CpuAttention)
+    of_halves = KVStorage(halves, halves.shard(0, 0), 4)
+    assert isinstance(choose_attention(of_halves, [shape(torch.float16)]), CpuAttention)
+    assert choose_partial(of_halves.groups[0]) is TorchPartialAttention
     monkeypatch.setenv(CPU_KERNELS, "torch")
     assert isinstance(choose_attention(storage, [shape()]), CpuAttention)
+    assert choose_partial(storage.groups[0]) is TorchPartialAttention
     gathered = SdpaAttention(storage.groups[0], shape())
     assert not worth_capturing(gathered, 100_000)
     assert worth_capturing(gathered, 2048)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.mxfp4_checkpoints import pack_experts
 from support.oracle import make_tiny
 from support.runner_cases import check, drive, make_runner, prompt
 from support.tiny_models import TINY
@@ -26,18 +26,6 @@ from common.model.mixture.experts import ExpertLoop
 from common.model.precision import FLOAT32
 from common.model.weights import CheckpointWeights
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-
-
-def _round(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[experts, in, out] to blocks and scales, and the weight that they mean, [experts, in, out]."""
-    groups = weight.transpose(1, 2).unflatten(-1, (-1, 32))
-    exponent = (groups.abs().amax(-1) / 6).log2().ceil().to(torch.int32)
-    scale = torch.ldexp(torch.ones(exponent.shape), exponent)
-    codes = (groups / scale[..., None]).unsqueeze(-1).sub(VALUES).abs().argmin(-1).to(torch.uint8)
-    means = (VALUES[codes.int()] * scale[..., None]).flatten(-2).transpose(1, 2)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8), means.contiguous()
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -47,18 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:  # inputs in whole groups
         patch.setattr(config, "intermediate_size", 64)
         plain = make_tiny("gpt-oss", root / "plain")
-    packed = Path(shutil.copytree(plain, root / "packed"))
-    raw = json.loads((plain / "config.json").read_text())
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (packed / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
-    tensors = load_file(plain / "model.safetensors")
-    stored = dict(tensors)
-    for name in tensors:
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[name + "_blocks"], stored[name + "_scales"], tensors[name] = _round(stored.pop(name))
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
-    return packed, plain
+    return pack_experts(plain, root / "packed"), plain
 
 
 def test_tokens_are_those_of_the_same_weights_in_float32(checkpoints: tuple[Path, Path]) -> None:
