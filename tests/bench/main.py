@@ -30,6 +30,7 @@ BENCHES = {
     "prefill": "bench.prefill:run",
     "attention": "bench.attention:run",
     "latents": "bench.latents:run",
+    "context_parallel": "bench.context_parallel:run",
     "engine_overhead": "bench.overhead:run",
     "small_step": "bench.small_step:run",
     "neighbours": "bench.neighbours:run",
