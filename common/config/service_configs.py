@@ -206,7 +206,7 @@ class PrefillConfig(SpeculateOption, PrefillContextOptions, NodeConfig):
     speculate: str = variant(
         SpeculateOption,
         "speculate",
-        help="As decode nodes have it. With mtp the prompt's KV includes that of the head that guesses tokens; other methods "
+        help="As decode nodes have it. With mtp and eagle:PATH the prompt's KV includes that of the head that guesses tokens; other methods "
         "concern decode nodes only.",
     )
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 
-Method = Literal["suffix", "ngram", "draft", "mtp"]
+Method = Literal["suffix", "ngram", "draft", "mtp", "eagle3"]
 
-HEAD_METHODS: tuple[Method, ...] = ("mtp",)
+HEAD_METHODS: tuple[Method, ...] = ("mtp", "eagle3")
 """Methods whose guesses are made by a head that belongs to the model."""
 _OF_VLLM: dict[str, Method] = {
     "suffix": "suffix",
@@ -18,8 +18,9 @@ _OF_VLLM: dict[str, Method] = {
     "draft": "draft",
     "draft_model": "draft",
     **dict.fromkeys(("mtp", "deepseek_mtp", "glm4_moe_mtp"), "mtp"),
+    "eagle3": "eagle3",
 }
-_NOT_SUPPORTED = ("eagle", "eagle3", "medusa")
+_NOT_SUPPORTED = ("eagle", "medusa")
 """Methods of other servers that need heads of another kind."""
 _HARMLESS = ("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_")
 """Keys of vLLM, or their beginnings, that bound what it drafts; here lengths follow from what was accepted."""
@@ -35,20 +36,21 @@ class Speculation:
     max_answer_tokens: int = 0
     """Tokens of recent answers that are searched too, those of one tenant apart from the others'."""
     model: str = ""
-    """The draft model of the method `draft`: a folder, a GGUF file or a name on the hub."""
+    """The draft model of the method `draft`, or the head of `eagle3`: a folder, a GGUF file or a name on the hub."""
 
 
 def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
-    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, `mtp`, or vLLM's JSON object. None: nothing is drafted.
+    """`off`, `auto`, `suffix`, `ngram`, `draft:MODEL`, `mtp`, `eagle:PATH`, or vLLM's JSON object. None: nothing is drafted.
 
     Raises: ConfigError naming what is wrong.
     """
     if text.lstrip().startswith("{"):
         return _of_vllm(text, max_drafts)
     method, _, model = text.partition(":")
-    _refuse_heads("--speculate", method)
     if method == "draft":
-        return _by_model("--speculate draft:MODEL", model, max_drafts)
+        return _by_model("--speculate draft:MODEL", "draft", model, max_drafts)
+    if method in ("eagle", "eagle3"):
+        return _by_model("--speculate eagle:PATH", "eagle3", model, max_drafts)
     known: dict[str, Speculation | None] = {
         "off": None,
         "auto": Speculation("suffix", max_drafts),
@@ -57,7 +59,7 @@ def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
         "mtp": Speculation("mtp", max_drafts),
     }
     if text not in known:
-        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, mtp, auto and off")
+        raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, mtp, eagle:PATH, auto and off")
     return known[text]
 
 
@@ -70,27 +72,30 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
     method = given.pop("method", None if model is None else "draft_model")
     _refuse_heads("--speculative-config", method)
     if not isinstance(method, str) or method not in _OF_VLLM:
-        raise ConfigError(f"--speculative-config: method {method!r} is none of ngram, suffix, draft_model and mtp")
+        raise ConfigError(
+            f"--speculative-config: method {method!r} is none of ngram, suffix, draft_model, mtp and eagle3"
+        )
     unknown = [key for key in given if not key.startswith(_HARMLESS)]
-    if model is not None and _OF_VLLM[method] != "draft":
+    needs_model = _OF_VLLM[method] in ("draft", "eagle3")
+    if model is not None and not needs_model:
         unknown.insert(0, "model")
     if unknown:
         raise ConfigError(f"--speculative-config: {unknown[0]!r} is not supported with the method {method}")
     if type(count) is not int or not 1 <= count <= 128:
         raise ConfigError("--speculative-config: num_speculative_tokens must be a number from 1 to 128")
-    if _OF_VLLM[method] == "draft":
-        return _by_model("--speculative-config with a draft model", model, count)
+    if needs_model:
+        return _by_model(f"--speculative-config with the method {method}", _OF_VLLM[method], model, count)
     return Speculation(_OF_VLLM[method], count)
 
 
-def _by_model(option: str, model: object, max_drafts: int) -> Speculation:
+def _by_model(option: str, method: Method, model: object, max_drafts: int) -> Speculation:
     if not isinstance(model, str) or not model:
-        raise ConfigError(f"{option} needs the draft model's folder or name")
-    return Speculation("draft", max_drafts, model=model)
+        raise ConfigError(f"{option} needs the {'draft model' if method == 'draft' else 'head'}'s folder or name")
+    return Speculation(method, max_drafts, model=model)
 
 
 def _refuse_heads(option: str, method: object) -> None:
     if method in _NOT_SUPPORTED:
         raise ConfigError(
-            f"{option}: guesses by heads ({method}) are not supported; use mtp, suffix, ngram or draft:MODEL"
+            f"{option}: guesses by heads of the kind {method} are not supported; use eagle3, mtp or suffix"
         )

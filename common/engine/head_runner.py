@@ -34,7 +34,7 @@ class HeadRunner:
     def extend(
         self, step: StepInput, rows: StepRows, hidden: Tensor, on_layer: Callable[[int], None] | None = None
     ) -> None:
-        """Write the KV of a step's rows, of which the model has computed `hidden`: [T, hidden]. Calls `on_layer` as
+        """Write the KV of a step's rows, of which the model has computed `hidden`, that `DraftHead.features` takes. Calls `on_layer` as
         `RankModel.forward` does, for both layers of the head."""
         self._rows.index_copy_(0, rows.slots[0], self._head.features(hidden).to(self._rows.dtype))
         self._head.extend(rows.token_ids, rows.positions, self._before(step), self._attention)

@@ -27,7 +27,7 @@ from common.engine.step import StepInput, StepOutput
 from common.kv.page_supply import PageSupply
 from common.kv.storage import KVStorage
 from common.model.mixture.rebalancer import Rebalancer
-from common.model.rank_model import HIDDEN, RankModel
+from common.model.rank_model import AUX_HIDDEN, HIDDEN, RankModel
 
 
 class LaunchedStep:
@@ -167,7 +167,9 @@ class ModelRunner:
                 hidden = computed[HIDDEN]
                 if bounds and (step.samples or step.scored):
                     hidden = self._mesh.gather_rows(hidden, bounds)
-                drawn, scored = self._after_layers(step, rows, hidden, on_layer)
+                if self._head is not None:
+                    self._head.extend(step, rows, computed.get(AUX_HIDDEN, hidden), on_layer)
+                drawn, scored = self._after_layers(step, rows, hidden)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -228,11 +230,9 @@ class ModelRunner:
         token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
 
     def _after_layers(
-        self, step: StepInput, rows: StepRows, hidden: Tensor, on_layer: Callable[[int], None] | None
+        self, step: StepInput, rows: StepRows, hidden: Tensor
     ) -> tuple[SamplerOutput | None, ScoredPrompts | None]:
-        """The tokens drawn, and the log-probabilities of prompts; with a draft head, its KV is written before."""
-        if self._head is not None:
-            self._head.extend(step, rows, hidden, on_layer)
+        """The tokens drawn, and the log-probabilities of prompts."""
         scored = None
         if step.scored and self._mesh.place.computes_logits:
             scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)

@@ -44,8 +44,13 @@ class Attention(Protocol):
 class MultiHeadAttention:
     """Merged q, k, v projection, optional norm of q and k, rope, paged attention, output projection; this rank's heads."""
 
-    def __init__(self, build: Build, prefix: str, attention: MultiHeadDescription) -> None:
-        """`prefix`: the layer's name and a dot. Raises: ConfigError for what has no implementation."""
+    def __init__(
+        self, build: Build, prefix: str, attention: MultiHeadDescription, num_inputs: int | None = None
+    ) -> None:
+        """`prefix`: the layer's name and a dot. `num_inputs`: features of its inputs; None: as many as of hidden states.
+
+        Raises: ConfigError for what has no implementation.
+        """
         _check_implemented(attention)
         hidden, names, heads = build.config.hidden_size, build.names, build.heads(attention)
         dim = attention.head_dim
@@ -56,7 +61,7 @@ class MultiHeadAttention:
         q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
         kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
         merged = [prefix + name for name in (names.q, names.k, names.v)]
-        self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
+        self.qkv = build.column_linear(merged, [q, kv, kv], num_inputs or hidden, bias=attention.qkv_bias)
         self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
         self.qk_norm = make_qk_norm(build, prefix, attention)
         self._sinks: tuple[Tensor, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
@@ -18,12 +19,13 @@ from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.draft_head import MtpHead
+from common.model.eagle_head import EagleHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
 from common.model.norms import Norm, RMSNorm, make_norm
-from common.model.rank_model import HIDDEN, OnProgress, RankModel
+from common.model.rank_model import AUX_HIDDEN, HIDDEN, OnProgress, RankModel
 from common.model.rotary import Rotaries, make_rotary
 
 
@@ -70,11 +72,17 @@ class DecoderModel(RankModel):
             if build.lm_head:
                 self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied else None)
         self._rope, layers = _with_rotary(build, layers)
-        self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
-        if config.draft_head is not None:
+        head = config.draft_head
+        self._aux_layers = () if head is None else head.aux_layers
+        self._layers = layers if self._aux_layers else as_stack(layers, wholes, self.adapters, build.mesh)
+        if head is not None:
             assert self._embedding is not None
             assert self._lm_head is not None
-            self.draft_head = MtpHead(unadapted, config.draft_head, self._embedding.forward, self._lm_head)
+            assert vocabulary is not None
+            if head.path is None:
+                self.draft_head = MtpHead(unadapted, head, self._embedding.forward, self._lm_head)
+            else:
+                self.draft_head = EagleHead(unadapted, head, vocabulary)
             self.kv_scales += self.draft_head.kv_scales
         on_progress(parts, parts)
 
@@ -104,10 +112,14 @@ class DecoderModel(RankModel):
             self._positions.add_(hidden, positions)
         delta: Tensor | None = None
         rope = self._rope.step(positions, dtype)
-        for layer in self._layers:
+        aux: list[Tensor] = []
+        for number, layer in enumerate(self._layers):
+            if number in self._aux_layers:
+                aux.append(hidden.clone() if delta is None else hidden + delta)
             delta = layer.forward(hidden, delta, rope, attention, on_layer)
         assert delta is not None
-        return {HIDDEN: hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)}
+        computed = {HIDDEN: hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)}
+        return {**computed, AUX_HIDDEN: torch.cat(aux, 1)} if aux else computed
 
     def native_parts(self) -> ModelParts | None:
         """The parts for a step in one call, if all of them are on this rank and the native kernels have them."""

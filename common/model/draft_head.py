@@ -40,7 +40,8 @@ class DraftHead(Protocol):
         ...
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] for each row what the head reads at the next position. hidden: of `RankModel.forward`."""
+        """[T, hidden], for each row what the head reads at the next position. hidden: of `RankModel.forward`, `AUX_HIDDEN` if the
+        head reads that."""
         ...
 
     def extend(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from common.model.description import LayerDescription
 
-HeadMethod = Literal["mtp"]
+HeadMethod = Literal["mtp", "eagle3"]
 HIDDEN_PLANE = "hidden"
 """The plane with the row that the head's next position reads: `DraftHead.features` of this one, or what the head made in its
 place."""
@@ -23,6 +24,23 @@ class DraftHeadDescription:
 
     method: HeadMethod
     layer: LayerDescription
+    path: Path | None = None
+    """Folder of the head's own checkpoint; None: the model's holds it."""
+    identity: str = ""
+    """Digest of that checkpoint."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers of the model whose inputs the head reads, ascending; none: it reads what the LM head reads."""
+    num_model_layers: int = 0
+    """Layers of the model."""
+    vocab_size: int = 0
+    """Tokens that a head with its own checkpoint can guess."""
+    is_residual_normed: bool = False
+    """Whether such a head adds to the normed hidden state, instead of the hidden state itself."""
+
+    @property
+    def name(self) -> str:
+        """The head, in the fingerprint of its node."""
+        return f"{self.method}.{self.identity}" if self.identity else self.method
 
     def for_context(self, max_model_len: int) -> DraftHeadDescription:
         """The same head for contexts of at most this many tokens."""

@@ -62,7 +62,7 @@ def fingerprint(
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
-    head = "" if config.draft_head is None else config.draft_head.method
+    head = "" if config.draft_head is None else config.draft_head.name
     names = (quantization if quantization in ("int8", "int4") else "", head, arithmetic)
     return "-".join((digest.hexdigest()[:32], *filter(None, names)))
 
@@ -129,6 +129,14 @@ def tokenizer_digest(folder: Path) -> str:
         return ""
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+
+
+def files_digest(path: Path, config: dict[str, Any]) -> str:
+    """Digest of a config and of the weight files in a folder, 8 hex digits. Raises: ConfigError."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in weight_files(path):
+        digest.update(_file_digest(file))
+    return digest.hexdigest()[:8]
 
 
 def _header_of(file: Path) -> Header:

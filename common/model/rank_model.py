@@ -16,6 +16,8 @@ from common.parallel.stage_tensors import StageSchema, StageTensor
 
 HIDDEN = "hidden"
 """Name of the hidden states, [T, hidden], among the tensors of a stage."""
+AUX_HIDDEN = "aux_hidden"
+"""Name of the hidden states that a draft head reads in place of `HIDDEN`: [T, layers * hidden], the inputs of some layers."""
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
 
@@ -61,7 +63,7 @@ class RankModel(ABC):
         token_ids, positions: [T] int64. `received`: what the previous stage's `forward` returned, which may be changed in
         place; None on the first stage. Calls `on_layer(i)` as soon as the KV of this stage's i-th layer is final, which is
         before that layer's output projection and MLP. Returns the tensors of `stage_schema`; on the last stage, `HIDDEN`
-        after the final norm.
+        after the final norm, and `AUX_HIDDEN` if a draft head reads it.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Plans the draft head of a node (`--speculate mtp`) before any weight is read. No torch."""
+"""Plans the draft head of a node (`--speculate mtp` and `eagle:PATH`) before any weight is read. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from common.base.errors import ConfigError
 from common.config.speculation import HEAD_METHODS, Speculation
 from common.model.config import ModelConfig
 from common.model.draft_head_description import DraftHeadDescription
+from common.model.eagle_config import read_eagle_head
 from common.model.generic.config import GenericConfig
+from common.model.hub import resolve_model
 
 _MTP_MODELS = "DeepSeek V3 and R1, GLM-4.5 and 4.6 have one: num_nextn_predict_layers 1 in config.json"
 
@@ -23,13 +25,18 @@ def with_draft_head(
     """
     if speculation is None or speculation.method not in HEAD_METHODS:
         return model
-    option = f"--speculate {speculation.method}"
+    option = "--speculate mtp" if speculation.method == "mtp" else "--speculate eagle:PATH"
     if isinstance(model, GenericConfig):
         raise ConfigError(f"{option} needs a model that kvrelay implements itself, not --model-impl transformers")
-    if model.mtp_layer is None:
-        raise ConfigError(f"{option}: {path} has no layer for multi-token prediction ({_MTP_MODELS})")
     if pp_size > 1:
         raise ConfigError(f"{option} does not work with pipeline stages: use tensor parallelism, or --speculate suffix")
     if cp_size > 1:
         raise ConfigError(f"{option} does not work with context parallelism: use --speculate suffix")
+    if speculation.method == "eagle3":
+        try:
+            return replace(model, draft_head=read_eagle_head(resolve_model(speculation.model), model))
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from error
+    if model.mtp_layer is None:
+        raise ConfigError(f"{option}: {path} has no layer for multi-token prediction ({_MTP_MODELS})")
     return replace(model, draft_head=DraftHeadDescription("mtp", model.mtp_layer))

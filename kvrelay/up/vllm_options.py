@@ -181,7 +181,7 @@ _REFUSED: Mapping[str, str] = {
     "give the template to --chat-template": "trust-request-chat-template?",
     "requests have chat_template_kwargs, or give a template with these values to --chat-template": "default-chat-template-kwargs",
     "answers have the role assistant": "response-role(assistant)",
-    "give --speculate, such as suffix, mtp or draft:MODEL": "speculative-model spec-model spec-method",
+    "give --speculate, such as suffix, mtp, eagle:PATH or draft:MODEL": "speculative-model spec-model spec-method",
     "put a proxy in front of it, or use --host and --port": "uds middleware grpc?",
     "--ssl-certfile and --ssl-keyfile are enough for HTTPS; clients have keys (--api-key)": "ssl-ca-certs ssl-cert-reqs(0) "
     "ssl-ciphers",

@@ -1,4 +1,5 @@
-"""Guesses by a model's own layer for multi-token prediction: the same tokens as without, and as many right as a slow reference has."""
+"""Guesses by heads of a model (multi-token prediction, EAGLE-3): the same tokens as without, and as many right as a slow
+reference has."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.draft_heads import SlowMtp, always_right, make_mtp, small_vocabulary
+from support.eagle_heads import SlowEagle, make_eagle
 from support.guessed_answers import KINDS, SEED, Recorded, answers, slow_acceptance
 from support.oracle import save_spaced_tokenizer
 from support.tiny_models import TINY
@@ -55,6 +57,35 @@ def test_on_equals_off(variant: str, mtp_folder: Callable[[str], Path], plain: d
     assert counts["grammar"][1] > 0
     for kind, expected in plain.items():
         assert [each[:2] for each in guessed[kind]] == [each[:2] for each in expected], kind
+
+
+def test_on_equals_off_with_an_eagle_head(
+    mtp_folder: Callable[[str], Path], plain: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """It knows four fifths of the vocabulary; the grammars' characters are among the others."""
+    target = mtp_folder("glm4-moe")
+    head = make_eagle(target, tmp_path / "head", norm_before_residual=True)
+    guessed, counts = answers(f"eagle:{head}", PROMPT, model=str(target))
+    drafted, accepted = counts["eagle3"]
+    assert drafted > accepted > 20
+    for kind, expected in plain.items():
+        assert [each[:2] for each in guessed[kind]] == [each[:2] for each in expected], kind
+
+
+def test_as_many_guesses_of_an_eagle_head_are_right_as_with_a_slow_reference(tmp_path: Path) -> None:
+    """It knows the first guess of a step, as far as noise and its smaller vocabulary allow."""
+    target = make_mtp(small_vocabulary("glm4-moe"), tmp_path / "model", always_right(4, by_hidden=True))
+    head = make_eagle(target, tmp_path / "head")
+    slow, prompt = SlowEagle(target, head), [n % 57 + 3 for n in PROMPT]
+    for temperature in (0.0, 0.7):
+        kinds = {"any": {"temperature": temperature, "ignore_eos": True, "max_tokens": 60}}
+        guessed, counts = answers(f"eagle:{head}", prompt, kinds, model=str(target), speculate_tokens=2)
+        [(tokens, _, _)] = guessed["any"]
+        drafted, accepted = counts["eagle3"]
+        guess = partial(slow.guesses, temperature=temperature, seed=SEED)
+        drafts, right = slow_acceptance(guess, prompt, list(tokens), 2)
+        assert 0.1 < right / drafts < 0.95, "neither always nor never right"
+        assert accepted / drafted == pytest.approx(right / drafts, abs=0.03)
 
 
 @pytest.mark.parametrize("name", MODELS)

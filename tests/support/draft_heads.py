@@ -13,6 +13,7 @@ from support.guessed_answers import slow_draw
 from support.oracle import oracle_model, write_model
 from support.tiny_models import TINY
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig
 
 _SMALL = 0.03
@@ -85,7 +86,9 @@ def always_right(seed: int, *, by_hidden: bool) -> Change:
 class SlowMtp:
     """The MTP layer of a folder, by transformers' layer, without a KV cache; row i - 1 of the paper is row i - 1 here."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_zero_row: bool = False) -> None:
+        """has_zero_row: before row 0 there is one of zeros, as in kvrelay; the paper has none."""
+        self._has_zero_row = has_zero_row
         config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
         config._experts_implementation = "eager"
         self._model = oracle_model(str(folder))
@@ -102,12 +105,15 @@ class SlowMtp:
         """The next tokens after `ids`, the last of which the model has drawn but not computed: guesses of position len(ids) on."""
         with torch.inference_mode():
             hidden = self._model.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
+            self.features = hidden
             found: list[int] = []
+            self.logits: list[Tensor] = []
             for _ in range(count):
                 tokens = [*ids, *found]
                 rows = self._rows(hidden, tokens[1 : 1 + len(hidden)])
                 hidden = torch.cat((hidden, rows[-1:]))
                 logits = self._norm(rows[-1], "shared_head.norm") @ self._own["shared_head.head.weight"].T
+                self.logits.append(logits)
                 found.append(slow_draw(logits.numpy(), temperature, seed, len(tokens)))
             return found
 
@@ -115,6 +121,8 @@ class SlowMtp:
         """[T, hidden]: row j of the hidden state at j and token j + 1."""
         embedded = self._model.model.embed_tokens(torch.tensor(tokens))
         both = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), 1)
+        if self._has_zero_row:
+            both = F.pad(both, (0, 0, 1, 0))
         x = (both @ self._own["eh_proj.weight"].T)[None]
         size = x.size(1)
         positions = torch.arange(size)[None]

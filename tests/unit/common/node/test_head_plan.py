@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from support.draft_heads import make_mtp
+from support.eagle_heads import make_eagle
 from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
@@ -79,3 +81,44 @@ def test_a_layer_of_another_hidden_size_or_vocabulary_is_refused(model: Path, tm
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(ConfigError, match=rf"model.layers.3.{name}"):
             load_worker(plan(folder, kv_blocks=4, max_model_len=64), SOLO, small_batches=True)
+
+
+def test_nodes_with_different_eagle_heads_refuse_each_other(model: Path, tmp_path: Path) -> None:
+    one, two = (plan(model, speculate=f"eagle:{make_eagle(model, tmp_path / str(n), seed=n)}") for n in (1, 2))
+    again = plan(model, speculate=f'{{"method": "eagle3", "model": "{tmp_path / "1"}"}}')
+    assert one.layout.kv_kind == again.layout.kv_kind != two.layout.kv_kind
+    attention, head, rows = one.layout.spec.groups
+    assert (attention.layers, head.layers, rows.layers) == ((0, 1, 2), (3,), (4,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
+        ({"hidden_size": 128}, "the head has a hidden_size of 128, and the model has 64$"),
+        ({"vocab_size": 32000}, "the head has a vocab_size of 32000, and the model has 271$"),
+        ({"num_hidden_layers": 2}, "of several layers are not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "are not 3 of 3 layers"),
+        ({"eagle_config": None}, "eagle_aux_hidden_state_layer_ids is missing, and the model has 3 layers"),
+    ],
+)
+def test_an_eagle_head_of_another_model_is_refused_in_one_sentence(
+    changes: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    head = make_eagle(model, tmp_path / "head", **changes)
+    with pytest.raises(ConfigError, match=rf"^--speculate eagle:PATH: {head}/config.json: .*{message}"):
+        plan(model, speculate=f"eagle:{head}")
+
+
+def test_a_missing_eagle_head_or_a_vocabulary_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--speculate eagle:PATH: model directory /nowhere does not exist$"):
+        plan(model, speculate="eagle:/nowhere")
+    head = make_eagle(model, tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    for changed, message in (
+        ({"d2t": tensors["d2t"] + 1}, "d2t does not name"),
+        ({"fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, "fc.weight"),
+    ):
+        save_file({**tensors, **changed}, head / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            load_worker(plan(model, speculate=f"eagle:{head}", kv_blocks=4, max_model_len=64), SOLO, small_batches=True)
