@@ -209,13 +209,14 @@ def test_a_reloaded_name_with_other_weights_gets_no_prefix_hit(adapters: Adapter
 
     async def main(system: System) -> list[dict[str, Any]]:
         async with client_of(system) as client:
+            await change(client, "load", "ad0", adapters.files["ad0"])
             first = [await ask(client, body("ad0", prompt)) for _ in range(2)]
             await change(client, "unload", "ad0")
             await change(client, "load", "ad0", other)
             second = [await ask(client, body("ad0", prompt)) for _ in range(2)]
             return first + second
 
-    with adapters.served(tmp_path, ["ad0"]) as system:
+    with adapters.served(tmp_path, ["ad1"]) as system:
         answers = asyncio.run(main(system))
     assert [cached(answer) for answer in answers] == [0, 192, 0, 192]
     for name, answer in zip(("ad0", "ad0", "other", "other"), answers, strict=True):

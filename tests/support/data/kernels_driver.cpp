@@ -143,6 +143,7 @@ void mix(kv_team* team) {
     const int dtype = below(2), format = dtype == KV_F32 ? one_of({0, 2, 3, 4}) : 1 + below(4), group = 8 * (1 + below(3));
     const int hidden = group * (1 + below(12)), inner = group * (1 + below(9));
     const int num_experts = 1 + below(6), first = below(3), all = first + num_experts + below(3), top_k = 1 + below(all);
+    const int stride = 1 + below(3);
     const int rows = one_of({1, 2, 5, 1 + below(90)});
     std::vector<Layer> layers;
     layers.reserve(2 * num_experts);
@@ -153,10 +154,16 @@ void mix(kv_team* team) {
     }
     std::vector<int64_t> experts(size_t(rows) * top_k);
     for (int64_t& expert : experts) expert = below(all);
+    std::vector<int32_t> slots(size_t(all) * stride), replicas(all);
+    std::vector<int64_t> counts(all);
+    for (int32_t& slot : slots) slot = below(all);  // of this rank or of another one
+    for (int32_t& number : replicas) number = 1 + below(stride);
+    const bool places = below(2);
     const Numbers weights(experts.size(), KV_F32), x(size_t(rows) * hidden, dtype), out(size_t(rows) * hidden, KV_F32);
     const kv_gate gate{below(2) ? KV_SILU_GATE : KV_CLAMPED_GATE, 1.7f, 7};
-    const kv_experts own{gate_up.data(), down.data(), nullptr, nullptr, nullptr, first, num_experts,
-                         hidden,         inner,       0,       gate};
+    const kv_experts own{gate_up.data(), down.data(), places ? slots.data() : nullptr, replicas.data(), counts.data(),
+                         first,          num_experts, hidden,                          inner,           stride,
+                         gate};
     const kv_choice choice{experts.data(), Layer::floats(weights), rows, top_k};
     kv_experts_forward(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
 }
