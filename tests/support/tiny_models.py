@@ -277,7 +277,7 @@ TINY: dict[str, Tiny] = {
     "deepseek-v3": Tiny(
         DeepseekV3Config(
             **_shape(64, 4, 4, 112, 305, tied=False),
-            **{**_LATENT, "v_head_dim": 32},
+            **{**_LATENT, "v_head_dim": 32, "moe_intermediate_size": 48},
             q_lora_rank=40,
             n_group=4,
             topk_group=2,
