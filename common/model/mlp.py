@@ -13,6 +13,7 @@ from common.model.activations import activate_and_mul, activation
 from common.model.build import Build
 from common.model.description import MixtureDescription, MlpDescription, implementation
 from common.model.mixture.experts import make_experts
+from common.model.mixture.native_mixture import NativeMixture, native_mixture
 from common.model.mixture.routing import route
 
 
@@ -80,10 +81,17 @@ class MixtureMlp:
         self.experts = make_experts(build, prefix, mixture)
         shared = replace(build, config=replace(build.config, weight_names=mixture.shared_names(build.names)))
         self.shared = None if mixture.shared is None else GatedMlp(shared, prefix, mixture.shared)
+        self.native: NativeMixture | None = None
+        """All of it in one call, if the native kernels have its parts."""
+        if mixture.shared is None or mixture.shared.activation == "silu":
+            own = None if self.shared is None else (self.shared.gate_up, self.shared.down)
+            self.native = native_mixture(router, self._logits, self._selection_bias, self.experts, own)
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
+        if self.native is not None:
+            return self._mesh.all_reduce(self.native.forward(x))
         routing = route(self._logits.forward(x.float()), self._router, self._selection_bias)
         y = self.experts.forward(x, routing)
         if self.shared is not None:

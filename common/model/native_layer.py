@@ -33,7 +33,7 @@ _NUM_LINEARS = 4
 
 
 class NativeLayer:
-    """A `DecoderLayer` that runs in the native kernels, which have all its parts; a mixture is a part of its own."""
+    """A `DecoderLayer` that runs in the native kernels, which have all its parts; a mixture may be one of its own."""
 
     def __init__(self, layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> None:
         """dtype: of hidden states."""
@@ -51,12 +51,15 @@ class NativeLayer:
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
         self.mixture = mlp if isinstance(mlp, MixtureMlp) else None
+        self.is_whole = self.mixture is None or self.mixture.native is not None
+        """Whether the MLP is in the struct, too."""
         self._mlp_norm = mlp_norm
         self.linears = _linears(attention, mlp)
         structs = [_struct_of(linear) for linear in self.linears]
         self._struct = LayerStruct(
             *structs,
             *[LinearStruct() for _ in range(_NUM_LINEARS - len(structs))],
+            None if self.mixture is None or self.mixture.native is None else self.mixture.native.address,
             input_norm.weight.data_ptr(),
             mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
@@ -101,7 +104,8 @@ class NativeLayer:
         at = None if attended is None else attended.data_ptr()
         native.layer_project(native.team, self.address, rows, lora, at, delta.data_ptr())
         self._mesh.all_reduce(delta)
-        if self.mixture is not None:
+        if not self.is_whole:
+            assert self.mixture is not None
             return self.mixture.forward(self._mlp_norm.forward(x, delta))
         native.layer_mlp(native.team, self.address, rows, lora, residual, delta.data_ptr())
         return self._mesh.all_reduce(delta)

@@ -103,7 +103,7 @@ def as_stack(
     layers: Sequence[Layer], wholes: Sequence[DecoderLayer | NativeLayer], adapters: Adapters, mesh: Mesh
 ) -> Sequence[Layer]:
     """`layers`, as one `NativeStack` if they can be."""
-    native = [whole for whole in wholes if isinstance(whole, NativeLayer) and whole.mixture is None]
+    native = [whole for whole in wholes if isinstance(whole, NativeLayer) and whole.is_whole]
     is_alone = mesh.place.tp_size == 1
     if not is_alone or len(native) < len(layers) or any(isinstance(layer, RotatedLayer) for layer in layers):
         return layers

@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -34,6 +35,8 @@ _KEPT_CHOICES = 8
 _HOPELESS = 2.5
 """A candidate whose times after a turn are more than this multiple of the best one's is not measured again."""
 _TURNS = 3
+_CROWDED = 0.1
+"""Where this process's threads waited for cores for more than this share of the measurement, its times say what else ran."""
 _INPUTS, _OUTPUTS, _COPIES = 992, 2048, 12
 """49 MB of bfloat16 weights in all, so that products of few rows read them from memory, as in a model. Rows are not a power of
 two apart, as in the engine."""
@@ -76,12 +79,30 @@ def choose(library: Path, threads: int, usual: str, candidates: Callable[[], Map
                 return None
             if (choice := _read(kept)) is None:  # another process may have measured it meanwhile
                 products = candidates()
-                choice = best(measure(products), usual) if len(products) > 1 else Choice(usual, {usual: 1.0})
+                choice = _measured(products, usual) if len(products) > 1 else Choice(usual, {usual: 1.0})
                 _write(kept, choice)
             return choice
     except (OSError, ConfigError) as error:
         log.warning("no kernels are chosen by measurement: %s", error)
         return None
+
+
+def _measured(candidates: Mapping[str, Product], usual: str) -> Choice:
+    started, waited_s = time.monotonic(), _waited_s()
+    times = measure(candidates)
+    if _waited_s() - waited_s > _CROWDED * (time.monotonic() - started):
+        log.warning("kernels: %s, whatever the measured times, because other processes used the cores meanwhile", usual)
+        return best(times, usual, margin=0.0)
+    return best(times, usual)
+
+
+def _waited_s() -> float:
+    """Seconds for which this process's threads were ready to run and had no core; 0 where the kernel does not say."""
+    waited_ns = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            waited_ns += int(file.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 @torch.inference_mode()
@@ -99,11 +120,11 @@ def measure(candidates: Mapping[str, Product]) -> dict[str, list[float]]:
     return times
 
 
-def best(times: Mapping[str, Sequence[float]], usual: str) -> Choice:
-    """The choice by these times. Pure."""
+def best(times: Mapping[str, Sequence[float]], usual: str, margin: float = _MARGIN) -> Choice:
+    """The choice by these times. Pure. `margin`: as `_MARGIN` has it."""
     means = {name: _mean(found) for name, found in times.items()}
     fastest = min(means, key=lambda name: means[name])
-    chosen = fastest if means[fastest] < _MARGIN * means[usual] else usual
+    chosen = fastest if means[fastest] < margin * means[usual] else usual
     return Choice(chosen, {name: mean / means[chosen] for name, mean in means.items()})
 
 

@@ -14,7 +14,7 @@ import torch
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -22,6 +22,8 @@ FLOAT32, BFLOAT16, INT8, INT4, FP4 = range(5)
 """enum kv_format."""
 SILU_GATE, CLAMPED_GATE = 1, 2
 """enum kv_gate_kind."""
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
+"""enum kv_scores."""
 MAXIMA_OF = 128
 """KV_MAXIMA_OF."""
 
@@ -57,6 +59,29 @@ class ChoiceStruct(Structure):
     _fields_ = [("experts", c_void_p), ("weights", c_void_p), ("rows", c_int32), ("top_k", c_int32)]
 
 
+class RouterStruct(Structure):
+    """struct kv_router."""
+
+    _fields_ = [
+        ("logits", LinearStruct),
+        ("selection_bias", c_void_p),
+        *((name, c_int32) for name in ("scores", "num_experts", "top_k", "normalizes")),
+        *((name, c_int32) for name in ("num_groups", "groups_kept", "group_score_of")),
+        ("scaling", c_float),
+    ]
+
+
+class MixtureStruct(Structure):
+    """struct kv_mixture."""
+
+    _fields_ = [
+        ("router", RouterStruct),
+        ("experts", ExpertsStruct),
+        ("shared_gate_up", LinearStruct),
+        ("shared_down", LinearStruct),
+    ]
+
+
 class CacheStruct(Structure):
     """struct kv_cache."""
 
@@ -86,7 +111,7 @@ class LayerStruct(Structure):
 
     _fields_ = [
         *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "head_norm")),
+        *((name, c_void_p) for name in ("mixture", "input_norm", "mlp_norm", "head_norm")),
         *((name, c_float) for name in ("input_eps", "mlp_eps", "head_eps", "attention_scale")),
         *((name, c_int32) for name in ("hidden", "q_heads", "kv_heads", "head_dim", "dtype")),
     ]
@@ -143,6 +168,7 @@ _SIGNATURES = {
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
     "kv_heads_forward": [_P, _P, _I, _P, _L, _L, _P, _L, _L, _I, _I],
     "kv_experts_forward": [_P, _P, _P, _P, _I, _P],
+    "kv_mixture_forward": [_P, _P, _P, _I, _I, _P],
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
     "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
@@ -190,6 +216,7 @@ class NativeLibrary:
         self.linear_forward = library.kv_linear_forward
         self.heads_forward = library.kv_heads_forward
         self.experts_forward = library.kv_experts_forward
+        self.mixture_forward = library.kv_mixture_forward
         self.rotation_angles = library.kv_rotation_angles
         self.attention_forward = library.kv_attention_forward
         self.layer_attend = library.kv_layer_attend

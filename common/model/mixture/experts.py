@@ -100,18 +100,18 @@ class NativeExperts:
         """loop: on layers of the native kernels."""
         self._loop = loop  # keeps the memory that the structs point to
         self.slots = loop.slots
-        self._native = native
+        self.native = native
         self._structs = [_structs(linears) for linears in (loop.gate_ups, loop.downs)]
         clamp = mixture.clamp
         gate = GateStruct(SILU_GATE) if clamp is None else GateStruct(CLAMPED_GATE, clamp.alpha, clamp.limit)
         gate_up, down = (ctypes.addressof(each) for each in self._structs)
-        self._struct = ExpertsStruct(gate_up, down)
-        self._struct.first, self._struct.num_experts = loop.first, len(loop.downs)
-        self._struct.hidden, self._struct.inner, self._struct.gate = hidden, mixture.inner_size, gate
+        self.struct = ExpertsStruct(gate_up, down)
+        self.struct.first, self.struct.num_experts = loop.first, len(loop.downs)
+        self.struct.hidden, self.struct.inner, self.struct.gate = hidden, mixture.inner_size, gate
         if loop.slots is not None:
-            table, self._struct.slot_stride = loop.slots.table, loop.slots.table.size(1)
-            self._struct.slots, self._struct.replicas = table.data_ptr(), loop.slots.replicas.data_ptr()
-            self._struct.counts = loop.slots.counts.data_ptr()
+            table, self.struct.slot_stride = loop.slots.table, loop.slots.table.size(1)
+            self.struct.slots, self.struct.replicas = table.data_ptr(), loop.slots.replicas.data_ptr()
+            self.struct.counts = loop.slots.counts.data_ptr()
         self._top_k = mixture.router.top_k
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -119,7 +119,7 @@ class NativeExperts:
         x, experts, weights = x.contiguous(), routing.experts.contiguous(), routing.weights.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32)
         choice = ChoiceStruct(experts.data_ptr(), weights.data_ptr(), x.size(0), self._top_k)
-        native, own, chosen = self._native, ctypes.addressof(self._struct), ctypes.addressof(choice)
+        native, own, chosen = self.native, ctypes.addressof(self.struct), ctypes.addressof(choice)
         native.experts_forward(native.team, own, chosen, x.data_ptr(), DTYPES[x.dtype], out.data_ptr())
         return out
 

@@ -166,6 +166,17 @@ void mix(kv_team* team) {
                          gate};
     const kv_choice choice{experts.data(), Layer::floats(weights), rows, top_k};
     kv_experts_forward(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
+
+    const int num_groups = all % 3 ? 1 : 3, shared = group * (1 + below(9));
+    const Layer logits(KV_LINEAR_F32, all, hidden, false, 1);
+    const Layer shared_gate_up(format, 2 * shared, hidden, true, group), shared_down(format, hidden, shared, false, group);
+    const Numbers selection_bias(all, KV_F32), y(size_t(rows) * hidden, dtype);
+    const int chosen = std::min(top_k, all / num_groups);
+    const kv_router router{logits.linear, below(2) ? Layer::floats(selection_bias) : nullptr, int32_t(below(3)), all, chosen,
+                           int32_t(below(2)), num_groups, 1, 1 + below(3), 1.5f};
+    const bool shares = below(2);
+    const kv_mixture mixture{router, own, shares ? shared_gate_up.linear : kv_linear{}, shares ? shared_down.linear : kv_linear{}};
+    kv_mixture_forward(team, &mixture, x.memory, dtype, rows, y.memory);
 }
 
 }  // namespace

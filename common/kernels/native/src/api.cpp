@@ -67,7 +67,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 17; }
+int32_t kv_abi_version(void) { return 18; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -124,6 +124,10 @@ void kv_heads_forward(kv_team* team, const kv_linear* l, int32_t heads, const vo
 void kv_experts_forward(kv_team* team, const kv_experts* experts, const kv_choice* choice, const void* x, int32_t dtype,
                         float* out) {
     chosen->experts_forward(team, experts, choice, x, dtype, out);
+}
+
+void kv_mixture_forward(kv_team* team, const kv_mixture* mixture, const void* x, int32_t dtype, int32_t rows, void* out) {
+    chosen->mixture_forward(team, mixture, x, dtype, rows, out);
 }
 
 void kv_rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,

@@ -53,6 +53,23 @@ struct kv_choice {
     int32_t rows, top_k;
 };
 
+// How a row's experts and their weights follow from its logits; `route` in common/model/mixture/routing.py does the same.
+enum kv_scores { KV_SOFTMAX = 0, KV_SIGMOID = 1, KV_SOFTMAX_OF_CHOSEN = 2 };
+struct kv_router {
+    kv_linear logits;             // float32
+    const float* selection_bias;  // [num_experts]: added to the scores that experts are chosen by; or null
+    int32_t scores, num_experts, top_k, normalizes, num_groups, groups_kept, group_score_of;
+    float scaling;
+};
+
+// The MLP of a layer that is a mixture. shared_gate_up, shared_down: of the experts that all rows share; without weights if there
+// are none.
+struct kv_mixture {
+    kv_router router;
+    kv_experts experts;
+    kv_linear shared_gate_up, shared_down;
+};
+
 // K and V of one layer of a rank's cache, each [num_blocks][kv_heads][block_size][head_dim].
 struct kv_cache {
     void* k;
@@ -87,6 +104,7 @@ struct kv_batch {
 // One layer of one rank. Norm weights are float32.
 struct kv_layer {
     kv_linear qkv, output, gate_up, down;
+    const kv_mixture* mixture; // in place of gate_up and down; or null
     const float* input_norm;   // [hidden]
     const float* mlp_norm;     // [hidden]
     const float* head_norm;    // [q_heads + kv_heads][head_dim] or null
@@ -166,6 +184,9 @@ void kv_heads_forward(kv_team*, const kv_linear*, int32_t heads, const void* x, 
 // out = the weighted sum of the outputs of each row's experts, those on other ranks left out. x: [rows][hidden] of dtype, out:
 // the same of float32.
 void kv_experts_forward(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);
+
+// out = what this rank's part of the mixture gives. x, out: [rows][hidden] of dtype.
+void kv_mixture_forward(kv_team*, const kv_mixture*, const void* x, int32_t dtype, int32_t rows, void* out);
 
 // cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
 void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,

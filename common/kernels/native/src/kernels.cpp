@@ -3,7 +3,7 @@
 
 #include "attention.h"
 #include "draw.h"
-#include "experts.h"
+#include "mixture.h"
 #include "lora.h"
 #include "rows.h"
 #include "variant.h"
@@ -128,6 +128,58 @@ void experts_forward(kv_team* team, const kv_experts* e, const kv_choice* choice
             const int64_t at = int64_t(row) * e->hidden;
             experts_forward<Model, Act>(team, e, own, static_cast<const Model*>(x) + at, out + at);
         }
+    });
+}
+
+// x, out: [rows][hidden]. `prepare(w)` writes x.
+template <class Model, class Act, class F>
+void mixture_forward(kv_team* team, const kv_mixture& m, int rows, const F& prepare, const Model* x, Model* out) {
+    const kv_router& r = m.router;
+    const int hidden = m.experts.hidden, shared = m.shared_down.weight ? m.shared_down.in : 0;
+    const int64_t stride = padded(hidden), shared_stride = padded(shared), scores_stride = ROUTER_PARTS * int64_t(r.num_experts);
+    reserve_linear(*team, r.logits, rows);
+    float* wide = scratch<float>(*team, kv_team::QUERIES, rows * stride);
+    float* scores = scratch<float>(*team, kv_team::ROUTER_SCORES, rows * scores_stride);
+    int64_t* experts = scratch<int64_t>(*team, kv_team::ROUTER_CHOICE, 2 * int64_t(rows) * r.top_k);
+    float* weights = reinterpret_cast<float*>(experts + int64_t(rows) * r.top_k);
+    team->run([&](Worker& w) {
+        prepare(w);
+        convert(w, rows, hidden, x, hidden, wide, stride);
+        linear<float>(w, r.logits, wide, stride, {scores, KV_F32, scores_stride}, rows);
+        w.for_each(rows, [&](int row) { route_row(r, scores + row * scores_stride, experts + row * r.top_k, weights + row * r.top_k); });
+    });
+    const kv_choice choice{experts, weights, rows, r.top_k};
+    float* sums = scratch<float>(*team, kv_team::MIXTURE_OUT, int64_t(rows) * hidden);
+    experts_forward(team, &m.experts, &choice, x, dtype_of<Model>(), sums);
+    if (shared) {
+        reserve_linear(*team, m.shared_gate_up, rows);
+        reserve_linear(*team, m.shared_down, rows);
+    }
+    Act* normed = scratch<Act>(*team, kv_team::NORMED, shared ? rows * stride : 0);
+    Act* inner = scratch<Act>(*team, kv_team::INNER, rows * shared_stride);
+    float* added = scratch<float>(*team, kv_team::QKV, shared ? int64_t(rows) * hidden : 0);
+    team->run([&](Worker& w) {
+        if (shared) {
+            convert(w, rows, hidden, x, hidden, normed, stride);
+            linear<Model>(w, m.shared_gate_up, normed, stride, {inner, dtype_of<Act>(), shared_stride, {KV_SILU_GATE, 0, 0}}, rows);
+            linear<Model>(w, m.shared_down, inner, shared_stride, {added, KV_F32, hidden}, rows);
+        }
+        w.for_each(rows, [&](int row) {
+            const int64_t at = int64_t(row) * hidden;
+            for_lanes(hidden, [&](int k, int count) {
+                const Lanes sum = read(sums + at + k, count);
+                write(out + at + k, shared ? sum + read(added + at + k, count) : sum, count);
+            });
+        });
+    });
+}
+
+void mixture_forward(kv_team* team, const kv_mixture* m, const void* x, int32_t dtype, int32_t rows, void* out) {
+    with_act(dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        const auto nothing = [](Worker&) {};
+        mixture_forward<Model, Act>(team, *m, rows, nothing, static_cast<const Model*>(x), static_cast<Model*>(out));
     });
 }
 
@@ -258,7 +310,22 @@ void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora
     });
 }
 
+// The same where the MLP is a mixture.
+void layer_mixture(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
+    with_act(l->dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        Model* x = scratch<Model>(*team, kv_team::MIXTURE_IN, int64_t(rows) * l->hidden);
+        const auto norm = [&](Worker& w) {
+            add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
+                     static_cast<const Model*>(delta), x, l->hidden);
+        };
+        mixture_forward<Model, Act>(team, *l->mixture, rows, norm, x, static_cast<Model*>(delta));
+    });
+}
+
 void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* residual, void* delta) {
+    if (l->mixture) return layer_mixture(team, l, rows, residual, delta);
     const int half = l->down.in;
     const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(half), wide_stride = padded(2 * half);
     reserve_linear(*team, l->gate_up, rows);
@@ -346,8 +413,8 @@ void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t siz
 }  // namespace KV_VARIANT
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
-    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::join_partials,
-    KV_VARIANT::layer_attend,   KV_VARIANT::layer_rows,
+    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::mixture_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward,
+    KV_VARIANT::join_partials,  KV_VARIANT::layer_attend, KV_VARIANT::layer_rows,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
     KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
 };

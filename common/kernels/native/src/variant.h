@@ -6,6 +6,7 @@ struct kv_variant {
     decltype(&kv_linear_forward) linear_forward;
     decltype(&kv_heads_forward) heads_forward;
     decltype(&kv_experts_forward) experts_forward;
+    decltype(&kv_mixture_forward) mixture_forward;
     decltype(&kv_rotation_angles) rotation_angles;
     decltype(&kv_attention_forward) attention_forward;
     decltype(&kv_join_partials) join_partials;

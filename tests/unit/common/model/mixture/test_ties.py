@@ -32,6 +32,7 @@ def _routed(model: Path, dtype: str, patch: pytest.MonkeyPatch, tokens: list[int
 
     with patch.context() as own:
         own.setattr(mlp, "route", record)
+        own.setattr(mlp, "native_mixture", lambda *_: None)
         drive(make_runner(model, dtype=dtype), [tokens], 1000, 1)
     return found
 
