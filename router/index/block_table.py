@@ -146,9 +146,30 @@ class BlockTable:
         return news
 
     def cut(self, keys: KeyArray, becomes: Becomes) -> int:
-        """Replace the values of the keys that are present; a key whose new value is 0 is removed."""
+        """Replace the values of the keys that are present; a key whose new value is 0 is removed. Returns how many values
+        changed."""
+        if len(keys) <= self._few:
+            return self._cut_few(keys.tolist(), becomes)
         at = self.places(keys)
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
+
+    def _cut_few(self, keys: list[int], becomes: Becomes) -> int:
+        """`cut` one by one."""
+        next_of: dict[int, int] = {}
+        changed = 0
+        value_at = self.value_at
+        for key in keys:
+            at = self.place(key)
+            if not (old := value_at[at]):
+                continue
+            new = next_of.get(old)
+            if new is None:
+                new = next_of[old] = becomes(old)
+            if new != old:
+                value_at[at] = new
+                changed += 1
+                self.live -= not new
+        return changed
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
         """`put` one by one."""
