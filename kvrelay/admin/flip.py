@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ import typer
 from common.base.errors import KvRelayError
 from common.cluster.desired_state import OTHER
 from common.config.cli import run_checked
-from kvrelay.admin.client import AdminRefused, AdminUsage, pick_node
+from kvrelay.admin.client import AdminClient, AdminRefused, AdminUsage, pick_node
 from kvrelay.admin.options import Json, StartTimeout, Url, check_seconds, print_answer, say
 from kvrelay.admin.roll import ReachedCluster, poll
 
@@ -124,8 +125,10 @@ class Flip:
         routers = self._cluster.routers()
         for router in routers:
             check_others(node, self._cluster.nodes(router))
-        reached = self._cluster.client(routers[0].address)
-        address = reached.address_of(pick_node(self._cluster.nodes(routers[0]), node.incarnation))
+        reached, nodes = self._cluster.client(routers[0].address), self._cluster.nodes(routers[0])
+        if not any(map(partial(_takes_work, reached), companions(node, nodes))):
+            raise AdminRefused(f"all other {node.role} nodes of {node.model} drain: {node.name} must keep its role")
+        address = reached.address_of(pick_node(nodes, node.incarnation))
         body = {"timeout_s": self._timeout_s, "transaction": self._transaction, "more": more, "wanted": self._wanted}
         answer = reached.post("/flip", body, base=address, timeout_s=_ANSWER_S)
         how = "" if answer["in_place"] else f", by a restart, because {answer['why']}"
@@ -182,9 +185,23 @@ def in_order(picked: Sequence[FlippedNode], nodes: Sequence[Mapping[str, Any]]) 
 
 def check_others(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises: AdminRefused if no other usable node has the role of `node`."""
-    others = [each for each in nodes if each["incarnation"] != node.incarnation]
-    if not _usable(node.role, node.model, others):
+    if not companions(node, nodes):
         raise AdminRefused(f"{node.name} is the only usable {node.role} node of {node.model}: it must keep its role")
+
+
+def companions(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The other usable nodes of its role and model."""
+    return [
+        each for each in nodes if each["incarnation"] != node.incarnation and _is_usable(node.role, node.model, each)
+    ]
+
+
+def _takes_work(reached: AdminClient, known: Mapping[str, Any]) -> bool:
+    """Whether a node says itself that it does not drain. A router learns that only from the answer to its next ping."""
+    try:
+        return not reached.get("/status", base=reached.address_of(known))["draining"]
+    except KvRelayError:
+        return False
 
 
 def changed(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> str | None:
@@ -201,4 +218,8 @@ def changed(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> str | None
 
 
 def _usable(role: str, model: str, nodes: Sequence[Mapping[str, Any]]) -> int:
-    return sum(bool(each["usable"]) and (each["role"], each["model"]) == (role, model) for each in nodes)
+    return sum(_is_usable(role, model, each) for each in nodes)
+
+
+def _is_usable(role: str, model: str, known: Mapping[str, Any]) -> bool:
+    return bool(known["usable"]) and (known["role"], known["model"]) == (role, model)
