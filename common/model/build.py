@@ -97,6 +97,8 @@ class Build:
     """Slots of each mixture beside one for each expert, for replicas; None: its experts never move."""
     adapt: Callable[[Linear, list[LinearPart]], Linear] = lambda linear, parts: linear
     """Wraps each linear layer, to apply LoRA adapters."""
+    packed_as: str = ""
+    """Beginning of the keys of packed weights, which tells those of another checkpoint from the model's."""
 
     @property
     def names(self) -> WeightNames:
@@ -190,7 +192,7 @@ class Build:
     ) -> Sequence[Linear]:
         if self.packed is None or not isinstance(self.kernels, NativeKernels):
             return make()
-        key = f"{key} {self.precision} {self.quantize}"
+        key = f"{self.packed_as}{key} {self.precision} {self.quantize}"
         return shared_linears(self.packed, self.kernels.native, key, biases, make)
 
     def _make_linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool) -> Linear:
@@ -230,7 +232,7 @@ class Build:
 
         if self.packed is None or self.device.type != "cpu":
             return read()
-        key = f"dense {name} {part} {self.precision}"
+        key = f"{self.packed_as}dense {name} {part} {self.precision}"
         return self.packed.get(key, lambda: PackedTensors({"dense": read()})).tensors["dense"]
 
     def computed_linear(self, key: str, weight: Callable[[], Tensor]) -> Linear | None:
@@ -273,7 +275,7 @@ class Build:
                 return view
         if self.packed is None:
             return self._read_vocabulary(name)
-        key = f"vocabulary {name} {own} {rows} {self.precision.weight}"
+        key = f"{self.packed_as}vocabulary {name} {own} {rows} {self.precision.weight}"
         return self.packed.get(key, lambda: PackedTensors({"rows": self._read_vocabulary(name)})).tensors["rows"]
 
     @property

@@ -47,7 +47,7 @@ class EagleHead:
             build.config, layers=(layer,), weight_names=names, ends=USUAL_ENDS, quantization=None, draft_head=None
         )
         weights = CheckpointWeights(head.path, None, build.device, _BEGINNINGS)
-        build = replace(build, config=config, weights=weights, pp_layers=(), redundant_experts=None)
+        build = replace(build, config=config, weights=weights, pp_layers=(), redundant_experts=None, packed_as="EAGLE ")
         self.layer = head.num_model_layers
         self.kv_scales = ((1.0,) * len(layer.attention.planes), (1.0,))
         self._precision = build.precision

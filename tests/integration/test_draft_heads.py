@@ -17,6 +17,8 @@ from support.guessed_answers import KINDS, SEED, Recorded, answers, slow_accepta
 from support.oracle import save_spaced_tokenizer
 from support.tiny_models import TINY
 
+from common.model.packed_weights import PackedWeights
+from common.node import worker
 from kvrelay import LLM, SamplingParams
 
 MODELS = ["glm4-moe", "deepseek-v3"]
@@ -103,6 +105,18 @@ def test_as_many_guesses_are_right_as_with_a_slow_reference(name: str, mtp_folde
         drafts, right = slow_acceptance(guess, PROMPT, list(tokens), 3)
         assert 0.1 < right / drafts < 0.95, "neither always nor never right"
         assert accepted / drafted == pytest.approx(right / drafts, abs=0.03)
+
+
+def test_an_eagle_heads_packed_weights_are_not_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have an LM head of one name and shape; processes on one host share what they pack."""
+    packed = PackedWeights(tmp_path / "weights", "model", 1.0)
+    monkeypatch.setattr(worker, "open_packed_weights", lambda *_: packed)
+    target = make_mtp(small_vocabulary("glm4-moe"), tmp_path / "model", always_right(5, by_hidden=True))
+    head = make_eagle(target, tmp_path / "head", by_hidden=True)
+    kinds = {"greedy": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}}
+    prompt = [n % 57 + 3 for n in PROMPT]
+    _, counts = answers(f"eagle:{head}", prompt, kinds, model=str(target), speculate_tokens=1)
+    assert counts["eagle3"][0] == counts["eagle3"][1] > 5
 
 
 def test_the_kv_of_wrong_guesses_is_in_no_cached_block(mtp_folder: Callable[[str], Path]) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt, wasted_rows
-from support.noisy_drafts import ErringDraft, NoisyDrafts
+from support.noisy_drafts import ErringDraft, ErringHead, NoisyDrafts
 
 from common.base.hashing import hash_blocks, root_hash
 from common.control.ids import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
+from common.engine.draft_head import DraftHeadProposer
 from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting
 from common.engine.scheduled_step import ScheduledStep
@@ -71,14 +72,29 @@ def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None
     return requests
 
 
-def run(seed: int, depth: int, num_groups: int = 1, drafting: Drafting | None = None) -> Outcome:
-    """One workload to its end, in a pool that is too small for its answers."""
+def blocks_of(seed: int) -> int:
+    """Blocks of a pool that is too small for the workload's answers."""
+    return random.Random(seed + 1000).randrange(9, 16)
+
+
+def run(
+    seed: int,
+    depth: int,
+    num_groups: int = 1,
+    drafting: Drafting | None = None,
+    runner: FakeRunner | None = None,
+    head: DraftHeadProposer | None = None,
+) -> Outcome:
+    """One workload to its end, in a pool that is too small for its answers. `head`: of `drafting`, on the slots of `runner`."""
     draw = random.Random(seed + 1000)
     blocks = draw.randrange(9, 16)
     config = SchedulerConfig(
         MAX_MODEL_LEN, draw.randrange(2, 7), draw.choice([8, 64]), draw.choice([4, 32]), num_groups, depth
     )
-    scheduler, runner, out = Scheduler(config, BlockPool(blocks), drafting=drafting), FakeRunner(blocks), Outcome()
+    scheduler, out = Scheduler(config, BlockPool(blocks), drafting=drafting), Outcome()
+    runner = runner or FakeRunner(blocks)
+    if head is not None:
+        head.reach = scheduler.allocator.reach
     requests = [
         (
             at,
@@ -119,11 +135,20 @@ def run(seed: int, depth: int, num_groups: int = 1, drafting: Drafting | None = 
             break
     assert scheduler.is_idle(), "a sequence never finished"
     assert scheduler.pool.num_used == 0
+    check_cache(scheduler.pool, runner)
     out.preemptions = scheduler.num_preemptions
     for counts in scheduler.drafting.counts.values():
         out.drafted += counts.drafted
         out.accepted += counts.accepted
     return out
+
+
+def check_cache(pool: BlockPool, runner: FakeRunner) -> None:
+    """Each hash in the prefix cache promises the KV that is in its block."""
+    for block_hash, block in pool._by_hash[0].items():
+        slot = runner.slots[(block + 1) * 16 - 1]
+        assert slot is not None
+        assert hash_blocks(root_hash("fake"), list(slot[2]))[-1] == block_hash, "a hash that promises other KV"
 
 
 @functools.cache
@@ -197,9 +222,21 @@ def test_a_draft_model_changes_no_answer_and_reads_and_publishes_only_what_is_ri
         known = {tuple(whole[:end]) for whole in texts_of(seed) for end in range(len(whole) + 1)}
         late = [context for context in model.contexts if context[:-5] not in known]
         assert not late, "a draw sees at most 5 guesses, those of its own step"
-        for block_hash, block in draft.blocks.pool._by_hash[0].items():
-            slot = model.slots[(block + 1) * 16 - 1]
-            assert slot is not None
-            assert hash_blocks(root_hash("fake"), list(slot[2]))[-1] == block_hash, "a hash that promises other KV"
+        check_cache(draft.blocks.pool, model)
+    assert total.accepted > 100
+    assert (total.accepted == total.drafted) == (wrong_in == 0)
+
+
+@pytest.mark.parametrize(("wrong_in", "fails_in"), [(0, 10**9), (3, 10**9), (3, 5)])
+def test_a_draft_head_changes_no_answer_and_what_it_writes_is_in_no_cached_block(wrong_in: int, fails_in: int) -> None:
+    """It writes guesses into the model's own blocks, and fails now and then. The fake model checks every slot that it reads."""
+    total = Outcome()
+    for seed in range(15):
+        runner = ErringHead(blocks_of(seed), seed, wrong_in, fails_in)
+        head = DraftHeadProposer("mtp", runner.execute)
+        out = run(seed, 1, 1, Drafting(head, 6, always=True), runner, head)
+        check(out, seed)
+        total.add(out)
+    assert total.preemptions > 0, "the pool is not too small"
     assert total.accepted > 100
     assert (total.accepted == total.drafted) == (wrong_in == 0)

@@ -25,6 +25,9 @@ ROUTERS = ("router-0", "router-1")
 TLS = os.environ.get("FAULT_TLS") == "1"
 """Whether the services know each other by certificates."""
 
+SPECULATE = os.environ.get("FAULT_SPECULATE", "suffix")
+"""How one of the decode nodes guesses; `draft:MODEL`: the model is its own draft."""
+
 
 @dataclass
 class Service:
@@ -96,7 +99,7 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
         control = port(5000)
         made.addresses[name] = f"tcp://{at(name)}:{control}"
         if name == "decode-1":  # the other one does not guess: streams that move between them stay the same
-            own += ["--speculate", "suffix"]
+            own += ["--speculate", SPECULATE.replace("MODEL", str(model))]
         ranked = [] if index == "0" else ["--tp" if role == "prefill" else "--pp", "2"]
         commands[name] = [*own, *ranked, "--host", at(name), "--port", str(control)]
         if ranked and network is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 from support.fake_engine import VOCAB, FakeRunner, slot_of
 
+from common.base.errors import EngineError
 from common.engine.sequence import Sequence
 from common.engine.speculation.token_index import Proposal
 from common.engine.step import SampledToken, StepInput, StepOutput
@@ -67,4 +68,28 @@ class ErringDraft(FakeRunner):
         for index, token in enumerate(output.sampled):
             if self._wrong_in and self._draw.randrange(self._wrong_in) == 0:
                 output.sampled[index] = SampledToken((token.token_id + 1) % VOCAB)
+        return output
+
+
+class ErringHead(FakeRunner):
+    """The model's own slots, in which a draft head writes too: it finds the model's token, except for one in `wrong_in`; 0: always.
+    Every `fails_in`-th of its steps fails."""
+
+    def __init__(self, num_blocks: int, seed: int, wrong_in: int, fails_in: int) -> None:
+        super().__init__(num_blocks)
+        self._draw = random.Random(seed)
+        self._wrong_in = wrong_in
+        self._fails_in = fails_in
+        self.guessed = 0
+
+    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        output = super().execute(step, on_layer)
+        if step.by_head:
+            self.guessed += 1
+            assert step.query_lens == [1] * len(step.positions)
+            if self.guessed % self._fails_in == 0:
+                raise EngineError("the head failed")
+            for index, token in enumerate(output.sampled):
+                if self._wrong_in and self._draw.randrange(self._wrong_in) == 0:
+                    output.sampled[index] = SampledToken((token.token_id + 1) % VOCAB)
         return output
