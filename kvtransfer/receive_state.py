@@ -60,7 +60,9 @@ class ReceiveState:
         self._shared: dict[int, _Shared | None] = {}
         """By source rank."""
         spec, shard = layout.spec, layout.rank_shard(rank)
-        self._stripe = shard.stripe
+        self._num_groups = layout.num_groups
+        self._positions = layout.positions(shard, layout.home_of(self._blocks))
+        """Of the sequence's blocks that this rank holds; None: it holds none."""
         check_first_blocks(plan.first_blocks, self._blocks, [0] * spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a
@@ -83,10 +85,11 @@ class ReceiveState:
             for part, first in zip(self._parts, self._first, strict=True)
         ]
         """For each group, the cells that were claimed. Those of blocks that other ranks hold stay unclaimed."""
-        count = self._stripe.count
+        own = self._positions
         self.missing = sum(
-            part.num_layers * part.num_heads * (count(self._total) - count(first))
+            part.num_layers * part.num_heads * (own.count(self._total) - own.count(first))
             for part, first in zip(self._parts, self._first, strict=True)
+            if own is not None
         )
 
     @property
@@ -118,10 +121,11 @@ class ReceiveState:
     def _shared_with(self, src_rank: int) -> _Shared | None:
         if src_rank not in self._shared:
             src = self._src_layout
-            stripe = src.rank_shard(src_rank).stripe.overlap(self._stripe) if src_rank < src.world_size else None
+            held = src.positions(src.rank_shard(src_rank), None) if src_rank < src.world_size else None
+            stripe = held and self._positions and held.overlap(self._positions)
             self._shared[src_rank] = stripe and _Shared(
                 stripe,
-                self._blocks[:, stripe.indices] // self._stripe.step,
+                self._blocks[:, stripe.indices] // self._num_groups,
                 b"".join(self.plan.block_hashes[stripe.indices]),
             )
         return self._shared[src_rank]

@@ -19,8 +19,9 @@ class Piece:
     stripe: Stripe = WHOLE
 
 
-def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
-    """The pieces that give every destination rank its shard, each byte once; what a stage hands on, only to its first rank.
+def reshard(src: KVLayout, dst: KVLayout, src_home: int = 0, dst_home: int = 0) -> list[Piece]:
+    """The pieces that give every destination rank its part of a sequence, each byte once; what a stage hands on, only to its first
+    rank. `src_home`, `dst_home`: the data-parallel ranks that hold the sequence.
 
     At most one piece for each pair of ranks and group. Where the source replicates a group, because it has fewer heads
     than ranks or none, its replicas take turns in serving the destination ranks that want the same heads.
@@ -29,9 +30,13 @@ def reshard(src: KVLayout, dst: KVLayout) -> list[Piece]:
     turns: Counter[tuple[int, int, int]] = Counter()
     pieces: list[Piece] = []
     for dst_rank, shard in enumerate(dst.shards()):
+        wanted_positions = dst.positions(shard, dst_home)
+        if wanted_positions is None:
+            continue
         for wanted in dst.relayed_parts(src, shard):
-            for replica in range(src.pp_size * src.cp_size):
-                stripe = shards[replica * src.tp_size].stripe.overlap(shard.stripe)
+            for replica in range(src.pp_size * src.num_groups):
+                held = src.positions(shards[replica * src.tp_size], src_home)
+                stripe = held and held.overlap(wanted_positions)
                 if stripe is None:
                     continue
                 turn = wanted.group, replica, wanted.head_lo
@@ -45,7 +50,7 @@ def _sources(
     src: KVLayout, shards: list[RankShard], wanted: GroupPart, replica: int, turn: int
 ) -> list[tuple[int, GroupPart]]:
     """The tensor-parallel ranks of one stage and stripe that together have what these have of `wanted`, and which part each one
-    sends. `replica`: pp_rank * cp_size + cp_rank."""
+    sends. `replica`: pp_rank * num_groups + group."""
     copies = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
     ranks = range(replica * src.tp_size + turn % copies, (replica + 1) * src.tp_size, copies)
     parts = ((rank, wanted.overlap(shards[rank].parts[wanted.group])) for rank in ranks)

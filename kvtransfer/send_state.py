@@ -109,7 +109,8 @@ class SendState:
             )
         spec, unit_bytes = self._layout.spec, self._layout.spec.unit_bytes
         routes: dict[int, _Route] = {}
-        for piece in reshard(self._layout, grant.layout):
+        homes = self._layout.home_of(self._blocks), grant.layout.home_of(grant.block_ids)
+        for piece in reshard(self._layout, grant.layout, *homes):
             if piece.src_rank == self._rank:
                 part, count = piece.part, piece.stripe.count
                 group = spec.groups[part.group]
@@ -124,7 +125,7 @@ class SendState:
         self.progress(now)
 
     def _local_blocks(self, stripe: Stripe) -> np.ndarray:
-        return self._blocks[:, stripe.indices] // self._layout.cp_size
+        return self._blocks[:, stripe.indices] // self._layout.num_groups
 
     def progress(self, now: float) -> None:
         """Something moved: restart the deadline."""

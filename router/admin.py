@@ -287,6 +287,7 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
             "tensor_parallel": record.layout.tp_size,
             "pipeline_parallel": record.layout.pp_size,
             "context_parallel": record.layout.cp_size,
+            "data_parallel": record.layout.dp_size,
             "layers_per_stage": list(record.layout.pp_layers),
         },
         "control_address": record.peer.control_address,

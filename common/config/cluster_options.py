@@ -38,6 +38,20 @@ class ClusterOptions:
         "Cluster",
         "Tensor-parallel ranks of each stage of each decode node.",
     )
+    prefill_data_parallel_attention: bool = for_role(
+        "prefill",
+        RankOptions,
+        "data_parallel_attention",
+        "Cluster",
+        "For models with experts: each of the --prefill-tp ranks holds the KV of its own prompts, and experts are spread over all.",
+    )
+    decode_data_parallel_attention: bool = for_role(
+        "decode",
+        RankOptions,
+        "data_parallel_attention",
+        "Cluster",
+        "For models with experts: each of the --decode-tp ranks holds the KV of its own sequences, and experts are spread over all.",
+    )
     decode_pp: int = for_role(
         "decode", PipelineOptions, "pipeline_parallel_size", "Cluster", "Pipeline stages of each decode node."
     )

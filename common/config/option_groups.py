@@ -175,28 +175,6 @@ class LoraOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
-    """How the experts of a mixture are placed on tensor-parallel ranks."""
-
-    rebalance_experts: float | None = option(
-        None,
-        "Move experts among tensor-parallel ranks while they serve: those of a layer where the rank with most load has more than "
-        "this many times the mean, such as 1.1; by default they never move.",
-        "Model",
-        low=1,
-        high=1000,
-    )
-    redundant_experts: int = option(
-        0,
-        "Slots of each layer for second copies of its most loaded experts, over all ranks of a stage together; needs "
-        "--rebalance-experts.",
-        "Model",
-        low=0,
-        high=10_000,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class CapacityOptions:
     """How much a node computes in one step and how much KV it holds."""
 
@@ -273,6 +251,14 @@ class RankOptions:
 
     tensor_parallel_size: int = option(
         1, "Tensor-parallel ranks: they share every layer of the model.", "Ranks", "--tp", low=1, high=64, own=True
+    )
+    data_parallel_attention: bool = option(
+        False,
+        "For models with experts: each of the --tensor-parallel-size ranks holds the KV of its own share of the sequences, and computes "
+        "all but the experts and the LM head of them alone; only the experts are spread over the ranks.",
+        "Ranks",
+        "--enable-dp-attention",
+        own=True,
     )
     nnodes: int = option(
         1, "Number of hosts that this node's ranks are spread over.", "Ranks", low=1, high=64, own=True

@@ -15,6 +15,7 @@ from common.base.logs import LogFormat
 from common.config.client_options import ClientOptions
 from common.config.cluster_options import ClusterOptions
 from common.config.context_options import DecodeContextOptions, PrefillContextOptions
+from common.config.expert_options import ExpertOptions
 from common.config.fields import NAME, check_bounds, field_infos, for_role, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
@@ -22,7 +23,6 @@ from common.config.option_groups import (
     AdminOptions,
     CapacityOptions,
     DeviceOptions,
-    ExpertOptions,
     GpuMemoryOptions,
     HttpOptions,
     LoraOptions,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from common.base.hashing import BLOCK_SIZE, BlockHash
 from common.engine.sequence import Sequence
@@ -22,6 +23,10 @@ from common.engine.step import BlockCopy
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 from common.kv.stripes import Stripe
+
+_HIT_WORTH = 4
+"""Blocks that one data-parallel rank may have in use more than another one for each cached block that saves computing or
+sending it: with few, prompts with the same beginning would be computed on every rank; with many, all would be on one."""
 
 
 def first_seen(num_tokens: int, window: int | None) -> int:
@@ -36,6 +41,18 @@ def first_kept(num_tokens: int, window: int | None) -> int:
     first row is in the last block.
     """
     return first_seen((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, window)
+
+
+class _Cached(NamedTuple):
+    """What of a sequence is in the prefix cache at one home."""
+
+    home: int
+    hit: int
+    """Blocks after which it can continue there."""
+    first: list[int]
+    """[tables]: the first block to hold."""
+    found: list[list[int]]
+    """[tables]: the cached blocks from there on."""
 
 
 class KVAllocator:
@@ -60,25 +77,29 @@ class KVAllocator:
     def longest(self) -> int:
         """Blocks in each table of the longest sequence that fits when it is alone."""
         pool = self.pool
-        return pool.num_blocks // pool.num_stripes // pool.num_tables * pool.num_stripes
+        return pool.num_blocks // pool.num_stripes // pool.num_homes // pool.num_tables * pool.num_stripes
 
     def room_of(self, seq: Sequence) -> int:
         """Blocks that can be added to each table of one sequence: those of the stripes take turns."""
-        pool, end = self.pool, len(seq.blocks.tables[0])
+        pool, end, home = self.pool, len(seq.blocks.tables[0]), seq.blocks.home
         return min(
-            ahead + pool.idle_in(end + ahead) // pool.num_tables * pool.num_stripes for ahead in range(pool.num_stripes)
+            ahead + pool.idle_in(end + ahead, home) // pool.num_tables * pool.num_stripes
+            for ahead in range(pool.num_stripes)
         )
 
     def hit_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """The longest leading part of `hashes`, in blocks, after which a sequence can continue from the prefix cache."""
+        """The longest leading part of `hashes`, in blocks, after which a sequence can continue from the prefix cache of any home."""
+        return max(self._hit_at(home, hashes) for home in range(self.pool.num_homes))
+
+    def _hit_at(self, home: int, hashes: Seq[BlockHash]) -> int:
         hit = len(hashes)
         for table in self._unlimited:
-            hit = len(self.pool.match(hashes[:hit], table))
+            hit = len(self.pool.match(hashes[:hit], table, home))
         agreed = at = 0
         while hit and agreed < len(self._limited):
             table, window = self._limited[at]
             seen = range(hit - 1, first_seen(hit * BLOCK_SIZE, window) - 1, -1)
-            hole = next((i for i in seen if not self.pool.holds(hashes[i], table)), None)
+            hole = next((i for i in seen if not self.pool.holds(hashes[i], table, home)), None)
             hit, agreed = (hit, agreed + 1) if hole is None else (hole, 0)
             at = (at + 1) % len(self._limited)
         return hit
@@ -86,23 +107,40 @@ class KVAllocator:
     def take(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> bool:
         """Take blocks for all known tokens of a sequence that is computed here, those of `hashes` from the prefix cache as
         far as it reaches. False if that would leave less than `spare_blocks` to each table."""
-        hit, first, found = self._found(hashes)
-        if not self._take(seq, first, found, spare_blocks):
+        taken = next((at for at in self._by_home(hashes) if self._take(seq, at, spare_blocks)), None)
+        if taken is None:
             return False
+        hit = taken.hit
         seq.progress.num_computed = seq.progress.num_scheduled = hit * BLOCK_SIZE
         seq.blocks.num_published = hit
         return True
 
     def fits(self, seq: Sequence, *, spare_blocks: int) -> bool:
         """Whether `take` of a sequence that may use the prefix cache would succeed."""
-        _, first, found = self._found(seq.usable_hashes(spare_tokens=1))
-        return self._missing(seq, first, found, spare_blocks) is not None
+        hashes = seq.usable_hashes(spare_tokens=1)
+        return any(self._missing(seq, at, spare_blocks) is not None for at in self._by_home(hashes))
 
-    def _found(self, hashes: Seq[BlockHash]) -> tuple[int, list[int], list[list[int]]]:
-        """(blocks of the hit; for each table its first block and the cached blocks from there on)."""
-        hit = self.hit_blocks(hashes)
+    def _by_home(self, hashes: Seq[BlockHash]) -> Iterable[_Cached]:
+        """What of a sequence is cached at each home, the best home first."""
+        return self._best_first([self._cached_at(home, hashes) for home in range(self.pool.num_homes)])
+
+    def _cached_at(self, home: int, hashes: Seq[BlockHash]) -> _Cached:
+        hit = self._hit_at(home, hashes)
         first = [first_seen(hit * BLOCK_SIZE, window) for window in self.windows]
-        return hit, first, [self.pool.match(hashes[start:hit], table) for table, start in enumerate(first)]
+        found = [self.pool.match(hashes[start:hit], table, home) for table, start in enumerate(first)]
+        return _Cached(home, hit, first, found)
+
+    def _best_first(self, cached: list[_Cached]) -> Iterable[_Cached]:
+        """The homes with fewest blocks in use first, where each cached block makes up for `_HIT_WORTH` in use; of equal ones that
+        with the longest hit, then that with fewest cached blocks to evict."""
+        if len(cached) == 1:
+            return cached
+        pool = self.pool
+
+        def worth(at: _Cached) -> tuple[int, int, int]:
+            return pool.idle_in(0, at.home) + _HIT_WORTH * sum(map(len, at.found)), at.hit, pool.free_at(at.home)
+
+        return sorted(cached, key=worth, reverse=True)
 
     def copy_begun_block(self, seq: Sequence, others: Iterable[Sequence], num_usable: int) -> list[BlockCopy]:
         """Have a sequence that has just got its blocks (`take`) continue in a copy of another one's block, where the tokens
@@ -121,6 +159,7 @@ class KVAllocator:
                 and other.tokens.ids[start:end] == begun
                 and (other.root == seq.root if at == 0 else other.blocks.hashes[at - 1] == seq.blocks.hashes[at - 1])
                 and all(first <= at for first in other.blocks.first)
+                and other.blocks.home == seq.blocks.home
             ):
                 sources = [blocks[at] for blocks in other.blocks.tables]
                 self.pool.acquire(sources)
@@ -134,36 +173,41 @@ class KVAllocator:
         Returns for each table the first block that must be sent; None if that would leave less than `spare_blocks` to each.
         """
         first = [first_kept(seq.num_tokens, window) for window in self.windows]
-        found = [self.pool.match(hashes[start:], table) for table, start in enumerate(first)]
-        if not self._take(seq, first, found, spare_blocks):
+        cached = [
+            _Cached(home, 0, first, [self.pool.match(hashes[at:], table, home) for table, at in enumerate(first)])
+            for home in range(self.pool.num_homes)
+        ]
+        taken = next((at for at in self._best_first(cached) if self._take(seq, at, spare_blocks)), None)
+        if taken is None:
             return None
-        missing = [start + len(blocks) for start, blocks in zip(first, found, strict=True)]
+        missing = [start + len(blocks) for start, blocks in zip(first, taken.found, strict=True)]
         seq.blocks.num_published = min(missing)
         seq.progress.num_computed = seq.progress.num_scheduled = seq.blocks.num_published * BLOCK_SIZE
         return missing
 
-    def _missing(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> list[int] | None:
-        """[tables]: the blocks to allocate; None if that would leave less than `spare_blocks` to each table."""
+    def _missing(self, seq: Sequence, at: _Cached, spare_blocks: int) -> list[int] | None:
+        """[tables]: the blocks to allocate at a home; None if that would leave less than `spare_blocks` to each table."""
         pool, total = self.pool, blocks_for(seq.num_tokens)
-        missing = [total - start - len(blocks) for start, blocks in zip(first, found, strict=True)]
-        spare = blocks_for(spare_blocks, pool.num_stripes) * pool.num_tables
-        idle_hits = Counter(block % pool.num_stripes for blocks in found for block in blocks if pool.is_idle(block))
+        missing = [total - start - len(blocks) for start, blocks in zip(at.first, at.found, strict=True)]
+        spare = blocks_for(spare_blocks, pool.num_stripes * pool.num_homes) * pool.num_tables
+        idle_hits = Counter(block % pool.num_stripes for blocks in at.found for block in blocks if pool.is_idle(block))
         for stripe in (Stripe(i, pool.num_stripes) for i in range(pool.num_stripes)):
             needed = sum(stripe.count(total) - stripe.count(total - count) for count in missing)
-            if needed + spare > pool.idle_in(stripe.first) - idle_hits[stripe.first]:
+            if needed + spare > pool.idle_in(stripe.first, at.home) - idle_hits[stripe.first]:
                 return None
         return missing
 
-    def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
-        pool, total, missing = self.pool, blocks_for(seq.num_tokens), self._missing(seq, first, found, spare_blocks)
+    def _take(self, seq: Sequence, at: _Cached, spare_blocks: int) -> bool:
+        pool, total, missing = self.pool, blocks_for(seq.num_tokens), self._missing(seq, at, spare_blocks)
         if missing is None:
             return False
-        for blocks in found:
+        for blocks in at.found:
             pool.acquire(blocks)
-        seq.blocks.first, seq.blocks.num_slots = first, total * BLOCK_SIZE
-        seq.blocks.tables = [
-            [0] * start + blocks + pool.allocate(count, total - count)
-            for start, blocks, count in zip(first, found, missing, strict=True)
+        held = seq.blocks
+        held.home, held.first, held.num_slots = at.home, list(at.first), total * BLOCK_SIZE
+        held.tables = [
+            [0] * start + blocks + pool.allocate(count, total - count, at.home)
+            for start, blocks, count in zip(at.first, at.found, missing, strict=True)
         ]
         self.shares.add(seq)
         return True
@@ -171,7 +215,7 @@ class KVAllocator:
     def grow(self, seq: Sequence) -> None:
         """Add a block to each table of a sequence. Raises: NoFreeBlocks if `room_of` says that there is none."""
         for table in seq.blocks.tables:
-            table += self.pool.allocate(1, len(table))
+            table += self.pool.allocate(1, len(table), seq.blocks.home)
         seq.blocks.num_slots += BLOCK_SIZE
         self.shares.grow(seq)
 

@@ -17,13 +17,14 @@ Running = dict[AttemptKey, Sequence]
 
 
 def victim_of_growth(seq: Sequence, running: Running) -> Sequence:
-    """The sequence whose blocks a running one gets, perhaps itself: the last one. In flight in another group, only one of a lower
-    priority.
+    """The sequence whose blocks a running one gets, perhaps itself: the last one with blocks on the same data-parallel rank. In
+    flight in another group, only one of a lower priority.
     """
     return next(
         other
         for other in reversed(running.values())
-        if other.group == seq.group or not other.progress.in_flight or other.request.priority > seq.request.priority
+        if other.blocks.home == seq.blocks.home
+        and (other.group == seq.group or not other.progress.in_flight or other.request.priority > seq.request.priority)
     )
 
 

@@ -19,6 +19,7 @@ from common.engine.device_inputs import StepRows, attention_metadata, rows_of, t
 from common.engine.handing_on import hand_on
 from common.engine.head_runner import HeadRunner
 from common.engine.native_step import NativeStep, native_step
+from common.engine.own_sequences import OwnPart, own_part
 from common.engine.row_shares import lens_between, row_bounds
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
@@ -140,12 +141,13 @@ class ModelRunner:
                 self._check(step)
             self._prepare(step)
             bounds = row_bounds(step, self._mesh.place.cp_size)
+            part = self._part_of(step)
             cp_rank = self._mesh.place.cp_rank
-            lo, hi = bounds[cp_rank : cp_rank + 2] if bounds else (0, len(step.token_ids))
-            self._model.adapters.plan(step.adapters, lens_between(step.query_lens, lo, hi))
+            lo, hi = bounds[cp_rank : cp_rank + 2] if bounds else (0, len(part.step.token_ids))
+            self._model.adapters.plan(part.step.adapters, lens_between(part.step.query_lens, lo, hi))
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
-            rows = graphs.load(step) if graphs is not None else self._plan(step, bounds)
-            self._fill_placeholders(step, rows.token_ids)
+            rows = graphs.load(step) if graphs is not None else self._plan(part.step, bounds)
+            self._fill_placeholders(part.step, rows.token_ids)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -169,7 +171,7 @@ class ModelRunner:
                     hidden = self._mesh.gather_rows(hidden, bounds)
                 if self._head is not None:
                     self._head.extend(step, rows, computed.get(AUX_HIDDEN, hidden), on_layer)
-                drawn, scored = self._after_layers(step, rows, hidden)
+                drawn, scored = self._after_layers(step, part, rows, hidden)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -177,7 +179,7 @@ class ModelRunner:
                 raise RankLost(f"step {step.step_id} failed halfway on {self._mesh.place}: {error}") from error
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         forward_s = planned_s + time.perf_counter() - started
-        if not self._mesh.place.is_last_stage:
+        if not self._mesh.place.is_last_stage and num_rows:
             if graphs is not None:
                 # Tensors on their way to the next stage must not change, and captured steps write to the same memory.
                 computed = {name: tensor.clone() for name, tensor in computed.items()}
@@ -208,13 +210,22 @@ class ModelRunner:
             targets = to_device([stripe.local(copy.target) for copy in copies], self._device)
             self._storage.copy_blocks(table, sources, targets)
 
+    def _part_of(self, step: StepInput) -> OwnPart:
+        """What this rank computes: all of the step, or with data-parallel attention its own sequences."""
+        if not self._mesh.place.is_data_parallel:
+            return OwnPart(step, [])
+        return own_part(step, self._storage.shard.stripe, self._block_size)
+
     def _plan(self, step: StepInput, bounds: tuple[int, ...]) -> StepRows:
+        if not step.token_ids:  # a data-parallel rank without sequences serves the experts of others
+            none = torch.empty(0, dtype=torch.int64, device=self._device)
+            return StepRows(none, none, ())
         rows = rows_of(step, self._device)
         self._attention.plan(attention_metadata(step, rows.slots, row_bounds=bounds))
         return rows
 
     def _receive(self, rows: int) -> dict[str, Tensor] | None:
-        if self._mesh.place.is_first_stage:
+        if self._mesh.place.is_first_stage or not rows:
             return None
         return self._mesh.recv_stage(rows, self._model.stage_schema(rows))
 
@@ -230,13 +241,18 @@ class ModelRunner:
         token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
 
     def _after_layers(
-        self, step: StepInput, rows: StepRows, hidden: Tensor
+        self, step: StepInput, part: OwnPart, rows: StepRows, hidden: Tensor
     ) -> tuple[SamplerOutput | None, ScoredPrompts | None]:
-        """The tokens drawn, and the log-probabilities of prompts."""
+        """The tokens drawn, and the log-probabilities of prompts. rows, hidden: of `part`."""
+        token_ids = rows.token_ids
+        if self._mesh.place.is_data_parallel:
+            hidden = self._of_all_ranks(step, part, hidden)
+            token_ids = to_device(step.token_ids, self._device)
+            self._fill_placeholders(step, token_ids)
         scored = None
         if step.scored and self._mesh.place.computes_logits:
             scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
-        return self._sample(step, hidden, rows.token_ids), scored
+        return self._sample(step, hidden, token_ids), scored
 
     def _guess(self, step: StepInput, rows: StepRows) -> SamplerOutput | None:
         """Have the draft head compute the rows, and draw from them."""
@@ -248,6 +264,20 @@ class ModelRunner:
             hidden = hidden.index_select(0, self._sampled_rows(step))
         logits = self._head.logits(hidden)
         return None if logits is None else self._sampler.sample(logits, step.samples, None)
+
+    def _of_all_ranks(self, step: StepInput, part: OwnPart, hidden: Tensor) -> Tensor:
+        """[rows, hidden] on all data-parallel ranks, from each rank's [own rows, hidden]: the rows that are sampled, or all of the step
+        if it scores prompts."""
+        wanted = list(range(len(step.token_ids))) if step.scored else [spec.row for spec in step.samples]
+        dtype = self._model.precision.for_rows(len(wanted))
+        rows = torch.zeros(len(wanted), hidden.size(1), dtype=dtype, device=self._device)
+        if not wanted:
+            return rows
+        own = {row: at for at, row in enumerate(part.rows)}
+        places = [at for at, row in enumerate(wanted) if row in own]
+        sources = to_device([own[wanted[at]] for at in places], self._device)
+        rows.index_copy_(0, to_device(places, self._device), hidden.index_select(0, sources).to(dtype))
+        return self._mesh.all_reduce(rows)
 
     def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
         if not step.samples:

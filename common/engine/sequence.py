@@ -27,6 +27,8 @@ class BlocksHeld:
     """Tokens that the blocks have room for."""
     num_published: int = 0
     """Leading blocks that were entered in the prefix cache, as far as it held them."""
+    home: int = 0
+    """The data-parallel rank that holds them."""
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     """Hashes of the leading full blocks of its tokens, as far as computed."""
 

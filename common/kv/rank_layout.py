@@ -1,14 +1,15 @@
 """How a node cuts its KV cache over its ranks, and which nodes can relay to each other. Pure, no torch.
 
 Layers are split over pipeline stages, KV heads over tensor-parallel ranks, the blocks of a sequence over context-parallel
-ranks (`common.kv.stripes`). `KVLayout` describes a whole node, `RankShard` one of its ranks.
+ranks (`common.kv.stripes`), whole sequences over data-parallel ranks. `KVLayout` describes a whole node, `RankShard` one of its ranks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
@@ -16,7 +17,12 @@ from common.base.since import Since
 from common.kv.spec import KVSpec
 from common.kv.stripes import MAX_CP_SIZE, WHOLE, Stripe
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 MAX_TP_SIZE = 256
+MAX_DP_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class RankShard:
     parts: tuple[GroupPart, ...]
     """One for each group of the spec, without layers where the rank's stage has none of that group."""
     stripe: Stripe = WHOLE
-    """Blocks of each sequence that the rank holds."""
+    """Blocks of the node's pool that the rank holds; with context parallelism these positions of each sequence too."""
 
     @property
     def num_layers(self) -> int:
@@ -94,8 +100,15 @@ class KVLayout:
     hands_on: Annotated[bool, Since(17)] = False
     """Whether the node sends planes that all ranks of a stage hold whole to the first one only, and as a receiver hands them on
     to the others. Nodes of protocol 16 do not."""
+    dp_size: Annotated[int, Since(17, needed=True)] = 1
+    """Data-parallel ranks of each stage: each holds the whole KV of its own sequences."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.dp_size <= MAX_DP_SIZE or (self.dp_size > 1 and self.tp_size * self.cp_size > 1):
+            raise ConfigError(
+                f"data-parallel size {self.dp_size} is not from 1 to {MAX_DP_SIZE}, or beside tensor-parallel size "
+                f"{self.tp_size} and context-parallel size {self.cp_size}"
+            )
         if not 1 <= self.cp_size <= MAX_CP_SIZE:
             raise ConfigError(f"context-parallel size {self.cp_size} is not from 1 to {MAX_CP_SIZE}")
         if self.tp_size > MAX_TP_SIZE:
@@ -122,19 +135,41 @@ class KVLayout:
         return len(self.pp_layers)
 
     @property
+    def num_groups(self) -> int:
+        """Groups of tensor-parallel ranks of a stage that hold different blocks of the node's pool."""
+        return self.cp_size * self.dp_size
+
+    @property
     def world_size(self) -> int:
-        return self.tp_size * self.cp_size * self.pp_size
+        return self.tp_size * self.num_groups * self.pp_size
 
     def pool_blocks(self, rank_blocks: int) -> int:
         """Blocks of a node each of whose ranks has memory for `rank_blocks`."""
-        return self.cp_size * rank_blocks
+        return self.num_groups * rank_blocks
+
+    def longest_sequence(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that fits alone into a pool of `num_blocks`."""
+        return num_blocks // self.num_groups // self.spec.num_tables * self.cp_size * self.spec.block_size
+
+    def home_of(self, tables: Sequence[Sequence[int]] | NDArray[np.int64]) -> int:
+        """The data-parallel rank that holds a sequence with these block tables. The last entry of a table always names a block
+        of the sequence."""
+        return int(tables[0][-1]) % self.dp_size if self.dp_size > 1 and len(tables[0]) else 0
+
+    def positions(self, shard: RankShard, home: int | None) -> Stripe | None:
+        """Positions of a sequence's blocks that a rank holds; None if it holds none. `home`: the sequence's data-parallel rank, or
+        None for whichever it is."""
+        if self.dp_size == 1:
+            return shard.stripe
+        return WHOLE if home is None or home == shard.stripe.first else None
 
     @property
     def kv_kind(self) -> str:
         """Equal for two layouts exactly where `check_compatible` accepts them."""
         return f"{self.fingerprint}/{self.spec}"
 
-    def shard(self, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> RankShard:
+    def shard(self, tp_rank: int, pp_rank: int, group: int = 0) -> RankShard:
+        """`group`: the context-parallel or the data-parallel rank."""
         layer_lo = sum(self.pp_layers[:pp_rank])
         layer_hi = layer_lo + self.pp_layers[pp_rank]
         parts = tuple(
@@ -146,13 +181,13 @@ class KVLayout:
             )
             for number, group in enumerate(self.spec.groups)
         )
-        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts, Stripe(cp_rank, self.cp_size))
+        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts, Stripe(group, self.num_groups))
 
     def rank_shard(self, rank: int) -> RankShard:
-        """The shard of `rank = (pp_rank * cp_size + cp_rank) * tp_size + tp_rank`."""
+        """The shard of `rank = (pp_rank * num_groups + group) * tp_size + tp_rank`."""
         replica, tp_rank = divmod(rank, self.tp_size)
-        pp_rank, cp_rank = divmod(replica, self.cp_size)
-        return self.shard(tp_rank, pp_rank, cp_rank)
+        pp_rank, group = divmod(replica, self.num_groups)
+        return self.shard(tp_rank, pp_rank, group)
 
     def handed_on(self, src: KVLayout) -> tuple[int, ...]:
         """Numbers of the groups that a node with the layout `src` sends to the first rank of each stage only."""

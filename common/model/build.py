@@ -31,7 +31,7 @@ from common.model.sharding import HeadRange, even_range, head_range, vocab_range
 from common.model.shared_linear import shared_linears
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
-from common.parallel.mesh import SOLO, Mesh
+from common.parallel.mesh import SOLO, Mesh, SoloMesh
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,13 @@ class Build:
         pp_layers = self.pp_layers or (self.config.num_layers,)
         first = sum(pp_layers[: self.mesh.place.pp_rank])
         return range(first, first + pp_layers[self.mesh.place.pp_rank])
+
+    @property
+    def for_own_rows(self) -> Build:
+        """For the parts that a rank computes for its own rows only: with data-parallel attention whole, without exchange; else
+        this."""
+        place = self.mesh.place
+        return replace(self, mesh=SoloMesh(place.alone)) if place.is_data_parallel else self
 
     def heads(self, attention: MultiHeadDescription) -> HeadRange:
         """This rank's heads."""

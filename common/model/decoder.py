@@ -21,6 +21,7 @@ from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.draft_head import MtpHead
 from common.model.eagle_head import EagleHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
+from common.model.mixture.exchange import SpreadExperts
 from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
@@ -42,9 +43,10 @@ class DecoderModel(RankModel):
         super().__init__(build)
         embedding, lm_head = f"{names.embedding}.weight", f"{names.lm_head}.weight"
         tied = build.weights.tied(embedding, lm_head) if config.tie_word_embeddings and build.lm_head else None
-        needed = place.is_first_stage or (place.is_last_stage and tied is not None)
-        vocabulary = build.vocabulary(tied or embedding) if needed else None
-        self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
+        own = build.for_own_rows
+        needed = place.is_first_stage or (place.is_last_stage and tied is not None and own is build)
+        vocabulary = own.vocabulary(tied or embedding) if needed else None
+        self._embedding = Embedding(own, vocabulary) if place.is_first_stage and vocabulary is not None else None
         learned = config.ends.positions
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
@@ -54,14 +56,17 @@ class DecoderModel(RankModel):
         wholes: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, ...]] = []
         self._attentions: list[Attention] = []
+        self._mixtures: list[SpreadExperts] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i)
-            whole = layer if native is None else as_native(layer, native, build.mesh, build.precision.wide)
+            whole = layer if native is None else as_native(layer, native, own.mesh, build.precision.wide)
             wholes.append(whole)
             layers.append(self.adapters.attach(whole))
             kv_scales.append(layer.kv_scales)
-            if isinstance(layer.mlp, MixtureMlp) and layer.mlp.experts.slots is not None:
-                self.expert_layers[number] = layer.mlp.experts.slots
+            if isinstance(layer.mlp, MixtureMlp):
+                self._mixtures.append(layer.mlp.experts)
+                if layer.mlp.experts.slots is not None:
+                    self.expert_layers[number] = layer.mlp.experts.slots
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)
@@ -70,11 +75,11 @@ class DecoderModel(RankModel):
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             if build.lm_head:
-                self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied else None)
+                self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied and own is build else None)
         self._rope, layers = _with_rotary(build, layers)
         head = config.draft_head
         self._aux_layers = () if head is None else head.aux_layers
-        self._layers = layers if self._aux_layers else as_stack(layers, wholes, self.adapters, build.mesh)
+        self._layers = layers if self._aux_layers else as_stack(layers, wholes, self.adapters, own.mesh)
         if head is not None:
             assert self._embedding is not None
             assert self._lm_head is not None
@@ -102,6 +107,10 @@ class DecoderModel(RankModel):
         received: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Run this stage's layers over one step's rows: `RankModel.forward`."""
+        if not token_ids.size(0):
+            for experts in self._mixtures:
+                experts.serve()
+            return {HIDDEN: torch.empty(0, self.config.hidden_size, dtype=self.precision.wide, device=self.device)}
         dtype = self.precision.for_rows(token_ids.size(0))
         if self._embedding is not None:
             hidden = self._embedding.forward(token_ids, dtype)

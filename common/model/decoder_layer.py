@@ -40,11 +40,12 @@ class DecoderLayer:
     def __init__(self, build: Build, number: int, index: int) -> None:
         """`number` counts from the model's first layer, `index` from this rank's."""
         layer, names = build.config.layers[number], build.names
+        whole, build = build, build.for_own_rows
         prefix = f"{names.layer.format(number=number)}."
         self.description = layer
         self.index = index
         self.attention = make_attention(build, prefix, layer.attention)
-        self.mlp = make_mlp(build, prefix, layer.mlp)
+        self.mlp = make_mlp(whole, prefix, layer.mlp)
         self._project: _Output = self.attention.project
         self._mlp_forward: _Output = self.mlp.forward
         self.input_norm: Norm = NoNorm()

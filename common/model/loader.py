@@ -68,7 +68,7 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"unknown load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
-    check_parallel(config, mesh.place.tp_size, pp_layers)
+    check_parallel(config, mesh.place.layer_tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
         raise ConfigError(f"pipeline split {list(pp_layers)} does not have {mesh.place.pp_size} stages")
     is_generic = isinstance(config, GenericConfig)

@@ -12,6 +12,7 @@ from torch import Tensor
 from common.model.activations import activate_and_mul, activation
 from common.model.build import Build
 from common.model.description import MixtureDescription, MlpDescription, implementation
+from common.model.mixture.exchange import spread_experts
 from common.model.mixture.experts import make_experts
 from common.model.mixture.native_mixture import NativeMixture, native_mixture
 from common.model.mixture.routing import route
@@ -65,38 +66,38 @@ class PlainMlp:
 class MixtureMlp:
     """A few experts for each token, chosen by a router, and experts that all tokens share.
 
-    Each rank holds a range of the experts, whole, and its share of the inner features of the shared ones; one all-reduce
-    joins them. Every rank routes all tokens, and comes to the same result, because hidden states are equal on all ranks.
+    Each rank holds a range of the experts, whole (`common.model.mixture.exchange`), and its share of the inner features of the
+    shared ones, or with data-parallel attention all of them.
     """
 
     def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
         """`prefix`: the layer's name and a dot."""
         names, router = mixture.expert_names, mixture.router
         self._router = router
+        whole, build = build, build.for_own_rows
         self._logits = build.router_linear(prefix + names.router, router.num_experts, bias=router.has_bias)
         self._selection_bias: Tensor | None = None
         if router.has_selection_bias:
             bias = build.weights.read(prefix + names.selection_bias, (router.num_experts,), torch.float32)
             self._selection_bias = bias.to(build.device)
-        self.experts = make_experts(build, prefix, mixture)
+        experts = make_experts(whole, prefix, mixture)
+        self.experts = spread_experts(experts, whole, router)
         shared = replace(build, config=replace(build.config, weight_names=mixture.shared_names(build.names)))
         self.shared = None if mixture.shared is None else GatedMlp(shared, prefix, mixture.shared)
         self.native: NativeMixture | None = None
-        """All of it in one call, if the native kernels have its parts."""
-        if mixture.shared is None or mixture.shared.activation == "silu":
+        """All of it in one call, if the native kernels have its parts and all ranks have the same rows."""
+        has_silu = mixture.shared is None or mixture.shared.activation == "silu"
+        if has_silu and not whole.mesh.place.is_data_parallel:
             own = None if self.shared is None else (self.shared.gate_up, self.shared.down)
-            self.native = native_mixture(router, self._logits, self._selection_bias, self.experts, own)
-        self._mesh = build.mesh
+            self.native = native_mixture(router, self._logits, self._selection_bias, experts, own)
+        self._mesh = whole.mesh
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
         if self.native is not None:
             return self._mesh.all_reduce(self.native.forward(x))
         routing = route(self._logits.forward(x.float()), self._router, self._selection_bias)
-        y = self.experts.forward(x, routing)
-        if self.shared is not None:
-            y += self.shared.own_part(x)
-        return self._mesh.all_reduce(y.to(x.dtype))
+        return self.experts.forward(x, routing, None if self.shared is None else self.shared.own_part(x))
 
 
 MLPS: dict[str, Callable[[Build, str, Any], Mlp]] = {
@@ -109,4 +110,6 @@ MLPS: dict[str, Callable[[Build, str, Any], Mlp]] = {
 
 def make_mlp(build: Build, prefix: str, mlp: MlpDescription | MixtureDescription) -> Mlp:
     """The MLP of the layer whose name and a dot are `prefix`."""
+    if not isinstance(mlp, MixtureDescription):
+        build = build.for_own_rows
     return implementation("MLP", mlp.kind, MLPS)(build, prefix, mlp)

@@ -17,7 +17,13 @@ _MTP_MODELS = "DeepSeek V3 and R1, GLM-4.5 and 4.6 have one: num_nextn_predict_l
 
 
 def with_draft_head(
-    model: ModelConfig, path: Path, speculation: Speculation | None, *, pp_size: int, cp_size: int
+    model: ModelConfig,
+    path: Path,
+    speculation: Speculation | None,
+    *,
+    pp_size: int,
+    cp_size: int,
+    is_data_parallel: bool = False,
 ) -> ModelConfig:
     """`model` with the head that `speculation` names, if it names one.
 
@@ -32,6 +38,8 @@ def with_draft_head(
         raise ConfigError(f"{option} does not work with pipeline stages: use tensor parallelism, or --speculate suffix")
     if cp_size > 1:
         raise ConfigError(f"{option} does not work with context parallelism: use --speculate suffix")
+    if is_data_parallel:
+        raise ConfigError(f"{option} does not work with --data-parallel-attention: use --speculate suffix")
     if speculation.method == "eagle3":
         try:
             return replace(model, draft_head=read_eagle_head(resolve_model(speculation.model), model))

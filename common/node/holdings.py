@@ -55,6 +55,7 @@ class RankHoldings:
         size_gb = self.num_weights * weight_bits / 8 / 1e9
         weights = f"{self.num_weights:,} weights ({size_gb:.3g} GB in {weight_bits} bits)"
         token = "a token" if layout.cp_size == 1 else "each token of these blocks"
+        token = token if layout.dp_size == 1 else "a token of its own sequences"
         return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for {token}"
 
 
@@ -65,7 +66,9 @@ def node_holdings(config: ModelConfig, layout: KVLayout, redundant: int | None =
 
 
 def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard, redundant: int | None) -> RankHoldings:
-    tp_size, tp_rank, hidden, names = layout.tp_size, shard.tp_rank, config.hidden_size, config.weight_names
+    tp_size, hidden, names = layout.tp_size, config.hidden_size, config.weight_names
+    spread = tp_size * layout.dp_size  # ranks that share out experts and LM head
+    index = shard.stripe.first if layout.dp_size > 1 else shard.tp_rank
     total = 0
     experts: tuple[int, int, int] | None = None
     num_mixtures = 0
@@ -75,12 +78,13 @@ def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard, redu
         if isinstance(layer.mlp, MixtureDescription):
             count = layer.mlp.router.num_experts
             slots = count + (redundant or 0)
-            experts = (*even_range(slots, tp_size, tp_rank), slots)
+            experts = (*even_range(slots, spread, index), slots)
             num_mixtures += 1
             total += hidden * count + (experts[1] - experts[0]) * 3 * hidden * layer.mlp.inner_size
     is_first, is_last = shard.pp_rank == 0, shard.pp_rank == layout.pp_size - 1
-    matrices = is_first + (is_last and not (is_first and config.tie_word_embeddings))
-    total += matrices * vocab_rows(config.vocab_size, tp_size) * hidden
+    is_one = is_first and config.tie_word_embeddings and spread == tp_size
+    total += is_first * vocab_rows(config.vocab_size, tp_size) * hidden
+    total += (is_last and not is_one) * vocab_rows(config.vocab_size, spread) * hidden
     groups = zip(layout.spec.groups, shard.parts, strict=True)
     kv_bytes = sum(group.token_bytes * part.num_layers * part.num_heads for group, part in groups)
     return RankHoldings(shard, total, experts, redundant is not None, num_mixtures, kv_bytes)

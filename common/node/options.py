@@ -161,6 +161,32 @@ class AdapterOptions:
         return cls(folders, options.max_loras, options.max_lora_rank)
 
 
+def check_data_parallel(options: NodeConfig, model: ModelConfig) -> None:
+    """Refuse `--data-parallel-attention` where it cannot work. Raises: ConfigError."""
+    if not options.data_parallel_attention:
+        return
+    numbers = _numbers_of_experts(model)
+    if not numbers:
+        raise ConfigError(
+            f"--data-parallel-attention needs a native family with experts, which {model.architecture} is not"
+        )
+    ranks = options.tensor_parallel_size
+    if not 1 < ranks <= min(numbers):
+        raise ConfigError(
+            f"--data-parallel-attention needs from 2 to {min(numbers)} ranks, as many as there are experts: "
+            f"--tensor-parallel-size is {ranks}"
+        )
+    if options.context_parallel > 1:
+        raise ConfigError("--data-parallel-attention does not work with context-parallel ranks")
+
+
+def _numbers_of_experts(model: ModelConfig) -> list[int]:
+    """How many experts each mixture has, in families whose experts are placed by us."""
+    if isinstance(model, GenericConfig):
+        return []
+    return [layer.mlp.router.num_experts for layer in model.layers if isinstance(layer.mlp, MixtureDescription)]
+
+
 @dataclass(frozen=True)
 class ExpertSettings:
     """How a mixture's experts are placed on the ranks of a stage."""
@@ -187,8 +213,8 @@ class ExpertSettings:
             if redundant:
                 raise ConfigError("--redundant-experts needs --rebalance-experts, which fills these slots")
             return cls(None, 0)
-        numbers = [layer.mlp.router.num_experts for layer in model.layers if isinstance(layer.mlp, MixtureDescription)]
-        if isinstance(model, GenericConfig) or not numbers:
+        numbers = _numbers_of_experts(model)
+        if not numbers:
             raise ConfigError(
                 f"--rebalance-experts needs a native family with experts, which {model.architecture} is not"
             )

@@ -44,7 +44,7 @@ def make_record(
 
 def make_pool(plan: NodePlan, num_blocks: int) -> BlockPool:
     """Make the block pool of a node whose ranks together have `num_blocks` KV blocks."""
-    return BlockPool(num_blocks, plan.layout.spec.num_tables, plan.layout.cp_size)
+    return BlockPool(num_blocks, plan.layout.spec.num_tables, plan.layout.cp_size, plan.layout.dp_size)
 
 
 def make_scheduler(plan: NodePlan, pool: BlockPool, draft: Worker | None = None, run: Run | None = None) -> Scheduler:

@@ -30,7 +30,7 @@ from common.model.sharding import check_parallel, lm_head_in_layers, split_layer
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.head_plan import with_draft_head
 from common.node.kv_budget import KvMemoryRequest
-from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions
+from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions, check_data_parallel
 from common.parallel.mesh import RankPlace
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class NodePlan:
         return self.layout.world_size
 
     def place(self, rank: int) -> RankPlace:
-        return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size, self.layout.cp_size)
+        layout = self.layout
+        is_data_parallel = layout.dp_size > 1
+        return RankPlace.of(rank, layout.tp_size * layout.dp_size, layout.pp_size, layout.cp_size, is_data_parallel)
 
 
 def plan_node(
@@ -92,8 +94,16 @@ def plan_node(
     path = resolve_model(config.model)
     model_config = choose_model(path, config.model_impl)
     _check_quantization(config.quantization, model_config.quantization, path)
+    check_data_parallel(config, model_config)
     num_stages = len(_parse_layers(pp_layers)) or pp_size
-    model_config = with_draft_head(model_config, path, speculation, pp_size=num_stages, cp_size=config.context_parallel)
+    model_config = with_draft_head(
+        model_config,
+        path,
+        speculation,
+        pp_size=num_stages,
+        cp_size=config.context_parallel,
+        is_data_parallel=config.data_parallel_attention,
+    )
     max_model_len = model_config.fit_context(config.max_model_len)
     model_config = model_config.for_context(max_model_len)
     device = resolve_device(config.device)
@@ -151,7 +161,9 @@ def _layout(
     stages = split_layers(
         model_config.num_layers, len(pp_layers) or pp_size, pp_layers or None, lm_head_in_layers(model_config)
     )
-    check_parallel(model_config, config.tensor_parallel_size, stages)
+    dp_size = config.tensor_parallel_size if config.data_parallel_attention else 1
+    tp_size = config.tensor_parallel_size // dp_size
+    check_parallel(model_config, tp_size, stages)
     spec = kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype), dtype)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     return KVLayout(
@@ -167,10 +179,11 @@ def _layout(
             tokenizer,
         ),
         spec=spec,
-        tp_size=config.tensor_parallel_size,
+        tp_size=tp_size,
         pp_layers=stages if model_config.draft_head is None else (spec.num_layers,),
         cp_size=config.context_parallel,
         hands_on=True,
+        dp_size=dp_size,
     )
 
 
@@ -225,8 +238,7 @@ def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
 
     Raises: ConfigError if the operator asked for a longer context.
     """
-    spec, stripes = plan.layout.spec, plan.layout.cp_size
-    longest = num_blocks // stripes // spec.num_tables * stripes * spec.block_size
+    longest = plan.layout.longest_sequence(num_blocks)
     if plan.model.max_model_len <= longest:
         return plan
     if plan.context_is_configured:

@@ -278,7 +278,9 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
         if device.type == "cpu":
             return Worker(plan, mesh, model, packed=packed, draft=draft)
         capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
-        can_capture = mesh.place.cp_size == 1 and model.draft_head is None  # a head reads what the model computes
+        place = mesh.place
+        is_plain = place.cp_size == 1 and not place.is_data_parallel
+        can_capture = is_plain and model.draft_head is None  # a head reads what the model computes
         capture = capture if small_batches and can_capture else None
         return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture, draft=draft)
     except BaseException as error:

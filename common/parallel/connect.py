@@ -172,7 +172,8 @@ def connect_mesh(
 
 def _sizes(place: RankPlace) -> str:
     cp = f" x context-parallel {place.cp_size}" if place.cp_size > 1 else ""
-    return f"tensor-parallel {place.tp_size}{cp} x pipeline-parallel {place.pp_size}"
+    kind = "data-parallel" if place.is_data_parallel else "tensor-parallel"
+    return f"{kind} {place.tp_size}{cp} x pipeline-parallel {place.pp_size}"
 
 
 @dataclass(frozen=True)

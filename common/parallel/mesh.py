@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankPlace:
     """One rank of a node of `pp_size` pipeline stages. Each has `cp_size` times `tp_size` tensor-parallel ranks: the
-    context-parallel ranks hold the same weights, and different blocks of each sequence."""
+    context-parallel ranks hold the same weights, and different blocks of each sequence.
+
+    With data-parallel attention the tensor-parallel ranks of a stage share out experts and LM head only: each computes all else,
+    with whole weights, for the rows of its own sequences.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -27,18 +31,20 @@ class RankPlace:
     pp_size: int = 1
     cp_rank: int = 0
     cp_size: int = 1
+    is_data_parallel: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.is_data_parallel or self.cp_size == 1, self
         assert 0 <= self.tp_rank < self.tp_size, self
         assert 0 <= self.pp_rank < self.pp_size, self
         assert 0 <= self.cp_rank < self.cp_size, self
 
     @staticmethod
-    def of(rank: int, tp_size: int, pp_size: int, cp_size: int = 1) -> RankPlace:
+    def of(rank: int, tp_size: int, pp_size: int, cp_size: int = 1, is_data_parallel: bool = False) -> RankPlace:
         """The place of `rank`, counted as in `common.kv.rank_layout.KVLayout.shards`."""
         replica, tp_rank = divmod(rank, tp_size)
         pp_rank, cp_rank = divmod(replica, cp_size)
-        return RankPlace(tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size)
+        return RankPlace(tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size, is_data_parallel)
 
     @property
     def rank(self) -> int:
@@ -47,6 +53,16 @@ class RankPlace:
     @property
     def world_size(self) -> int:
         return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def alone(self) -> RankPlace:
+        """This stage as a rank sees it that computes whole layers."""
+        return RankPlace(pp_rank=self.pp_rank, pp_size=self.pp_size)
+
+    @property
+    def layer_tp_size(self) -> int:
+        """Ranks that share out a layer's attention."""
+        return self.alone.tp_size if self.is_data_parallel else self.tp_size
 
     @property
     def computes_logits(self) -> bool:
@@ -83,7 +99,8 @@ class RankPlace:
 
     def __str__(self) -> str:
         cp = f"cp {self.cp_rank} of {self.cp_size}, " if self.cp_size > 1 else ""
-        return f"rank {self.rank} (tp {self.tp_rank} of {self.tp_size}, {cp}pp {self.pp_rank} of {self.pp_size})"
+        kind = "dp" if self.is_data_parallel else "tp"
+        return f"rank {self.rank} ({kind} {self.tp_rank} of {self.tp_size}, {cp}pp {self.pp_rank} of {self.pp_size})"
 
 
 class Mesh(Protocol):
@@ -171,8 +188,8 @@ class Mesh(Protocol):
 class SoloMesh:
     """`Mesh` of a single rank, which exchanges nothing."""
 
-    def __init__(self) -> None:
-        self.place = RankPlace()
+    def __init__(self, place: RankPlace = RankPlace()) -> None:
+        self.place = place
 
     def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         pass

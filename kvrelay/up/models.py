@@ -17,7 +17,10 @@ from common.model.pooling.task import find_task
 
 _OF_ONE_MODEL = ("task",)
 _OF_ONE_GENERATING = ("served_model_name", "lora", "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
-_OF_GENERATING = ("decode", "decode_tp", "decode_pp", "decode_pp_layers", "decode_context_parallel", "lora")
+_OF_GENERATING = (
+    *("decode", "decode_tp", "decode_pp", "decode_pp_layers", "decode_context_parallel", "lora"),
+    *("prefill_data_parallel_attention", "decode_data_parallel_attention"),
+)
 
 
 class UpModel(NamedTuple):

@@ -96,6 +96,8 @@ class Snapshots:
             "state": node_state(node),
             "model": node.record.model.name,
             "tp": layout.tp_size,
+            "dp": layout.dp_size,
+            "ranks": layout.world_size,
             "pp": len(layout.pp_layers),
             "slots": node.record.max_num_seqs,
             "breaker": breaker.state,

@@ -17,11 +17,11 @@ NUM_BLOCKS = 8
 class BlockPoolMachine(RuleBasedStateMachine):
     """`holders` are the lists of blocks that somebody references; `named` what every named block holds."""
 
-    stripes = 1
+    stripes = homes = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, num_stripes=self.stripes)
+        self.pool = BlockPool(NUM_BLOCKS, num_stripes=self.stripes, num_homes=self.homes)
         self.holders: list[list[int]] = []
         self.content: dict[int, bytes] = {}
         self.next_name = 0
@@ -29,17 +29,18 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def used(self) -> set[int]:
         return {block for holder in self.holders for block in holder}
 
-    @rule(count=st.integers(0, NUM_BLOCKS + 1), first=st.integers(0, 5))
-    def allocate(self, count: int, first: int) -> None:
-        stripes = [position % self.stripes for position in range(first, first + count)]
-        free = Counter(block % self.stripes for block in set(range(NUM_BLOCKS)) - self.used())
-        if Counter(stripes) - free:
+    @rule(count=st.integers(0, NUM_BLOCKS + 1), first=st.integers(0, 5), home=st.integers(0, 3))
+    def allocate(self, count: int, first: int, home: int) -> None:
+        ranks, home = self.stripes * self.homes, home % self.homes
+        wanted = [home if self.homes > 1 else position % self.stripes for position in range(first, first + count)]
+        free = Counter(block % ranks for block in set(range(NUM_BLOCKS)) - self.used())
+        if Counter(wanted) - free:
             with pytest.raises(NoFreeBlocks):
-                self.pool.allocate(count, first)
+                self.pool.allocate(count, first, home)
             return
-        blocks = self.pool.allocate(count, first)
+        blocks = self.pool.allocate(count, first, home)
         assert len(set(blocks)) == count
-        assert [block % self.stripes for block in blocks] == stripes, "a position's block is on another rank"
+        assert [block % ranks for block in blocks] == wanted, "a position's block is on another rank"
         assert not set(blocks) & self.used(), "handed out a block in use"
         for block in blocks:
             self.content.pop(block, None)
@@ -66,8 +67,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.content)
     @rule(data=st.data())
     def reuse_cached(self, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(self.content.values())), unique=True))
-        blocks = self.pool.match(names)
+        home = data.draw(st.sampled_from(sorted(self.content))) % self.homes
+        there = sorted(name for block, name in self.content.items() if block % self.homes == home)
+        names = data.draw(st.lists(st.sampled_from(there), unique=True))
+        blocks = self.pool.match(names, home=home)
         assert [self.content[block] for block in blocks] == names[: len(blocks)]
         assert len(blocks) == len(names), "a cached block was lost without being evicted"
         self.pool.acquire(blocks)
@@ -86,10 +89,35 @@ class StripedPoolMachine(BlockPoolMachine):
     stripes = 4
 
 
+class HomesPoolMachine(BlockPoolMachine):
+    """The same for four data-parallel ranks."""
+
+    homes = 4
+
+
+TestHomesPool = HomesPoolMachine.TestCase
+TestHomesPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestBlockPool = BlockPoolMachine.TestCase
 TestStripedPool = StripedPoolMachine.TestCase
 TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStripedPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+def test_what_two_ranks_hold_is_reported_until_neither_does() -> None:
+    """Data-parallel ranks each compute a prefix once; routers hear of it as of one."""
+    pool, name = BlockPool(4, num_homes=2), b"a" * 16
+    for home in range(2):
+        (block,) = pool.allocate(1, home=home)
+        pool.publish(block, name)
+        pool.release([block])
+    assert pool.journal.take() == ({name}, set())
+    assert [pool.match([name], home=home) for home in range(2)] == [[0], [1]]
+    assert pool.new_journal().take() == ({name}, set())
+    pool.allocate(2, home=0)
+    assert pool.journal.take() == (set(), set()), "the other rank still holds it"
+    pool.allocate(2, home=1)
+    assert pool.journal.take() == (set(), {name})
+    pool.check_integrity()
 
 
 def test_free_blocks_go_before_cached_ones_and_the_tail_of_a_prefix_before_its_head() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from support.kv_words import plane_words, word_of
 
 from common.base.errors import ConfigError
-from common.kv.rank_layout import GroupPart, KVLayout
+from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 from kvtransfer.copy.host import SliceCopier
-from kvtransfer.resharding import reshard
+from kvtransfer.resharding import Piece, reshard
 from kvtransfer.wire import KVSlice
 
 NUM_BLOCKS = 5
@@ -44,6 +44,8 @@ def specs(draw: st.DrawFn) -> KVSpec:
 def layouts(draw: st.DrawFn, spec: KVSpec) -> KVLayout:
     cuts = sorted(draw(st.sets(st.integers(1, spec.num_layers - 1), max_size=3))) if spec.num_layers > 1 else []
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, spec.num_layers], strict=True))
+    if draw(st.sampled_from([False, False, True])):
+        return KVLayout("m", spec, 1, stages, dp_size=draw(st.integers(1, 5)), hands_on=draw(st.booleans()))
     try:
         return KVLayout(
             "m",
@@ -62,6 +64,21 @@ def layouts(draw: st.DrawFn, spec: KVSpec) -> KVLayout:
 def pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
     spec = draw(specs())
     return draw(layouts(spec)), draw(layouts(spec))
+
+
+def home(layout: KVLayout) -> int:
+    """A data-parallel rank, for a sequence whose blocks it holds."""
+    return layout.home_of([[7 * layout.num_groups + 2]])
+
+
+def pieces_of(src: KVLayout, dst: KVLayout) -> list[Piece]:
+    return reshard(src, dst, home(src), home(dst))
+
+
+def held(layout: KVLayout, shard: RankShard) -> slice:
+    """The positions of the sequence's blocks on a rank."""
+    positions = layout.positions(shard, home(layout))
+    return slice(0) if positions is None else positions.indices
 
 
 def cut(whole: np.ndarray, part: GroupPart) -> np.ndarray:
@@ -86,12 +103,13 @@ def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayo
     whole = [np.arange(np.prod(size)).reshape(size) for size in sizes]
     have = [[cut(whole[part.group], part) for part in shard.parts] for shard in src.shards()]
     got = [[np.full((part.num_layers, part.num_heads, NUM_BLOCKS), -1) for part in s.parts] for s in dst.shards()]
-    for piece in reshard(src, dst):
+    for piece in pieces_of(src, dst):
         group, blocks = piece.part.group, piece.stripe.indices
         a, b = src.shards()[piece.src_rank], dst.shards()[piece.dst_rank]
         assert a.parts[group].contains(piece.part), "the source has the layers and the heads"
         assert b.parts[group].contains(piece.part), "the destination wants them"
-        assert all(each.stripe.owns(i) for each in (a, b) for i in range(NUM_BLOCKS)[blocks]), "both hold the blocks"
+        both = [set(range(NUM_BLOCKS)[held(*each)]) for each in ((src, a), (dst, b))]
+        assert set(range(NUM_BLOCKS)[blocks]) <= both[0] & both[1], "both hold the blocks"
         target = cut(got[piece.dst_rank][group], inside(piece.part, b.parts[group]))[..., blocks]
         assert (target == -1).all(), "each byte once"
         target[:] = cut(have[piece.src_rank][group], inside(piece.part, a.parts[group]))[..., blocks]
@@ -99,7 +117,7 @@ def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayo
         for number in dst.handed_on(src):
             got[rank][number] = got[rank - shard.tp_rank][number]
         for part, cells in zip(shard.parts, got[rank], strict=True):
-            own = shard.stripe.indices
+            own = held(dst, shard)
             np.testing.assert_array_equal(cells[..., own], cut(whole[part.group], part)[..., own])
             assert (cells >= 0).sum() == cells[..., own].size, "and nothing of other ranks' blocks"
 
@@ -122,11 +140,11 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
     sources = [KVStorage(src, shard, NUM_BLOCKS) for shard in src.shards()]
     targets = [KVStorage(dst, shard, NUM_BLOCKS) for shard in dst.shards()]
     for storage in sources:
-        own = storage.shard.stripe.indices
+        own = held(src, storage.shard)
         for part in storage.shard.parts:
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
                 plane[:, ids[0][own]] = cut(truth, part).transpose(0, 2, 1, 3, 4)[:, own]
-    for piece in reshard(src, dst):
+    for piece in pieces_of(src, dst):
         p, blocks = piece.part, piece.stripe.indices
         moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, piece.stripe.count(NUM_BLOCKS))]
         payload = np.zeros(moved[0].size_bytes(src.spec.unit_bytes), dtype=np.uint8)
@@ -134,7 +152,7 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
             SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0][None, blocks], payload)
             SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1][None, blocks], payload)
     for storage in targets:
-        own = storage.shard.stripe.indices
+        own = held(dst, storage.shard)
         handed_on = dst.handed_on(src) if storage.shard.tp_rank else ()
         for part in storage.shard.parts:
             if part.group in handed_on:
@@ -146,7 +164,7 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
 @settings(deadline=None)
 @given(pairs())
 def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLayout, KVLayout]) -> None:
-    counts = Counter((p.src_rank, p.dst_rank, p.part.group) for p in reshard(*pair))
+    counts = Counter((p.src_rank, p.dst_rank, p.part.group) for p in pieces_of(*pair))
     assert not counts or max(counts.values()) == 1
 
 
@@ -155,12 +173,12 @@ def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLa
 def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayout, KVLayout]) -> None:
     """Among the ranks of one stage and stripe of the source, no rank sends to more than one destination more than another rank does."""
     src, dst = pair
-    pieces = reshard(src, dst)
+    pieces = pieces_of(src, dst)
     for number, group in enumerate(src.spec.groups):
         if group.num_heads > 1:
             continue
         counts = Counter(p.src_rank for p in pieces if p.part.group == number)
-        for stage in range(src.pp_size * src.cp_size):
+        for stage in range(src.pp_size * src.num_groups):
             of_stage = [counts[stage * src.tp_size + tp_rank] for tp_rank in range(src.tp_size)]
             assert max(of_stage) - min(of_stage) <= 1
 
@@ -170,7 +188,7 @@ def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayou
 def test_what_a_stage_hands_on_is_sent_to_it_once(pair: tuple[KVLayout, KVLayout]) -> None:
     src, dst = (replace(each, hands_on=True) for each in pair)
     for number in dst.handed_on(src):
-        pieces = [piece for piece in reshard(src, dst) if piece.part.group == number]
+        pieces = [piece for piece in pieces_of(src, dst) if piece.part.group == number]
         sent = sum(piece.part.num_layers * piece.stripe.count(NUM_BLOCKS) for piece in pieces)
         assert sent == len(src.spec.groups[number].layers) * NUM_BLOCKS
     assert not replace(dst, hands_on=False).handed_on(src)

@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 2)]),
         late=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (2,), (20,), (33,), (None, 20), (33, None, 2), (20, 48)]),
-        stripes=st.sampled_from([1, 1, 2, 3]),
+        ranks=st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]),
     )
     def start(
         self,
@@ -68,16 +68,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout: tuple[int, int],
         late: bool,
         windows: tuple[int | None, ...],
-        stripes: int,
+        ranks: tuple[int, int],
     ) -> None:
+        """`ranks`: context-parallel and data-parallel ones."""
         groups, depth = layout
+        stripes, homes = ranks
         self.late = late
         self.windows = windows
         self.promised: set[BlockHash] = set()
         """The hashes that the journal has reported, as a router's index holds them."""
         self.wanted: dict[AttemptKey, list[int]] = {}
         """Of sequences whose KV is to arrive, the first block of each table that was asked for."""
-        num_blocks = num_blocks // stripes * stripes * len(windows)
+        num_blocks = num_blocks // stripes * stripes * homes * len(windows)
         self.runner = FakeRunner(num_blocks, windows)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -88,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_groups=groups,
                 depth=depth,
             ),
-            BlockPool(num_blocks, len(windows), stripes),
+            BlockPool(num_blocks, len(windows), stripes, homes),
             windows,
         )
         self.made: list[Sequence] = []
@@ -233,10 +235,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return
-        step, stripes = scheduled.step, self.scheduler.pool.num_stripes
+        step, pool = scheduled.step, self.scheduler.pool
+        ranks = pool.num_stripes * pool.num_homes
         for seq in scheduled.seqs:
             for blocks, first in zip(seq.blocks.tables, seq.blocks.first, strict=True):
-                assert all(block % stripes == i % stripes for i, block in enumerate(blocks) if i >= first), "other rank"
+                held = list(enumerate(blocks))[first:]
+                assert all(block % ranks == pool.part_of(i, seq.blocks.home) for i, block in held), "other rank"
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
         if self.scheduler.config.depth == 1:
             assert not {seq.key for seq in scheduled.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}

@@ -20,6 +20,7 @@ from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.description import MixtureDescription
 from common.model.formats.on_the_fly import WeightBits
+from common.model.mixture.exchange import make_spread_experts
 from common.model.mixture.experts import Experts, make_experts
 from common.model.mixture.moving import tensors_of
 from common.model.mixture.placement import imbalance
@@ -34,7 +35,13 @@ TOP_K, ROWS = 4, 200
 
 
 def layer_of(model: Path, mesh: Mesh, redundant: int | None, *, native: bool, bits: WeightBits | None) -> Experts:
-    """The experts of layer 0 of a model."""
+    """This rank's experts of layer 0 of a model."""
+    return make_experts(*_made_of(model, mesh, redundant, native=native, bits=bits))
+
+
+def _made_of(
+    model: Path, mesh: Mesh, redundant: int | None, *, native: bool, bits: WeightBits | None
+) -> tuple[Build, str, MixtureDescription]:
     config = load_model_config(model)
     library = find_native() if native else None
     kernels = TORCH if library is None else NativeKernels(library)
@@ -42,7 +49,7 @@ def layer_of(model: Path, mesh: Mesh, redundant: int | None, *, native: bool, bi
     build = Build(config, weights, FLOAT32, mesh, kernels=kernels, quantize=bits, redundant_experts=redundant)
     mixture = config.layers[0].mlp
     assert isinstance(mixture, MixtureDescription)
-    return make_experts(build, "model.layers.0.", mixture)
+    return build, "model.layers.0.", mixture
 
 
 def zipf(rows: int, experts: int, seed: int) -> Routing:
@@ -110,6 +117,49 @@ def rebalance(
     found["slots"] = list(slots.placement.slots)
     report = rebalancer.report()
     found["plans"] = [plan.reason for plan in report.plans]
+    return found
+
+
+def dispatch(
+    place: RankPlace,
+    port: int,
+    listener: socket.socket | None,
+    *,
+    model: str,
+    redundant: int | None,
+    native: bool,
+    same_host: bool,
+    rows: list[list[int]],
+) -> dict[str, Any]:
+    """Steps in which data-parallel ranks have rows of their own: `rows[step][rank]`. With `redundant` slots experts move between
+    them."""
+    torch.set_num_threads(1)
+    mesh = connect(place, port, listener, same_host, 10.0)
+    whole = layer_of(Path(model), SOLO, None, native=native, bits=None)
+    part = make_spread_experts(*_made_of(Path(model), mesh, redundant, native=native, bits=None))
+    now = [0.0]
+    rebalancer = None if part.slots is None else Rebalancer({0: part.slots}, mesh, 1.1, lambda: now[0])
+    found: dict[str, Any] = {"error": 0.0, "moved": 0}
+    with torch.inference_mode():
+        for step, counts in enumerate(rows):
+            own, generator = counts[place.rank], torch.Generator().manual_seed(100 * step + place.rank)
+            if not own:
+                part.serve()
+            else:
+                x, shared = torch.randn(2, own, 64, generator=generator)
+                routing = zipf(own, 64, 100 * step + place.rank)
+                expected = whole.forward(x, routing) + shared
+                error = (part.forward(x, routing, shared) - expected).abs().max() / expected.abs().max()
+                found["error"] = max(found["error"], float(error))
+            if rebalancer is not None and part.slots is not None:
+                before = part.slots.placement
+                rebalancer.take_turn()
+                found["moved"] += part.slots.placement != before
+                now[0] += 30.0
+    mesh.close()
+    if part.slots is not None:
+        found["counts"], found["slots"] = part.slots.counts.tolist(), list(part.slots.placement.slots)
+        found["bytes"], found["held"] = _held_bytes(part.slots), len(part.slots.own)
     return found
 
 

@@ -36,6 +36,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
     cp: int = 1
+    is_data_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _run_case(job: Callable[..., Any], case: Case) -> list[Outcome]:
         pid = os.fork()
         if pid == 0:
             die_with_parent(me)
-            place = RankPlace.of(rank, case.tp, case.pp, case.cp)
+            place = RankPlace.of(rank, case.tp, case.pp, case.cp, case.is_data_parallel)
             os.write(write_end, json.dumps(asdict(_run_rank(job, place, port, listener, case.arguments))).encode())
             os._exit(0)
         os.close(write_end)

@@ -41,7 +41,7 @@ class Experts(Protocol):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x: [T, hidden]. Returns a fresh [T, hidden] float32: the weighted sum of the outputs of each token's experts that
-        are on this rank."""
+        are on this rank. With data-parallel attention `routing` has slots in place of experts."""
         ...
 
 
@@ -56,6 +56,8 @@ class ExpertLoop:
         if build.redundant_experts is not None:
             self.slots = ExpertSlots(placement, place.tp_rank, build.device)
             build = replace(build, packed=None)  # what is shared with other processes must not change
+        self.choice = None if place.is_data_parallel else self.slots
+        """What chooses the slots of experts; None if they have been chosen, or are the experts."""
         self.first = placement.range_of(place.tp_rank).start
         self._num_slots, self._top_k = len(placement.slots), router.top_k
         build = unstacked(build, prefix, mixture)
@@ -74,7 +76,7 @@ class ExpertLoop:
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of this rank's experts: `Experts.forward`."""
-        chosen = (routing.experts if self.slots is None else self.slots.choose(routing)).flatten()
+        chosen = (routing.experts if self.choice is None else self.choice.choose(routing)).flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self._num_slots).tolist()
         at = sum(counts[: self.first])
@@ -108,10 +110,9 @@ class NativeExperts:
         self.struct = ExpertsStruct(gate_up, down)
         self.struct.first, self.struct.num_experts = loop.first, len(loop.downs)
         self.struct.hidden, self.struct.inner, self.struct.gate = hidden, mixture.inner_size, gate
-        if loop.slots is not None:
-            table, self.struct.slot_stride = loop.slots.table, loop.slots.table.size(1)
-            self.struct.slots, self.struct.replicas = table.data_ptr(), loop.slots.replicas.data_ptr()
-            self.struct.counts = loop.slots.counts.data_ptr()
+        if (choice := loop.choice) is not None:
+            self.struct.slots, self.struct.slot_stride = choice.table.data_ptr(), choice.table.size(1)
+            self.struct.replicas, self.struct.counts = choice.replicas.data_ptr(), choice.counts.data_ptr()
         self._top_k = mixture.router.top_k
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -137,5 +138,6 @@ def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Expe
         return NativeExperts(loop, mixture, build.config.hidden_size, kernels.native)
     gate_ups, downs = loop.gate_ups, loop.downs
     if can_group(gate_ups, build.device) and can_group(downs, build.device):
-        return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots)
+        are_chosen = loop.choice is None
+        return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots, slots_are_chosen=are_chosen)
     return loop

@@ -32,10 +32,13 @@ class GroupedExperts:
         downs: Sequence[FloatLinear],
         activate: Callable[[Tensor], Tensor],
         slots: ExpertSlots | None = None,
+        *,
+        slots_are_chosen: bool = False,
     ) -> None:
         """The layers of this rank's experts, from expert or slot `first` on, all of one dtype. activate: [N, 2 inner] ->
-        [N, inner]."""
+        [N, inner]. `slots_are_chosen`: `forward` gets slots in place of experts."""
         self.slots = slots
+        self._choice = None if slots_are_chosen else slots
         self._gate_up, self._gate_up_bias = stack(gate_ups)
         self._down, self._down_bias = stack(downs)
         self._first, self._activate = first, activate
@@ -44,7 +47,7 @@ class GroupedExperts:
         """The weighted sum of this rank's experts: `Experts.forward`."""
         num_tokens, top_k = routing.experts.shape
         num_experts = len(self._gate_up)
-        chosen = routing.experts if self.slots is None else self.slots.choose(routing).long()
+        chosen = routing.experts if self._choice is None else self._choice.choose(routing).long()
         local = chosen.flatten() - self._first
         group = torch.where((local >= 0) & (local < num_experts), local, num_experts)
         order = group.argsort(stable=True)

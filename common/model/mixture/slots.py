@@ -40,6 +40,12 @@ class ExpertSlots:
     def choose(self, routing: Routing) -> Tensor:
         """[T, top_k] int32, the slot that computes each expert of each row. The replicas of an expert take its rows in turn: every
         rank counts the same rows and comes to the same result. `next_slot` of the native kernels does the same."""
+        slots, counts = self.assign(routing)
+        self.counts += counts
+        return slots
+
+    def assign(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """`choose` of rows that are still to be counted: the slots, and [experts] int64, how many rows each expert gets."""
         experts = routing.experts.flatten()
         order = experts.argsort(stable=True)
         counts = torch.zeros_like(self.counts).scatter_add_(0, experts, torch.ones_like(experts))
@@ -47,8 +53,7 @@ class ExpertSlots:
         turns = torch.empty_like(experts)
         turns[order] = torch.arange(experts.numel(), device=experts.device) - firsts[experts[order]]
         slots = self.table[experts, (self.counts[experts] + turns) % self.replicas[experts]]
-        self.counts += counts
-        return slots.view(routing.experts.shape)
+        return slots.view(routing.experts.shape), counts
 
     def slot_loads(self) -> list[int]:
         """Rows that each slot of the stage computed since experts of the layer moved last."""

@@ -74,11 +74,10 @@ function makeNode(node) {
 
 function updateNode(element, node) {
   const [name, state, layout, load, meter, kv] = element.firstChild.children;
-  const ranks = node.tp * node.pp;
   text(name, node.id);
   text(state, node.breaker === "closed" ? node.state : `${node.state}, breaker ${node.breaker}`);
   state.className = `state ${node.state === "usable" && node.breaker === "closed" ? "good" : node.draining ? "warn" : "bad"}`;
-  text(layout, `TP ${node.tp} · PP ${node.pp} · ${counted(ranks, "rank")}`);
+  text(layout, `${node.dp > 1 ? `DP ${node.dp}` : `TP ${node.tp}`} · PP ${node.pp} · ${counted(node.ranks, "rank")}`);
   const queued = node.queued_tokens ? ` · ${counted(node.queued_tokens, "token")}` : "";
   text(load, `${node.running} running · ${node.waiting} waiting${queued}`);
   meter.children[0].style.width = `${node.kv_total ? (100 * node.kv_used) / node.kv_total : 0}%`;

@@ -25,7 +25,7 @@ ONE_HOST_ONLY = {
 """Options without sense on one host."""
 OF_THE_FIRST = {
     *("task", "lora", "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layers"),
-    *("prefill_context_parallel", "decode_context_parallel"),
+    *("prefill_context_parallel", "decode_context_parallel", "data_parallel_attention"),
 }
 """Options of the first model only."""
 

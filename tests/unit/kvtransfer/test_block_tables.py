@@ -28,35 +28,50 @@ SPEC = KVSpec(
     ),
     block_size=2,
 )
-Split = tuple[int, tuple[int, ...], int]
-"""(tp, pp, cp)"""
-SPLITS: list[Split] = [(1, (), 1), (2, (), 1), (4, (), 1), (1, (2, 4), 1), (2, (3, 3), 1)]
-STRIPED: list[Split] = [(1, (), 2), (2, (2, 4), 3), (1, (), 4)]
+Split = tuple[int, tuple[int, ...], int, int]
+"""(tp, pp, cp, dp)"""
+SPLITS: list[Split] = [(1, (), 1, 1), (2, (), 1, 1), (4, (), 1, 1), (1, (2, 4), 1, 1), (2, (3, 3), 1, 1)]
+STRIPED: list[Split] = [(1, (), 2, 1), (2, (2, 4), 3, 1), (1, (), 4, 1)]
+DATA_PARALLEL: list[Split] = [(1, (), 1, 2), (1, (2, 4), 1, 3)]
 PAIRS = [
     *itertools.product(SPLITS, SPLITS),
     *itertools.product(STRIPED, [SPLITS[-1], *STRIPED]),
     *itertools.product(SPLITS[-1:], STRIPED),
+    *itertools.product(DATA_PARALLEL, [SPLITS[-1], STRIPED[1], *DATA_PARALLEL]),
+    *itertools.product([SPLITS[2], STRIPED[1]], DATA_PARALLEL),
 ]
+HOME = 1
+"""The data-parallel rank that holds the sequence."""
+
 TOTAL, NUM_BLOCKS = 7, 24
 KEY = AttemptKey("r", 1)
 HASHES = [bytes([i]) * HASH_BYTES for i in range(TOTAL)]
 HELD_BY_SENDER = [0, 3, 3]
 
 
-def tables(seed: int, stripes: int = 1) -> list[list[int]]:
-    """Three tables of different blocks, which all lie in the same memory; with stripes, position i has a block of rank i % stripes."""
+def tables(seed: int, layout: KVLayout | None = None) -> list[list[int]]:
+    """Three tables of different blocks, which all lie in the same memory; with stripes, position i has a block of rank i % stripes,
+    with data-parallel ranks all have one of rank `HOME`."""
     places = np.random.default_rng(seed).permutation(NUM_BLOCKS)[: 3 * TOTAL].reshape(3, TOTAL)
+    if layout is not None and layout.dp_size > 1:
+        return (places * layout.dp_size + HOME).tolist()
+    stripes = 1 if layout is None else layout.cp_size
     return (places * stripes + np.arange(TOTAL) % stripes).tolist()
+
+
+def held(layout: KVLayout, storage: KVStorage) -> slice:
+    """The positions of the sequence that a rank holds."""
+    positions = layout.positions(storage.shard, HOME)
+    return slice(0) if positions is None else positions.indices
 
 
 def storages(layout: KVLayout) -> list[KVStorage]:
     return [KVStorage(layout, shard, NUM_BLOCKS) for shard in layout.shards()]
 
 
-def local(storage: KVStorage, blocks: list[int]) -> list[int]:
+def local(layout: KVLayout, storage: KVStorage, blocks: list[int]) -> list[int]:
     """Where a rank has its blocks of a sequence."""
-    stripe = storage.shard.stripe
-    return [stripe.local(block) for block in blocks[stripe.indices]]
+    return [storage.shard.stripe.local(block) for block in blocks[held(layout, storage)]]
 
 
 def transfer(source: list[list[int]] | None = None) -> OpenSourceOrder:
@@ -78,17 +93,18 @@ def grant(layout: KVLayout, first_blocks: list[int], blocks: list[list[int]]) ->
 def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
     src_split: Split, dst_split: Split, first_blocks: list[int]
 ) -> None:
-    src, dst = (KVLayout("m", SPEC, tp_size=tp, pp_layers=pp, cp_size=cp) for tp, pp, cp in (src_split, dst_split))
+    src, dst = (
+        KVLayout("m", SPEC, tp_size=tp, pp_layers=pp, cp_size=cp, dp_size=dp)
+        for tp, pp, cp, dp in (src_split, dst_split)
+    )
     sources, targets = storages(src), storages(dst)
-    ours, theirs = tables(1, src.cp_size), tables(2, dst.cp_size)
+    ours, theirs = tables(1, src), tables(2, dst)
     truth = np.random.default_rng(3).random((3, 2, 2, TOTAL, 2, 2, 3), dtype=np.float32)
     """[groups, layers, planes, blocks, heads, slots, width]"""
     for storage in sources:
         for group, part in enumerate(storage.shard.parts):
-            own = truth[
-                group, part.layer_lo : part.layer_hi, :, storage.shard.stripe.indices, part.head_lo : part.head_hi
-            ]
-            storage.groups[group].stacked.numpy()[:, :, local(storage, ours[group])] = own
+            own = truth[group, part.layer_lo : part.layer_hi, :, held(src, storage), part.head_lo : part.head_hi]
+            storage.groups[group].stacked.numpy()[:, :, local(src, storage, ours[group])] = own
     plan = TransferPlan(KEY, theirs, first_blocks, HASHES, 60.0)
     order = OpenDestinationOrder(plan, PeerRef("p", "s1", "", []), src)
     incoming = [ReceiveState(order, dst, r, NUM_BLOCKS, 0) for r in range(dst.world_size)]
@@ -112,10 +128,10 @@ def test_each_table_gets_its_blocks_from_its_first_one_on_and_no_others(
     assert moved == replicas * wanted * SPEC.unit_bytes[0] * 2 * 2, "blocks x layers x heads of each table"
     for storage in targets:
         for group, part in enumerate(storage.shard.parts):
-            stripe = storage.shard.stripe
-            first = stripe.count(first_blocks[group])
-            got = storage.groups[group].stacked.numpy()[:, :, local(storage, theirs[group])[first:]]
-            own = truth[group, part.layer_lo : part.layer_hi, :, stripe.indices, part.head_lo : part.head_hi]
+            positions = range(TOTAL)[held(dst, storage)]
+            first = sum(position < first_blocks[group] for position in positions)
+            got = storage.groups[group].stacked.numpy()[:, :, local(dst, storage, theirs[group])[first:]]
+            own = truth[group, part.layer_lo : part.layer_hi, :, held(dst, storage), part.head_lo : part.head_hi]
             np.testing.assert_array_equal(got, own[:, :, first:])
 
 

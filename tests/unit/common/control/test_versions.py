@@ -34,7 +34,7 @@ from kvtransfer.wire import SliceAck, SliceHeader
 
 SCHEMAS = {
     16: "9e91d97938920dc3",
-    17: "74331b406c6cd44f",
+    17: "ce29edf1f3fa2caf",
 }
 """A digest of all messages and records of each protocol version. A version that has been released never changes. A change of
 the newest one, which has not: a new field has a default and `Since(PROTOCOL_VERSION)`; put its digest here."""
