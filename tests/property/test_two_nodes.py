@@ -99,14 +99,23 @@ class Room(RuleBasedStateMachine):
         slots=st.integers(1, 6),
         depth=st.integers(1, 2),
         spec=st.sampled_from(SPECS),
-        p_stripes=st.sampled_from([1, 1, 2]),
-        d_stripes=st.sampled_from([1, 1, 3]),
+        p_ranks=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]),
+        d_ranks=st.sampled_from([(1, 1), (1, 1), (3, 1), (1, 3)]),
     )
     def start(
-        self, p_blocks: int, d_blocks: int, slots: int, depth: int, spec: KVSpec, p_stripes: int, d_stripes: int
+        self,
+        p_blocks: int,
+        d_blocks: int,
+        slots: int,
+        depth: int,
+        spec: KVSpec,
+        p_ranks: tuple[int, int],
+        d_ranks: tuple[int, int],
     ) -> None:
+        """`p_ranks`, `d_ranks`: context-parallel and data-parallel ones."""
         layout, windows, tables = KVLayout("fake", spec), spec.windows, spec.num_tables
-        p_blocks, d_blocks = p_blocks // p_stripes * p_stripes * tables, d_blocks // d_stripes * d_stripes * tables
+        p_blocks = p_blocks // p_ranks[0] * p_ranks[0] * p_ranks[1] * tables
+        d_blocks = d_blocks // d_ranks[0] * d_ranks[0] * d_ranks[1] * tables
         self.clock = MockClock()
         self.clients: dict[AttemptKey, Client] = {}
         self.to_p: deque[object] = deque()
@@ -121,7 +130,7 @@ class Room(RuleBasedStateMachine):
                 P_REF,
                 layout,
                 Scheduler(
-                    SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks, tables, p_stripes), windows
+                    SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks, tables, *p_ranks), windows
                 ),
                 executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
                 SendBuffer(self._from_p),
@@ -135,7 +144,7 @@ class Room(RuleBasedStateMachine):
                 D_REF,
                 layout,
                 Scheduler(
-                    SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks, tables, d_stripes), windows
+                    SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks, tables, *d_ranks), windows
                 ),
                 executor(d_runner, self.to_d, depth),
                 SendBuffer(self._from_d),
