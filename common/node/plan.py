@@ -92,18 +92,8 @@ def plan_node(
     Raises: ConfigError in one sentence for an impossible model, layout or device.
     """
     path = resolve_model(config.model)
-    model_config = choose_model(path, config.model_impl)
-    _check_quantization(config.quantization, model_config.quantization, path)
-    check_data_parallel(config, model_config)
     num_stages = len(_parse_layers(pp_layers)) or pp_size
-    model_config = with_draft_head(
-        model_config,
-        path,
-        speculation,
-        pp_size=num_stages,
-        cp_size=config.context_parallel,
-        is_data_parallel=config.data_parallel_attention,
-    )
+    model_config = _model_config(config, path, num_stages, speculation)
     max_model_len = model_config.fit_context(config.max_model_len)
     model_config = model_config.for_context(max_model_len)
     device = resolve_device(config.device)
@@ -144,6 +134,21 @@ def plan_node(
         relay=RelaySettings.of(config),
         shares_cores=shares_cores,
         speculation=speculation,
+    )
+
+
+def _model_config(config: NodeConfig, path: Path, num_stages: int, speculation: Speculation | None) -> ModelConfig:
+    """The model in `path`, with its draft head if that makes drafts. Raises: ConfigError for what the node cannot do with it."""
+    model = choose_model(path, config.model_impl)
+    _check_quantization(config.quantization, model.quantization, path)
+    check_data_parallel(config, model)
+    return with_draft_head(
+        model,
+        path,
+        speculation,
+        pp_size=num_stages,
+        cp_size=config.context_parallel,
+        is_data_parallel=config.data_parallel_attention,
     )
 
 

@@ -21,7 +21,7 @@ def plan(folder: Path, model: str, ranks: int, pp_size: int = 1, **options: Any)
         data_parallel_attention=True,
         **options,
     )
-    return plan_node(config, pp_size=pp_size)
+    return plan_node(config, pp_size=pp_size, speculation=config.speculation)
 
 
 def test_each_rank_holds_whole_sequences_and_its_share_of_the_experts(tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def test_a_sequence_must_fit_one_rank(tmp_path: Path) -> None:
         ("mixtral", 1, {}, "needs from 2 to 4 ranks, as many as there are experts: --tensor-parallel-size is 1"),
         ("mixtral", 5, {}, "needs from 2 to 4 ranks, as many as there are experts: --tensor-parallel-size is 5"),
         ("mixtral", 2, {"decode_context_parallel": 2}, "does not work with context-parallel ranks"),
+        ("deepseek-v3", 2, {"speculate": "mtp"}, "--speculate mtp"),
         ("mixtral", 2, {"model_impl": "transformers"}, "needs a native family with experts"),
     ],
 )
