@@ -116,7 +116,9 @@ def test_a_sequence_is_on_one_rank_with_its_adapter_and_what_is_asked_of_its_pro
         again = [*prompts[3], 5]
         assert ask(again)["token_ids"] == greedy(model, again, NEW_TOKENS).tokens
         name_of_hits, cached = "vllm:prefix_cache_hits_total", len(prompts[3])
-        wait_until(lambda: system.metric(name_of_hits, role="prefill") == cached, 20, "the prompt is found in the cache")
+        wait_until(
+            lambda: system.metric(name_of_hits, role="prefill") == cached, 20, "the prompt is found in the cache"
+        )
         assert sum((received_by_rank(system) - before).values()) <= spec.bytes_per_token * 16, "it found its rank"
         assert ask(prompts[1], "ad")["token_ids"] == greedy(merged, prompts[1], NEW_TOKENS).tokens
         expected = prompt_logprobs(model, prompts[2])

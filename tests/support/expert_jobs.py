@@ -20,7 +20,7 @@ from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.description import MixtureDescription
 from common.model.formats.on_the_fly import WeightBits
-from common.model.mixture.exchange import make_spread_experts
+from common.model.mixture.exchange import spread_experts
 from common.model.mixture.experts import Experts, make_experts
 from common.model.mixture.moving import tensors_of
 from common.model.mixture.placement import imbalance
@@ -136,7 +136,8 @@ def dispatch(
     torch.set_num_threads(1)
     mesh = connect(place, port, listener, same_host, 10.0)
     whole = layer_of(Path(model), SOLO, None, native=native, bits=None)
-    part = make_spread_experts(*_made_of(Path(model), mesh, redundant, native=native, bits=None))
+    build, prefix, mixture = _made_of(Path(model), mesh, redundant, native=native, bits=None)
+    part = spread_experts(make_experts(build, prefix, mixture), build, mixture.router)
     now = [0.0]
     rebalancer = None if part.slots is None else Rebalancer({0: part.slots}, mesh, 1.1, lambda: now[0])
     found: dict[str, Any] = {"error": 0.0, "moved": 0}
