@@ -51,6 +51,22 @@ def test_every_layout_draws_what_one_rank_draws(kind: str, tmp_path: Path) -> No
         assert max(outcome.value["kv_error"] for outcome in outcomes) < 1e-4
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "mixtral"])
+def test_context_parallel_ranks_share_out_rows(kind: str, tmp_path: Path) -> None:
+    folder = write_model(config_of(kind), tmp_path / kind)
+    recorder = Recorder(make_runner(folder, model_impl="transformers"))
+    drive(recorder, [prompt(n, 250) for n in (1, 150, 33)], 90, 8)
+    recording = tmp_path / "recording"
+    recorder.write(recording)
+    arguments = {"model": str(folder), "recording": str(recording), "same_host": True, "model_impl": "transformers"}
+    [outcomes] = run_ranks("support.rank_jobs:replay", [Case(1, 1, {**arguments, "pp_layers": [3]}, cp=2)])
+    assert [outcome for outcome in outcomes if outcome.error or outcome.signal] == []
+    expected = [token.token_id for output in recorder.outputs for token in output.sampled]
+    assert outcomes[0].value["tokens"] == expected
+    assert max(outcome.value["kv_error"] for outcome in outcomes) < 1e-4
+
+
 def test_a_class_without_plans_is_refused_on_several_ranks(tmp_path: Path) -> None:
     config = choose_model(write_model(config_of("opt"), tmp_path), "transformers")
     with pytest.raises(ConfigError, match="no tensor-parallel plan for OPTForCausalLM: use --tensor-parallel-size 1"):
