@@ -43,7 +43,13 @@ def run(session: Session) -> Result:
         if first.error or second.error:
             raise RuntimeError(first.message or second.message)
         found = {way: {what: times[1:] for what, times in each.items()} for way, each in first.value.items()}
-        for what, label in (("decode", f"step at {_CONTEXT} tokens"), ("prefill", f"prompt of {_PROMPT} tokens")):
+        prompt = f"prompt of {_PROMPT} tokens"
+        labels = {
+            "decode": f"step at {_CONTEXT} tokens",
+            "prefill": prompt,
+            "prefill, processor": f"{prompt}, processor time of a rank",
+        }
+        for what, label in labels.items():
             for way, each in found.items():
                 against = [a / b for a, b in zip(found["one rank"][what], each[what], strict=True)]
                 note = f"one rank takes {median(against):.2f} times as long"

@@ -63,13 +63,14 @@ def measure(
     rounds: int,
 ) -> dict[str, dict[str, list[float]]]:
     """For each way, by turns, seconds of a decode step of one sequence with `context` tokens of KV (the median of `steps`), and of
-    a prompt. `ports`: free ones, for the ways of two ranks."""
+    a prompt, also of this process's processor time, which says something where ranks wait for a busy core. `ports`: free ones, for the ways of two ranks."""
     meeting = _connect(place, port, listener)
     free = iter(ports)
     runners = {
         name: _make_runner(way, place.rank, folder, max(context + 1, prompt), free) for name, way in WAYS.items()
     }
-    found: dict[str, dict[str, list[float]]] = {name: {"decode": [], "prefill": []} for name in WAYS}
+    kinds = ("decode", "prefill", "prefill, processor")
+    found: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in WAYS}
     for number in range(rounds):
         for name, runner in runners.items():
             meeting.agree(f"{number} {name}", "now")
@@ -78,7 +79,9 @@ def measure(
                 times = [_seconds(runner, [_step(context + 1, 1)]) for _ in range(steps)]
                 found[name]["decode"].append(sorted(times)[len(times) // 2])
                 chunks = [_step(at + chunk, chunk) for at in range(0, prompt, chunk)]
+                busy_s = time.process_time()
                 found[name]["prefill"].append(_seconds(runner, chunks))
+                found[name]["prefill, processor"].append(time.process_time() - busy_s)
     meeting.agree("end", "now")
     meeting.close()
     return found
