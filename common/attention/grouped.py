@@ -73,9 +73,11 @@ def attention_of_groups(
     members = storage.layout.group_layers(storage.shard)
     for group, kv, numbers in zip(storage.layout.spec.groups, storage.groups, members, strict=True):
         layers = [layer for layer in numbers if layer < len(shapes)]
-        for shape in dict.fromkeys(shapes[layer] for layer in layers):
-            own = {layer: index for index, layer in enumerate(layers) if shapes[layer] == shape}
-            sinks = tuple(sinks for layer in layers for sinks in shapes[layer].sinks)
+        kinds = {layer: (shapes[layer], len(shapes[layer].sinks)) for layer in layers}
+        for shape, num_sinks in dict.fromkeys(kinds.values()):
+            own = {layer: index for index, layer in enumerate(layers) if kinds[layer] == (shape, num_sinks)}
+            # One for each layer of the memory; those of other layers are not read.
+            sinks = tuple(shapes[layer if layer in own else next(iter(own))].sinks[0] for layer in layers if num_sinks)
             present.append((make(kv, replace(shape, sinks=sinks)), own, group.table))
     backends, layers, tables = zip(*present, strict=True)
     if len(backends) == 1 and storage.layout.spec.num_tables == 1:

@@ -282,6 +282,8 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
         is_plain = place.cp_size == 1 and not place.is_data_parallel
         can_capture = is_plain and model.draft_head is None  # a head reads what the model computes
         capture = capture if small_batches and can_capture else None
+        if model.draft_head is not None and small_batches and not plan.eager:
+            log.warning("decode steps are not captured as CUDA graphs: the draft head reads what is between the layers")
         return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture, draft=draft)
     except BaseException as error:
         if packed is not None:
