@@ -44,7 +44,9 @@ class DecoderModel(RankModel):
         embedding, lm_head = f"{names.embedding}.weight", f"{names.lm_head}.weight"
         tied = build.weights.tied(embedding, lm_head) if config.tie_word_embeddings and build.lm_head else None
         own = build.for_own_rows
-        needed = place.is_first_stage or (place.is_last_stage and tied is not None and own is build)
+        # With data-parallel attention a rank looks up all ids, and has a part of the LM head.
+        is_shared = tied is not None and not place.is_data_parallel
+        needed = place.is_first_stage or (place.is_last_stage and is_shared)
         vocabulary = own.vocabulary(tied or embedding) if needed else None
         self._embedding = Embedding(own, vocabulary) if place.is_first_stage and vocabulary is not None else None
         learned = config.ends.positions
@@ -75,7 +77,7 @@ class DecoderModel(RankModel):
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             if build.lm_head:
-                self._lm_head = LMHead(build, tied or lm_head, vocabulary if tied and own is build else None)
+                self._lm_head = LMHead(build, tied or lm_head, vocabulary if is_shared else None)
         self._rope, layers = _with_rotary(build, layers)
         head = config.draft_head
         self._aux_layers = () if head is None else head.aux_layers

@@ -41,6 +41,7 @@ THOROUGH = [
     ("deepseek-v3", f"--prefill-tp 2 --decode-tp 4 {DECODE}"),
     ("deepseek-v3", f"--prefill-tp 2 {PREFILL} --decode-tp 2 --decode-pp 2"),
     ("deepseek-v2", f"--prefill-tp 2 {PREFILL} --decode-tp 2 {DECODE} --decode-pp 2"),
+    ("granite-moe", f"--decode-tp 2 {DECODE} --decode-pp 2"),
     ("glm4-moe", f"--prefill-tp 4 {PREFILL} --decode-tp 2 {DECODE}"),
 ]
 CASES = [*COVERING, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
@@ -129,7 +130,7 @@ def test_a_sequence_is_on_one_rank_with_its_adapter_and_what_is_asked_of_its_pro
 
 def test_streams_go_on_after_preemptions_and_a_killed_rank(tmp_path: Path) -> None:
     """Two decode nodes of two ranks each, with few blocks: while all requests run, a rank of one node is killed."""
-    name, new_tokens = "qwen3-moe", 80
+    name, new_tokens = "qwen3-moe", 120
     model = make_tiny(name, tmp_path / name)
     prompts = matrix_prompts(TINY[name].vocab_size)
     config = tmp_path / "nodes.toml"
@@ -141,7 +142,8 @@ def test_streams_go_on_after_preemptions_and_a_killed_rank(tmp_path: Path) -> No
 
         async def ask() -> list[dict[str, Any]]:
             asked = asyncio.create_task(ask_all(system.url, name, prompts, new_tokens))
-            while system.metric("vllm:num_preemptions_total", role="decode") == 0:
+            preempted, running = "vllm:num_preemptions_total", "vllm:num_requests_running"
+            while not (system.metric(preempted, role="decode") and system.metric(running, node="decode-0")):
                 assert not asked.done(), "sequences are preempted"
                 await asyncio.sleep(0.05)
             os.kill(rank, signal.SIGKILL)

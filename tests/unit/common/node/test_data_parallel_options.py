@@ -55,7 +55,7 @@ def test_a_sequence_must_fit_one_rank(tmp_path: Path) -> None:
         ("mixtral", 1, {}, "needs from 2 to 4 ranks, as many as there are experts: --tensor-parallel-size is 1"),
         ("mixtral", 5, {}, "needs from 2 to 4 ranks, as many as there are experts: --tensor-parallel-size is 5"),
         ("mixtral", 2, {"decode_context_parallel": 2}, "does not work with context-parallel ranks"),
-        ("deepseek-v3", 2, {"speculate": "mtp"}, "--speculate mtp"),
+        ("deepseek-v3", 2, {"speculate": "mtp"}, "--speculate mtp does not work with --data-parallel-attention"),
         ("mixtral", 2, {"model_impl": "transformers"}, "needs a native family with experts"),
     ],
 )
