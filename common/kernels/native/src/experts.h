@@ -1,5 +1,5 @@
-// The experts of a mixture: rows sorted by expert, then one expert after the other, each shared out among the team. Only weights of
-// chosen experts are read.
+// The experts of a mixture: rows sorted by expert, then one expert after the other, each shared out among the team, or, where there
+// are enough of them, each on one member, who waits for nobody meanwhile. Only weights of chosen experts are read.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
@@ -47,14 +47,37 @@ inline Picks sort_by_expert(kv_team& team, const kv_experts& e, const kv_choice&
     return {starts[e.num_experts], starts, rows, places};
 }
 
+// How experts are shared out.
+struct ExpertShares {
+    bool are_whole;                      // each expert on one member
+    size_t own_bytes[kv_team::NUM_USES];  // of such a member
+};
+
 // Called outside of run(), before `multiply_experts`.
-inline void reserve_experts(kv_team& team, const kv_experts& e, const Picks& picks) {
+inline ExpertShares reserve_experts(kv_team& team, const kv_experts& e, const Picks& picks) {
+    ExpertShares shares{};
+    int most = 0;
     for (int i = 0; i < e.num_experts; ++i) {
         const int count = picks.starts[i + 1] - picks.starts[i];
         if (!count) continue;
-        reserve_linear(team, e.gate_up[i], count);
-        reserve_linear(team, e.down[i], count);
+        most = std::max(most, count);
+        for (const kv_linear* l : {&e.gate_up[i], &e.down[i]}) {
+            reserve_linear(team, *l, count);
+            const auto needs = [&](kv_team::Use use, size_t bytes) {
+                size_t& own = shares.own_bytes[use];
+                own = std::max(own, (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+            };
+            needs(kv_team::CODES, codes_bytes(*l, count));
+            needs(kv_team::SUMS, sums_bytes(*l, count));
+            needs(kv_team::PARTIAL, expanded_bytes(*l));
+        }
     }
+    // The most loaded expert is then no more than half of a member's share.
+    shares.are_whole = team.size() > 1 && 2 * most * team.size() <= picks.count;
+    if (shares.are_whole)
+        for (int use = 0; use < kv_team::NUM_USES; ++use)
+            if (shares.own_bytes[use]) team.buffers[use].reserve(shares.own_bytes[use] * size_t(team.size()));
+    return shares;
 }
 
 // Scratch rows of each pick, at distances of `hidden_stride` and `inner_stride` numbers.
@@ -68,21 +91,27 @@ struct PickRows {
 
 // out: [rows][hidden] = the weighted sum of the outputs of each row's experts, in the order of its choice.
 template <class Model, class Act>
-void multiply_experts(Worker& w, const kv_experts& e, const kv_choice& choice, const Picks& picks, const Model* x,
-                      const PickRows<Act>& scratch, float* out) {
+void multiply_experts(Worker& w, const kv_experts& e, const kv_choice& choice, const Picks& picks, const ExpertShares& shares,
+                      const Model* x, const PickRows<Act>& scratch, float* out) {
     const int hidden = e.hidden;
     const int64_t stride = scratch.hidden_stride;
     w.for_each(picks.count, [&](int i) {
         const Model* from = x + int64_t(picks.rows[i]) * hidden;
         for_lanes(hidden, [&](int k, int count) { write(scratch.x + i * stride + k, read(from + k, count), count); });
     });
-    for (int i = 0; i < e.num_experts; ++i) {
+    const auto multiply = [&](Worker& by, int i) {
         const int first = picks.starts[i], count = picks.starts[i + 1] - first;
-        if (!count) continue;
+        if (!count) return;
         Act* inner = scratch.inner + first * scratch.inner_stride;
         const Output gated{inner, sizeof(Act) == 4 ? KV_F32 : KV_BF16, scratch.inner_stride, e.gate};
-        linear<Model>(w, e.gate_up[i], scratch.x + first * stride, stride, gated, count);
-        linear<Model>(w, e.down[i], inner, scratch.inner_stride, {scratch.y + first * stride, KV_F32, stride}, count);
+        linear<Model>(by, e.gate_up[i], scratch.x + first * stride, stride, gated, count);
+        linear<Model>(by, e.down[i], inner, scratch.inner_stride, {scratch.y + first * stride, KV_F32, stride}, count);
+    };
+    if (shares.are_whole) {
+        Worker alone{w.team, w.index, w.generation, shares.own_bytes};
+        w.for_each(e.num_experts, [&](int i) { multiply(alone, i); });
+    } else {
+        for (int i = 0; i < e.num_experts; ++i) multiply(w, i);
     }
     constexpr int PART = 512;
     const int parts = ceil_div(hidden, PART);

@@ -110,11 +110,11 @@ template <class Model, class Act>
 void experts_forward(kv_team* team, const kv_experts* e, const kv_choice& choice, const Model* x, float* out) {
     const Picks picks = sort_by_expert(*team, *e, choice);
     const int64_t hidden_stride = padded(e->hidden), inner_stride = padded(e->inner);
-    reserve_experts(*team, *e, picks);
+    const ExpertShares shares = reserve_experts(*team, *e, picks);
     const PickRows<Act> rows{scratch<Act>(*team, kv_team::NORMED, picks.count * hidden_stride),
                              scratch<Act>(*team, kv_team::INNER, picks.count * inner_stride),
                              scratch<float>(*team, kv_team::QKV, picks.count * hidden_stride), hidden_stride, inner_stride};
-    team->run([&](Worker& w) { multiply_experts(w, *e, choice, picks, x, rows, out); });
+    team->run([&](Worker& w) { multiply_experts(w, *e, choice, picks, shares, x, rows, out); });
 }
 
 void experts_forward(kv_team* team, const kv_experts* e, const kv_choice* choice, const void* x, int32_t dtype, float* out) {

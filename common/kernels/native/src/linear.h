@@ -358,7 +358,7 @@ inline void reserve_expanded(kv_team& team, const kv_linear& l) {
 template <class From, class Weights>
 void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<typename Weights::Act> rows,
                        const Output& output, int num_rows) {
-    char* own = w.team.buffers[kv_team::PARTIAL].as<char>() + expanded_bytes(l) * w.index;
+    char* own = w.scratch<char>(kv_team::PARTIAL) + (w.own_bytes ? 0 : expanded_bytes(l) * w.index);
     w.for_each(num_panels(l), [&](int p) {
         From::expand(l, static_cast<const char*>(l.weight) + p * panel_bytes, own);
         multiply_panel<Weights>(l, p, own, 0, rows, output, 0, num_rows);

@@ -237,15 +237,22 @@ void quantize_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride
     });
 }
 
+// Of rows under integer weights, as much as any format takes: codes of 16 bits; a scale and a sum for each group, or sums of its
+// parts.
+inline size_t codes_bytes(const kv_linear& l, int num_rows) {
+    return l.format == KV_LINEAR_INT8 || l.format == KV_LINEAR_INT4 ? num_rows * code_stride(l) * sizeof(int16_t) : 0;
+}
+inline size_t sums_bytes(const kv_linear& l, int num_rows) {
+    const int groups = l.group ? l.in / l.group * ceil_div(l.group, 256) : 1;
+    return l.format == KV_LINEAR_INT8 || l.format == KV_LINEAR_INT4 ? 2 * sizeof(float) * num_rows * groups : 0;
+}
+
 // Called outside of run(), before `linear`.
 inline void reserve_linear(kv_team& team, const kv_linear& l, int num_rows) {
     reserve_product(team, l, num_rows);
     if (l.format >= KV_LINEAR_INT4 && num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);
-    if (l.format != KV_LINEAR_INT8 && l.format != KV_LINEAR_INT4) return;
-    const int groups = l.group ? l.in / l.group * ceil_div(l.group, 256) : 1;
-    // As much as any format takes: codes of 16 bits; a scale and a sum for each group, or sums of its parts.
-    team.buffers[kv_team::CODES].reserve(num_rows * code_stride(l) * sizeof(int16_t));
-    team.buffers[kv_team::SUMS].reserve(2 * sizeof(float) * num_rows * groups);
+    team.buffers[kv_team::CODES].reserve(codes_bytes(l, num_rows));
+    team.buffers[kv_team::SUMS].reserve(sums_bytes(l, num_rows));
 }
 
 template <class Codes>
@@ -258,9 +265,9 @@ void group_product(Worker& w, const kv_linear& l, Rows<typename Codes::Act> rows
 // not multiply bfloat16.
 template <class Model, class Act>
 void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const Output& output, int num_rows) {
-    float* sums = w.team.buffers[kv_team::SUMS].as<float>();
+    float* sums = w.scratch<float>(kv_team::SUMS);
     if (l.format == KV_LINEAR_INT8) {
-        uint8_t* codes = w.team.buffers[kv_team::CODES].as<uint8_t>();
+        uint8_t* codes = w.scratch<uint8_t>(kv_team::CODES);
         quantize_rows(w, l, x, stride, num_rows, codes, sums);
         return int8_product(w, l, {codes, code_stride(l), sums}, output, num_rows);
     }
@@ -268,7 +275,7 @@ void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const O
     if (l.format != KV_LINEAR_INT4) return product(w, l, x, stride, output, num_rows);
 #ifdef KV_HAS_INT16_DOT
     if constexpr (sizeof(Model) == 2) {
-        int16_t* codes = w.team.buffers[kv_team::CODES].as<int16_t>();
+        int16_t* codes = w.scratch<int16_t>(kv_team::CODES);
         float* scales = sums + int64_t(num_rows) * (l.in / l.group);
         quantize_groups(w, l, x, stride, num_rows, codes, scales, sums);
         group_product<Int4Weights<int16_t>>(w, l, {codes, code_stride(l), scales, sums}, output, num_rows);

@@ -68,13 +68,21 @@ struct Worker {
     kv_team& team;
     int index;
     uint32_t& generation;
+    // Not null: this member works without the others, and has as many bytes of each buffer for itself.
+    const size_t* own_bytes = nullptr;
 
     void barrier() { team.barrier(generation); }
+
+    template <class T>
+    T* scratch(kv_team::Use use) const {
+        char* memory = team.buffers[use].as<char>();
+        return reinterpret_cast<T*>(own_bytes ? memory + own_bytes[use] * size_t(index) : memory);
+    }
 
     // Calls f(i) for every i below n, each on one member, in any order; then all members meet.
     template <class F>
     void for_each(int n, const F& f) {
-        if (team.size() == 1) {
+        if (team.size() == 1 || own_bytes) {
             for (int i = 0; i < n; ++i) f(i);
             return;
         }

@@ -20,9 +20,9 @@ from common.kernels.native.library import (
 )
 from common.kernels.native.linear import NativeLinear, PackedWeight, pack_float, pack_int4, pack_int8
 
-HIDDEN, INNER, EXPERTS, TOP_K = 136, 72, 6, 3
-FIRST, OWN = 1, 4
-"""This rank has experts 1 to 4 of 6."""
+HIDDEN, INNER, EXPERTS, TOP_K = 136, 72, 14, 3
+FIRST, OWN = 2, 10
+"""This rank has experts 2 to 11 of 14: many rows share out whole experts among the threads, few rows the outputs of each."""
 ALPHA, LIMIT = 1.7, 2.5
 
 
@@ -93,7 +93,7 @@ def test_experts_equal_float64_products_and_a_row_does_not_depend_on_others(
     mixture = _Mixture(variant, form, dtype, gate)
     x = (torch.randn(100, HIDDEN) / 4).to(dtype)
     experts, weights = _choice(len(x))
-    experts[0] = torch.tensor([0, 5, 0])  # all on other ranks
+    experts[0] = torch.tensor([0, 13, 1])  # all on other ranks
     whole, expected = mixture.forward(x, experts, weights), mixture.expected(x, experts, weights)
     error = (whole.double() - expected).abs().max() / expected.abs().max()
     # Rows and inner features are rounded to bfloat16, or to int8.
