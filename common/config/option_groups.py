@@ -254,8 +254,8 @@ class RankOptions:
     )
     data_parallel_attention: bool = option(
         False,
-        "For models with experts: each of the --tensor-parallel-size ranks holds the KV of its own share of the sequences, and computes "
-        "all but the experts and the LM head of them alone; only the experts are spread over the ranks.",
+        "For models with experts: each of the --tensor-parallel-size ranks holds the KV of its own sequences, and computes them "
+        "alone, except for the experts and the LM head, which are spread over the ranks.",
         "Ranks",
         "--enable-dp-attention",
         own=True,

@@ -206,8 +206,8 @@ class PrefillConfig(SpeculateOption, PrefillContextOptions, NodeConfig):
     speculate: str = variant(
         SpeculateOption,
         "speculate",
-        help="As decode nodes have it. With mtp and eagle:PATH the prompt's KV includes that of the head that guesses tokens; other methods "
-        "concern decode nodes only.",
+        help="As decode nodes have it. With mtp and eagle:PATH the prompt's KV includes that of the head that guesses tokens; other "
+        "methods concern decode nodes only.",
     )
 
     def __post_init__(self) -> None:

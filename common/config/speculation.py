@@ -70,7 +70,10 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
         raise ConfigError(f"--speculative-config is not valid JSON: {error}") from error
     model, count = given.pop("model", None), given.pop("num_speculative_tokens", max_drafts)
     method = given.pop("method", None if model is None else "draft_model")
-    _refuse_heads("--speculative-config", method)
+    if method in _NOT_SUPPORTED:
+        raise ConfigError(
+            f"--speculative-config: guesses by heads of the kind {method} are not supported; use eagle3, mtp or suffix"
+        )
     if not isinstance(method, str) or method not in _OF_VLLM:
         raise ConfigError(
             f"--speculative-config: method {method!r} is none of ngram, suffix, draft_model, mtp and eagle3"
@@ -92,10 +95,3 @@ def _by_model(option: str, method: Method, model: object, max_drafts: int) -> Sp
     if not isinstance(model, str) or not model:
         raise ConfigError(f"{option} needs the {'draft model' if method == 'draft' else 'head'}'s folder or name")
     return Speculation(method, max_drafts, model=model)
-
-
-def _refuse_heads(option: str, method: object) -> None:
-    if method in _NOT_SUPPORTED:
-        raise ConfigError(
-            f"{option}: guesses by heads of the kind {method} are not supported; use eagle3, mtp or suffix"
-        )

@@ -17,8 +17,8 @@ class SpeculateOption:
         "off",
         "Guess the next tokens of each stream and verify them in one step: suffix (what followed the same tokens before in the "
         "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same "
-        "vocabulary), mtp (the model's own layer for it) and eagle:PATH (an EAGLE-3 head), which prefill nodes need too, auto (suffix) or off. The answers "
-        "are the same; where guesses do not pay, fewer or none are made.",
+        "vocabulary), mtp (the model's own layer for it), eagle:PATH (an EAGLE-3 head), auto (suffix) or off. Prefill nodes "
+        "need mtp and eagle:PATH too. The answers are the same; where guesses do not pay, fewer or none are made.",
         "Speculation",
         "--speculative-config",
     )
