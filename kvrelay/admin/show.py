@@ -88,15 +88,8 @@ def nodes(answer: Mapping[str, Any]) -> RenderableType:
     """`kvrelay admin nodes`."""
     columns = ("node", "role", "model", "adapters", "state", "running", "waiting", "queued tokens", "KV used", "cached")
     rows = [_node_row(node) for node in answer["nodes"]]
-    optional = (
-        "KV used",
-        "hits",
-        "queued tokens",
-        "relayed",
-        "model",
-        "adapters",
-        "cached",
-    )  # not the role: ids may name an earlier one
+    # The role stays: the id of a node that has changed it names an earlier one.
+    optional = ("KV used", "hits", "queued tokens", "relayed", "model", "adapters", "cached")
     shown = (*columns, "hits", "relayed", "answered")
     return Fitted(shown, rows, optional) if rows else cell("the router knows no node")
 

@@ -56,7 +56,7 @@ def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel
     generating = [each.model for each in found if each.generates]
     if len(found) > 1:
         _refuse(given, _OF_ONE_MODEL, "belongs to one model, and several are served")
-    if config.planner == "apply" and len(generating) + len(found) != 2:
+    if config.planner == "apply" and not len(generating) == len(found) == 1:
         raise ConfigError("--planner apply is for clusters of one model, which generates")
     if len(generating) > 1:
         _refuse(given, _OF_ONE_GENERATING, "belongs to one model that generates, and several are served")
