@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from integration.test_exactness import ask_all, body
 from support import warm_start
 from support.draft_heads import always_right, make_mtp, small_vocabulary
 from support.eagle_heads import make_eagle
 from support.system import START_TIMEOUT_S, System, running_system, wait_until
-
-from tests.integration.test_exactness import ask_all, body
 
 NEW_TOKENS = 40
 
