@@ -145,7 +145,7 @@ def run(
 
 def check_cache(pool: BlockPool, runner: FakeRunner) -> None:
     """Each hash in the prefix cache promises the KV that is in its block."""
-    for block_hash, block in pool._by_hash[0].items():
+    for block_hash, block in pool._by_hash[0][0].items():
         slot = runner.slots[(block + 1) * 16 - 1]
         assert slot is not None
         assert hash_blocks(root_hash("fake"), list(slot[2]))[-1] == block_hash, "a hash that promises other KV"
