@@ -113,8 +113,8 @@ class StepInput:
     """Before the step the ranks may move experts among themselves (`common.model.mixture.rebalancer`)."""
 
 
-def handing_on(step: StepInput, pending: list[HandedOn]) -> StepInput:
-    """`step`, before which all of `pending` is handed on; they are taken out of it."""
+def with_handed_on(step: StepInput, pending: list[HandedOn]) -> StepInput:
+    """The step, with all of `pending` as its `handed_on`. Empties `pending`."""
     if not pending:
         return step
     step = replace(step, handed_on=pending.copy())

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from common.model.description import LayerDescription
 
-HeadMethod = Literal["mtp", "eagle3"]
 HIDDEN_PLANE = "hidden"
 """The plane with the row that the head's next position reads: `DraftHead.features` of this one, or what the head made in its
 place."""
@@ -22,7 +20,6 @@ class DraftHeadDescription:
     is computed from the hidden state at i - 1 and token i, so KV of a block depends on no token after it.
     """
 
-    method: HeadMethod
     layer: LayerDescription
     path: Path | None = None
     """Folder of the head's own checkpoint; None: the model's holds it."""
@@ -35,7 +32,12 @@ class DraftHeadDescription:
     vocab_size: int = 0
     """Tokens that a head with its own checkpoint can guess."""
     is_residual_normed: bool = False
-    """Whether such a head adds to the normed hidden state, instead of the hidden state itself."""
+    """Whether a head with its own checkpoint adds to the normed hidden state, instead of the hidden state itself."""
+
+    @property
+    def method(self) -> str:
+        """The method of speculation that it serves: `common.config.speculation.HEAD_METHODS`."""
+        return "mtp" if self.path is None else "eagle3"
 
     @property
     def name(self) -> str:

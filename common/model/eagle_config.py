@@ -44,7 +44,6 @@ def read_eagle_head(path: Path, model: ModelConfig) -> DraftHeadDescription:
     attention = read_attention(config, qkv_bias=has_bias, output_bias=has_bias)
     mlp = read_mlp(config, bias=config.flag("mlp_bias", False))
     return DraftHeadDescription(
-        "eagle3",
         LayerDescription(attention, mlp, read_norm(config), read_rope(config)),
         path=path,
         identity=files_digest(path, config.raw),

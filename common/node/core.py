@@ -35,7 +35,7 @@ from common.engine.scheduled_step import ScheduledStep, SequenceOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import SequenceState
-from common.engine.step import HandedOn, StepOutput, handing_on
+from common.engine.step import HandedOn, StepOutput, with_handed_on
 from common.kv.rank_layout import KVLayout
 from common.node.adapter_table import AdapterLoaded, AdapterTable
 from common.node.attempt import Attempt, prompt_chunks
@@ -312,7 +312,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def forward(self, scheduled: ScheduledStep) -> StepOutput | None:
         """Have the ranks compute a step. Returns its output if they do that at once and it does not fail."""
-        step = handing_on(scheduled.step, self.handed_on)
+        step = with_handed_on(scheduled.step, self.handed_on)
         self._scheduled[step.step_id] = scheduled
         self._timer.begin(step.step_id, self.clock())
         try:

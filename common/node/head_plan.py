@@ -47,4 +47,4 @@ def with_draft_head(
             raise ConfigError(f"{option}: {error}") from error
     if model.mtp_layer is None:
         raise ConfigError(f"{option}: {path} has no layer for multi-token prediction ({_MTP_MODELS})")
-    return replace(model, draft_head=DraftHeadDescription("mtp", model.mtp_layer))
+    return replace(model, draft_head=DraftHeadDescription(model.mtp_layer))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.config.speculation import HEAD_METHODS
 from common.control.messages import NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.draft_head import DraftHeadProposer, Run
 from common.engine.draft_model import DraftModel
@@ -48,9 +47,11 @@ def make_pool(plan: NodePlan, num_blocks: int) -> BlockPool:
 
 
 def make_scheduler(plan: NodePlan, pool: BlockPool, draft: Worker | None = None, run: Run | None = None) -> Scheduler:
-    """Make the scheduler of a node over its block pool. `draft`: its draft model. `run`: runs a step of its draft head."""
+    """Make the scheduler of a node over its block pool. `draft`: its draft model. `run`: runs a step of its draft head; needed if
+    it has one."""
     described, head = plan.model_config.draft_head, None
-    if described is not None and run is not None:
+    if described is not None:
+        assert run is not None
         head = DraftHeadProposer(described.method, run)
     scheduler = Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan, draft, head))
     if head is not None:
@@ -69,8 +70,6 @@ def make_drafting(plan: NodePlan, draft: Worker | None = None, head: DraftHeadPr
         max_model_len, chunk = draft.plan.model.max_model_len, plan.steps.prefill_chunk
         model = DraftModel(draft.runner, draft.num_blocks, max_model_len=max_model_len, prompt_chunk=chunk)
         return Drafting(model, speculation.max_drafts)
-    if speculation.method in HEAD_METHODS:
-        return Drafting()
     return Drafting(IndexProposer(speculation.method, speculation.max_answer_tokens), speculation.max_drafts)
 
 

@@ -23,7 +23,7 @@ from common.cluster.loaded_adapters import read_loaded_adapters
 from common.control.admin_server import AdminRoute
 from common.control.messages import PeerRef, Role
 from common.engine.grammar.compiler import GrammarCompiler
-from common.engine.step import HandedOn, StepInput, StepOutput, handing_on
+from common.engine.step import HandedOn, StepInput, StepOutput, with_handed_on
 from common.kv.pool import BlockPool
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
@@ -171,7 +171,7 @@ class _Node:
         leader, handed_on = self._leader, list[HandedOn]()
 
         def run_head(step: StepInput) -> StepOutput:
-            return leader.run_head(handing_on(step, handed_on))
+            return leader.run_head(with_handed_on(step, handed_on))
 
         return CoreParts(
             me=me,

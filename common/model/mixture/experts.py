@@ -57,7 +57,7 @@ class ExpertLoop:
             self.slots = ExpertSlots(placement, place.tp_rank, build.device)
             build = replace(build, packed=None)  # what is shared with other processes must not change
         self.choice = None if place.is_data_parallel else self.slots
-        """What chooses the slots of experts; None if they have been chosen, or are the experts."""
+        """Chooses the slot of each expert in `forward`; None if experts never move, or if `forward` gets slots."""
         self.first = placement.range_of(place.tp_rank).start
         self._num_slots, self._top_k = len(placement.slots), router.top_k
         build = unstacked(build, prefix, mixture)
@@ -138,6 +138,5 @@ def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Expe
         return NativeExperts(loop, mixture, build.config.hidden_size, kernels.native)
     gate_ups, downs = loop.gate_ups, loop.downs
     if can_group(gate_ups, build.device) and can_group(downs, build.device):
-        are_chosen = loop.choice is None
-        return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots, slots_are_chosen=are_chosen)
+        return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots, loop.choice)
     return loop

@@ -32,13 +32,12 @@ class GroupedExperts:
         downs: Sequence[FloatLinear],
         activate: Callable[[Tensor], Tensor],
         slots: ExpertSlots | None = None,
-        *,
-        slots_are_chosen: bool = False,
+        choice: ExpertSlots | None = None,
     ) -> None:
         """The layers of this rank's experts, from expert or slot `first` on, all of one dtype. activate: [N, 2 inner] ->
-        [N, inner]. `slots_are_chosen`: `forward` gets slots in place of experts."""
+        [N, inner]. `slots`, `choice`: as `ExpertLoop` has them."""
         self.slots = slots
-        self._choice = None if slots_are_chosen else slots
+        self._choice = choice
         self._gate_up, self._gate_up_bias = stack(gate_ups)
         self._down, self._down_bias = stack(downs)
         self._first, self._activate = first, activate

@@ -208,9 +208,10 @@ class Leader:
         """A report from every other rank that it has the new role. Raises: RankLost, or the error of a rank."""
         started: dict[int, RankStarted] = {}
         timeout_s = self._plan.hosts.rank_timeout_s
+        until_s = time.monotonic() + timeout_s
         while missing := [rank for rank in range(1, self._plan.world_size) if rank not in started]:
             try:
-                report = self._again.get(timeout=timeout_s)
+                report = self._again.get(timeout=max(0.0, until_s - time.monotonic()))
             except queue.Empty:
                 raise RankLost(f"ranks {missing} have not changed their role within {timeout_s:g} s") from None
             if isinstance(report, BaseException):

@@ -81,7 +81,7 @@ def test_experts_that_move_between_two_ranks_take_their_rows_along() -> None:
     for slots, experts in zip(ranks, placement.by_rank(), strict=True):
         ups, downs = ([copy.deepcopy(each[expert]) for expert in experts] for each in (all_ups, all_downs))
         slots.linears = list(zip(ups, downs, strict=True))
-        parts.append(GroupedExperts(slots.own.start, ups, downs, clamped_gate(ClampedGate(1.7, 7.0)), slots))
+        parts.append(GroupedExperts(slots.own.start, ups, downs, clamped_gate(ClampedGate(1.7, 7.0)), slots, slots))
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(40, HIDDEN, generator=draw).bfloat16()
     weights, experts = torch.rand(40, EXPERTS, generator=draw).topk(TOP_K)
