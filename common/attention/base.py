@@ -26,8 +26,8 @@ class AttentionMetadata:
     """The first `num_decode_rows` entries are decode rows: one row each, even if several belong to one sequence. The others
     are prompt chunks."""
     row_bounds: tuple[int, ...] = ()
-    """Of context-parallel ranks that share the rows out: rank i gives `forward` rows [row_bounds[i], row_bounds[i + 1]), and gets
-    these. Empty: every rank has all rows."""
+    """Where context-parallel ranks share the rows out: `forward` of rank i takes and returns rows [row_bounds[i], row_bounds[i + 1]).
+    Empty: every rank has all rows."""
     others: tuple[AttentionMetadata, ...] = ()
     """The same batch for block tables 1, 2, ... of `LayerGroup.table`; this is the one for table 0."""
 
@@ -87,5 +87,5 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """Leading numbers of a head's result that are used."""
+        """Width of a head's result: the leading features that are used."""
         return self.head_dim

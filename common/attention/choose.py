@@ -44,7 +44,8 @@ def _choose_striped(kv: GroupStorage, shape: AttentionShape, mesh: Mesh) -> Atte
 
 
 def choose_partial(kv: GroupStorage) -> MakePartial:
-    """On a CPU the native kernels if they read the KV dtype (not float16), else PyTorch's operations."""
+    """Choose the attention to one stripe: on a CPU the native kernels if they read the KV dtype (not float16), else PyTorch's
+    operations."""
     native = find_native() if kv.device.type == "cpu" else None
     if native is None or kv.dtype not in DTYPES:
         return TorchPartialAttention

@@ -45,7 +45,7 @@ class LatentShape(AttentionShape):
 
     @property
     def value_dim(self) -> int:
-        """Of what absorbed attention gives: the latent without the rotated key."""
+        """Width of a head's result: the latent, without the rotated key."""
         return self.latent_dim
 
     @property

@@ -90,7 +90,7 @@ class NativeAttention:
         num_slots: int,
         bounds: tuple[list[int], ...] = (),
     ) -> None:
-        """slots: address of [num_slots] int64. bounds: of a stripe, [T] starts and [T] ends of what rows attend to."""
+        """slots: address of [num_slots] int64. bounds: for a stripe, [T] starts and [T] ends of the tokens that rows attend to."""
         block_size = self._shape.block_size
         num_entries = len(query_lens)
         sizes = [blocks_for(context_len, block_size) for context_len in context_lens]
@@ -155,10 +155,11 @@ class NativeAttention:
 
 
 class NativePartialAttention(NativeAttention):
-    """`PartialAttention` straight from the KV blocks."""
+    """`PartialAttention` by the native kernels, which read the KV blocks in place."""
 
     def plan_stripe(self, batch: StripeBatch) -> None:
-        """`PartialAttention.plan_stripe`. Raises: ValueError, as `plan`."""
+        """Prepare for the next step's `forward_stripe` calls, one per layer. Raises: ValueError for a block or a slot that is not
+        there."""
         entries = batch.entries
         slots = batch.slots.contiguous()
         self._plan(
@@ -175,11 +176,11 @@ class NativePartialAttention(NativeAttention):
         self._slots = slots
 
     def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`PartialAttention.forward_stripe`."""
+        """Append, then attend to the stripe: `PartialAttention.forward_stripe`."""
         return self._forward(layer, q, k, v, torch.empty(*q.shape[:2], self._shape.value_dim + 1))
 
     def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
-        """`PartialAttention.join`."""
+        """Join the stripes' results: `PartialAttention.join`."""
         parts = parts.contiguous()
         stripes, rows, heads, width = parts.shape
         out = torch.empty(rows, heads, width - 1, dtype=self._shape.dtype)

@@ -1,9 +1,9 @@
 """Attention of one context-parallel rank: to its stripe of each sequence's blocks, joined with the other ranks' results.
 
-Every rank of the group computes the same rows. It appends those of its own blocks to its cache and attends to what it holds: a
-*partial* result, with the logarithm of the sum of its exponentiated scores. The ranks exchange these and each joins all, in the
-same order, so that all go on with the same numbers. A row may see nothing of a stripe; its partial result is then zero and its
-log-sum minus infinity.
+Every rank of the group attends with all rows. It appends those of its own blocks to its cache and attends to what it holds: a
+*partial* result, with the logarithm of the sum of its exponentiated scores. The ranks exchange these and join them in the same
+order: each rank all rows, so that all go on with the same numbers, or its own where rows are shared out
+(`AttentionMetadata.row_bounds`). A row may see nothing of a stripe; its partial result is then zero and its log-sum minus infinity.
 
     Source: merging of partial softmaxes as in FlashAttention (arXiv 2205.14135), section 3.1.
 """
@@ -28,7 +28,8 @@ from common.kv.stripes import Stripe
 from common.parallel.mesh import Mesh
 
 _ALIGNED_TOKENS = 128
-"""An entry's blocks begin at multiples, as the native kernels' partitions do: what a row gets depends on no other row."""
+"""The blocks of an entry begin at a multiple of this number of tokens, the size of the native kernels' partitions, so that a row's
+result does not depend on the rows beside it."""
 _MAX_SCORES = 2**24
 """Maximum scores at once: rows times query heads times context."""
 
@@ -132,11 +133,11 @@ class TorchPartialAttention:
         self._own_slots = batch.slots[self._own_rows]
 
     def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
-        """`PartialAttention.join`."""
+        """Join the stripes' results: `PartialAttention.join`."""
         return join_partials(parts[..., :-1], parts[..., -1], sinks).to(self._shape.dtype)
 
     def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`PartialAttention.forward_stripe`."""
+        """Append, then attend to the stripe: `PartialAttention.forward_stripe`."""
         if self._own_rows.numel():
             self._cache.append(layer, k[self._own_rows], v[self._own_rows], self._own_slots)
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -247,7 +248,7 @@ class StripedAttention:
         return self._partial.join(parts, self._shape.sinks[layer] if self._shape.sinks else None).to(q.dtype)
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of all rows of the step."""
+        """q, k and v of all rows of the step, from those of each rank's own rows."""
         sides = (q, k) if v is k else (q, k, v)
         rows = self._mesh.gather_rows(torch.cat(sides, 1), self._bounds)
         q, k, *values = rows.split([side.size(1) for side in sides], 1)

@@ -40,7 +40,7 @@ class DraftHeadProposer(ModelCosts):
         super().__init__()
         self.name = name
         self.reach: Callable[[Sequence, int], int] = lambda seq, num_slots: seq.blocks.num_slots
-        """`KVAllocator.reach` of the scheduler, which it then uses."""
+        """Makes room for the rows of guesses: set to the scheduler's `KVAllocator.reach`."""
         self._run = run
         self._warm_up = _WARM_UP
 

@@ -1,6 +1,6 @@
 """The part of a step that one data-parallel rank computes: the sequences whose KV it holds. Pure.
 
-A sequence is on the rank of its blocks (`common.kv.pool`), so that of the block to which its first row goes.
+A sequence is on the rank that holds its blocks (`common.kv.pool`); the block to which its first row goes says which one that is.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class OwnPart:
     """One rank's sequences."""
 
     step: StepInput
-    """Without the other sequences; blocks and slots are this rank's. Samples and scored rows stay with the whole step."""
+    """The step without the other sequences, with this rank's numbers of blocks and slots, and without samples and scored rows."""
     rows: list[int]
-    """[rows of `step`], where they are in the whole step."""
+    """Of each row of `step`, its place in the whole step."""
 
 
 def own_part(step: StepInput, blocks: Stripe, block_size: int) -> OwnPart:
-    """The part of a rank that holds `blocks` of the node's pool."""
+    """The part of a step for the rank that holds `blocks` of the node's pool."""
     starts = [0, *accumulate(step.query_lens)]
     slots = step.slot_mapping[0]
     seqs = [i for i in range(len(step.query_lens)) if blocks.owns(slots[starts[i]] // block_size)]

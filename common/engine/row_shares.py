@@ -12,7 +12,7 @@ from itertools import accumulate
 from common.engine.step import StepInput
 
 FEWEST_ROWS = 32
-"""Fewest rows of a rank's share: fewer are bound by reading the weights, which every rank does whatever its rows."""
+"""Fewest rows of a rank's share. The time of fewer is that of reading the weights, which every rank reads anyway."""
 
 
 def row_bounds(step: StepInput, ranks: int) -> tuple[int, ...]:

@@ -157,8 +157,8 @@ class KVLayout:
         return int(tables[0][-1]) % self.dp_size if self.dp_size > 1 and len(tables[0]) else 0
 
     def positions(self, shard: RankShard, home: int | None) -> Stripe | None:
-        """Positions of a sequence's blocks that a rank holds; None if it holds none. `home`: the sequence's data-parallel rank, or
-        None for whichever it is."""
+        """Positions of a sequence's blocks that a rank holds; None if it holds none. `home`: the sequence's data-parallel rank; None
+        asks for a sequence that the rank holds."""
         if self.dp_size == 1:
             return shard.stripe
         return WHOLE if home is None or home == shard.stripe.first else None
@@ -169,7 +169,7 @@ class KVLayout:
         return f"{self.fingerprint}/{self.spec}"
 
     def shard(self, tp_rank: int, pp_rank: int, group: int = 0) -> RankShard:
-        """`group`: the context-parallel or the data-parallel rank."""
+        """The shard of one rank. `group`: its context-parallel or data-parallel rank."""
         layer_lo = sum(self.pp_layers[:pp_rank])
         layer_hi = layer_lo + self.pp_layers[pp_rank]
         parts = tuple(

@@ -52,7 +52,8 @@ class DraftHead(Protocol):
         ...
 
     def forward(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> Tensor:
-        """The same, and compute the rows' outputs: [T, hidden], the features that a guess after these tokens is made from."""
+        """Write the head's KV as `extend` does, and compute the rows' outputs: [T, hidden], from which `logits` makes the guess
+        after each token. They are also the features of the next position."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:

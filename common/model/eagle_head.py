@@ -73,7 +73,7 @@ class EagleHead:
         return self._attention.shape(block_size, max_context)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """hidden: [T, 3 * hidden], the inputs of the auxiliary layers side by side."""
+        """Join the inputs of the auxiliary layers, [T, 3 * hidden]: `DraftHead.features`."""
         return self._join.forward(hidden)
 
     def extend(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> None:

@@ -56,7 +56,7 @@ class RankPlace:
 
     @property
     def alone(self) -> RankPlace:
-        """This stage as a rank sees it that computes whole layers."""
+        """The place of the only rank of this stage."""
         return RankPlace(pp_rank=self.pp_rank, pp_size=self.pp_size)
 
     @property
@@ -161,8 +161,7 @@ class Mesh(Protocol):
         ...
 
     def exchange_rows(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
-        """[cp_size, own rows, ...]: of the `x` of every context-parallel rank the rows [bounds[i], bounds[i + 1]) that belong to
-        this one, i being its `cp_rank`.
+        """[cp_size, own rows, ...]: this rank's rows, [bounds[i], bounds[i + 1]) for `cp_rank` i, of every context-parallel rank's `x`.
 
         x: [bounds[-1], ...], of the same shape and dtype on all ranks. Raises: RankLost.
         """

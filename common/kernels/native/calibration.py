@@ -36,7 +36,7 @@ _HOPELESS = 2.5
 """A candidate whose times after a turn are more than this multiple of the best one's is not measured again."""
 _TURNS = 3
 _CROWDED = 0.1
-"""Where this process's threads waited for cores for more than this share of the measurement, its times say what else ran."""
+"""If this process's threads waited for cores for more than this share of the measurement, the times are not used."""
 _INPUTS, _OUTPUTS, _COPIES = 992, 2048, 12
 """49 MB of bfloat16 weights in all, so that products of few rows read them from memory, as in a model. Rows are not a power of
 two apart, as in the engine."""
@@ -91,7 +91,11 @@ def _measured(candidates: Mapping[str, Product], usual: str) -> Choice:
     started, waited_s = time.monotonic(), _waited_s()
     times = measure(candidates)
     if _waited_s() - waited_s > _CROWDED * (time.monotonic() - started):
-        log.warning("kernels: %s, whatever the measured times, because other processes used the cores meanwhile", usual)
+        log.warning(
+            "kernels: the usual ones, %s, because other processes used the cores while times were measured; they are measured "
+            "again after `kvrelay cache clear`",
+            usual,
+        )
         return best(times, usual, margin=0.0)
     return best(times, usual)
 

@@ -45,7 +45,7 @@ class ExpertSlots:
         return slots
 
     def assign(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """`choose` of rows that are still to be counted: the slots, and [experts] int64, how many rows each expert gets."""
+        """Choose slots as `choose` does, without counting the rows. Returns the slots, and [experts] int64: rows of each expert."""
         experts = routing.experts.flatten()
         order = experts.argsort(stable=True)
         counts = torch.zeros_like(self.counts).scatter_add_(0, experts, torch.ones_like(experts))

@@ -57,7 +57,7 @@ class RankReady:
 
 @dataclass(frozen=True)
 class RankStart:
-    """Open the transfer end that a role needs, in place of an earlier role's; the first order also allocates KV memory."""
+    """Order to open the transfer end of a role, in place of that of an earlier one; the first order also allocates KV memory."""
 
     role: Role
     num_blocks: int
