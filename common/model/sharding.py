@@ -84,6 +84,12 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     demands: list[Split] = []
     for layer in dict.fromkeys(config.layers):
         demands += [*layer.attention.splits(), *layer.mlp.splits()]
+    if config.draft_head is not None:
+        own = config.draft_head.layer
+        demands += [
+            Split(f"the draft head's {split.what}", split.fits)
+            for split in (*own.attention.splits(), *own.mlp.splits())
+        ]
     fitting = [ranks for ranks in range(1, MAX_TP_SIZE + 1) if all(fits(ranks) for _, fits in demands)]
     for what, fits in demands:
         if tp_size < 1 or not fits(tp_size):

@@ -110,6 +110,14 @@ def test_an_eagle_head_of_another_model_is_refused_in_one_sentence(
         plan(model, speculate=f"eagle:{head}")
 
 
+def test_an_eagle_head_that_the_ranks_cannot_share_is_refused(model: Path, tmp_path: Path) -> None:
+    head = make_eagle(model, tmp_path / "head", num_attention_heads=5, num_key_value_heads=1)
+    with pytest.raises(
+        ConfigError, match=r"tensor-parallel size 2 does not fit the draft head's 5 query heads; .*\[1\]$"
+    ):
+        plan(model, speculate=f"eagle:{head}", tensor_parallel_size=2)
+
+
 def test_a_missing_eagle_head_or_a_vocabulary_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--speculate eagle:PATH: model directory /nowhere does not exist$"):
         plan(model, speculate="eagle:/nowhere")
