@@ -127,7 +127,9 @@ class Flip:
             check_others(node, self._cluster.nodes(router))
         reached, nodes = self._cluster.client(routers[0].address), self._cluster.nodes(routers[0])
         if not any(map(partial(_takes_work, reached), companions(node, nodes))):
-            raise AdminRefused(f"all other {node.role} nodes of {node.model} drain: {node.name} must keep its role")
+            raise AdminRefused(
+                f"all other {node.role} nodes of {node.model} drain or do not answer: {node.name} must keep its role"
+            )
         address = reached.address_of(pick_node(nodes, node.incarnation))
         body = {"timeout_s": self._timeout_s, "transaction": self._transaction, "more": more, "wanted": self._wanted}
         answer = reached.post("/flip", body, base=address, timeout_s=_ANSWER_S)

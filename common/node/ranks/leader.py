@@ -97,7 +97,7 @@ class Leader:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of the node. Context-parallel ranks hold different ones, all other ranks parts of the same."""
+        """KV blocks of the node. Context-parallel and data-parallel ranks hold different ones, all other ranks parts of the same."""
         return self._plan.layout.pool_blocks(self._rank_blocks)
 
     @property
