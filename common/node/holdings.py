@@ -27,8 +27,10 @@ class RankHoldings:
     """One rank's part of a model."""
 
     shard: RankShard
+    layers: range
+    """Layers of the model, to which a draft head adds others."""
     num_weights: int
-    """Weights of linear layers, experts, embedding and LM head."""
+    """Weights of linear layers, experts, embedding and LM head, without those of a draft head."""
     experts: tuple[int, int, int] | None
     """First, end and number of the experts of a mixture, or of their slots if they move; None: no layer of the rank is one."""
     experts_move: bool
@@ -40,7 +42,7 @@ class RankHoldings:
     def describe(self, layout: KVLayout, weight_bits: int) -> str:
         """One line for operators. `weight_bits`: of the model's dtype."""
         shard = self.shard
-        place = f"rank {layout.shards().index(shard)} holds layers {shard.layer_lo}-{shard.layer_hi - 1}"
+        place = f"rank {layout.shards().index(shard)} holds layers {self.layers.start}-{self.layers.stop - 1}"
         if layout.cp_size > 1:
             place += f", block {shard.stripe.first} of every {layout.cp_size}"
         experts = ""
@@ -54,6 +56,8 @@ class RankHoldings:
             experts = f", {held} in {self.num_mixtures} of them"
         size_gb = self.num_weights * weight_bits / 8 / 1e9
         weights = f"{self.num_weights:,} weights ({size_gb:.3g} GB in {weight_bits} bits)"
+        if self.layers.stop < shard.layer_hi:
+            weights += " beside the draft head"
         token = "a token" if layout.cp_size == 1 else "each token of these blocks"
         token = token if layout.dp_size == 1 else "a token of its own sequences"
         return f"{place}{experts}, {weights}, and {self.kv_bytes:,} bytes of KV for {token}"
@@ -69,10 +73,11 @@ def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard, redu
     tp_size, hidden, names = layout.tp_size, config.hidden_size, config.weight_names
     spread = tp_size * layout.dp_size  # ranks that share out experts and LM head
     index = shard.stripe.first if layout.dp_size > 1 else shard.tp_rank
+    layers = range(shard.layer_lo, min(shard.layer_hi, config.num_layers))
     total = 0
     experts: tuple[int, int, int] | None = None
     num_mixtures = 0
-    for layer in config.layers[shard.layer_lo : shard.layer_hi]:
+    for layer in config.layers[layers.start : layers.stop]:
         linears = [*layer.attention.linears(names, hidden), *layer.mlp.linears(names, hidden)]
         total += sum(each.outputs * each.inputs for each in linears) // tp_size
         if isinstance(layer.mlp, MixtureDescription):
@@ -87,7 +92,7 @@ def _rank_holdings(config: ModelConfig, layout: KVLayout, shard: RankShard, redu
     total += (is_last and not is_one) * vocab_rows(config.vocab_size, spread) * hidden
     groups = zip(layout.spec.groups, shard.parts, strict=True)
     kv_bytes = sum(group.token_bytes * part.num_layers * part.num_heads for group, part in groups)
-    return RankHoldings(shard, total, experts, redundant is not None, num_mixtures, kv_bytes)
+    return RankHoldings(shard, layers, total, experts, redundant is not None, num_mixtures, kv_bytes)
 
 
 def report_holdings(plan: NodePlan) -> None:

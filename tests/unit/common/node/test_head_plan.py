@@ -13,6 +13,7 @@ from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig, PrefillConfig
+from common.node.holdings import node_holdings
 from common.node.plan import NodePlan
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
@@ -41,6 +42,10 @@ def test_both_roles_cache_the_heads_kv_and_refuse_nodes_that_do_not(model: Path)
     assert (attention.layers, attention.dtype) == ((0, 1, 2, 3), "float8_e4m3")
     assert (rows.layers, rows.dtype, rows.num_heads) == ((4,), "float32", 1)
     assert plain.layout.spec.num_layers == 3
+    [holdings] = node_holdings(head.model_config, head.layout)
+    said = holdings.describe(head.layout, 32)
+    assert "holds layers 0-2, " in said
+    assert " beside the draft head, and " in said
 
 
 def test_other_methods_do_not_concern_prefill_nodes(model: Path) -> None:
