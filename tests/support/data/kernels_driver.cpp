@@ -142,7 +142,7 @@ void mix(kv_team* team) {
     // float32 experts are those of float32 models.
     const int dtype = below(2), format = dtype == KV_F32 ? one_of({0, 2, 3, 4}) : 1 + below(4), group = 8 * (1 + below(3));
     const int hidden = group * (1 + below(12)), inner = group * (1 + below(9));
-    const int num_experts = 1 + below(6), first = below(3), all = first + num_experts + below(3), top_k = 1 + below(all);
+    const int num_experts = 1 + below(16), first = below(3), all = first + num_experts + below(3), top_k = 1 + below(all);
     const int stride = 1 + below(3);
     const int rows = one_of({1, 2, 5, 1 + below(90)});
     std::vector<Layer> layers;
