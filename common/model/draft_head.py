@@ -68,8 +68,8 @@ class MtpHead:
     """
 
     def __init__(self, build: Build, head: DraftHeadDescription, embed: Embed, lm_head: LMHead) -> None:
-        """build: of the model. embed, lm_head: the model's; the head's own matrices are copies of these, and used if they are
-        stored."""
+        """build: of the model. embed, lm_head: the model's. An LM head that is stored with the layer takes the place of `lm_head`; a
+        stored embedding is a copy of the model's, and is not read."""
         config, names = build.config, build.names
         number, hidden = config.num_layers, config.hidden_size
         prefix = names.layer.format(number=number)
