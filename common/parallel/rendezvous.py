@@ -54,7 +54,11 @@ class Rendezvous:
                 master_listen_fd=fd,
             )
         except RuntimeError as error:
-            raise RankLost(f"{place} cannot reach rank 0 at {self._where}: {torch_reason(error)}") from error
+            raise self._unreachable(torch_reason(error)) from error
+
+    def _unreachable(self, reason: object) -> RankLost:
+        within = f"within {self._timeout_s:g} s ({reason})"
+        return RankLost(f"{self._place}: rank 0 was not reachable at {self._where} {within}")
 
     def _await_master(self, address: str, port: int, deadline: float) -> None:
         while True:
@@ -63,10 +67,7 @@ class Rendezvous:
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
-                    reason = error.strerror or error
-                    raise RankLost(
-                        f"{self._place}: rank 0 was not reachable at {self._where} within {self._timeout_s:g} s ({reason})"
-                    ) from error
+                    raise self._unreachable(error.strerror or error) from error
                 time.sleep(_RETRY_S)
 
     def group_store(self, name: str) -> Store:
