@@ -27,8 +27,6 @@ class DraftHeadDescription:
     """Digest of that checkpoint."""
     aux_layers: tuple[int, ...] = ()
     """Layers of the model whose inputs the head reads, ascending; none: it reads what the LM head reads."""
-    num_model_layers: int = 0
-    """Layers of the model."""
     vocab_size: int = 0
     """Tokens that a head with its own checkpoint can guess."""
     is_residual_normed: bool = False

@@ -48,7 +48,6 @@ def read_eagle_head(path: Path, model: ModelConfig) -> DraftHeadDescription:
         path=path,
         identity=files_digest(path, config.raw),
         aux_layers=_aux_layers(config, eagle, model.num_layers),
-        num_model_layers=model.num_layers,
         vocab_size=min(config.integer("draft_vocab_size", model.vocab_size), model.vocab_size),
         is_residual_normed=config.flag("norm_before_residual", False),
     )

@@ -42,13 +42,13 @@ class EagleHead:
         """build: of the model. vocabulary: its embedding, which the head shares if it has none."""
         assert head.path is not None
         hidden, layer = build.config.hidden_size, head.layer
+        self.layer = build.config.num_layers
         names = WeightNames(layer=_LAYER, embedding="embed_tokens")
         config = replace(
             build.config, layers=(layer,), weight_names=names, ends=USUAL_ENDS, quantization=None, draft_head=None
         )
         weights = CheckpointWeights(head.path, None, build.device, _BEGINNINGS)
         build = replace(build, config=config, weights=weights, pp_layers=(), redundant_experts=None, packed_as="EAGLE ")
-        self.layer = head.num_model_layers
         self.kv_scales = ((1.0,) * len(layer.attention.planes), (1.0,))
         self._precision = build.precision
         has_own = f"{names.embedding}.weight" in weights
