@@ -310,7 +310,7 @@ void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora
     });
 }
 
-// The same where the MLP is a mixture.
+// residual += delta; delta = mixture(norm(residual)): `layer_mlp` of a layer whose MLP is a mixture.
 void layer_mixture(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
