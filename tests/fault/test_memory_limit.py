@@ -37,7 +37,7 @@ def test_kv_that_does_not_fit_the_address_space_is_refused_in_a_sentence() -> No
 
 
 _REQUESTS, _AT_ONCE = 48, 24
-_PATIENCE_S = 90.0
+_PATIENCE_S = 200.0
 _MOST_AT_ONCE = 192
 
 
@@ -56,6 +56,7 @@ def ask(system: System, index: int) -> list[int] | None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
 def test_a_running_service_that_gets_no_more_memory_ends_and_is_started_again(role: str, tmp_path: Path) -> None:
     """The new one has no limit. No answer is altered."""
