@@ -243,10 +243,21 @@ void join_partials(kv_team* team, const float* parts, int32_t stripes, int32_t r
     });
 }
 
+// The first part of a layer: residual += delta, norm, q, k and v. normed: [rows][padded hidden]; qkv: [rows][qkv_stride].
+template <class Model, class Act>
+void put_qkv(Worker& w, const kv_layer& l, int rows, const LoraTerms& added, void* residual, const void* delta, Act* normed,
+             float* qkv, int64_t qkv_stride) {
+    const int64_t stride = padded(l.hidden);
+    add_norm(w, rows, l.hidden, l.input_norm, l.input_eps, static_cast<Model*>(residual), static_cast<const Model*>(delta),
+             normed, stride);
+    linear<Model>(w, l.qkv, normed, stride, {qkv, KV_F32, qkv_stride}, rows);
+    if (added.count) add_lora<Model>(w, added, normed, stride, qkv, qkv_stride);
+}
+
 void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const kv_batch* batch,
                   const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
     const int rows = batch->num_rows, width = (l->q_heads + 2 * l->kv_heads) * l->head_dim;
-    const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded(width);
+    const int64_t qkv_stride = padded(width);
     const int64_t query_stride = padded(l->q_heads * l->head_dim);
     reserve_linear(*team, l->qkv, rows);
     reserve_attention(*team, *cache, *batch, l->q_heads);
@@ -255,15 +266,12 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
-        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
+        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * padded(l->hidden));
         float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
         Act* queries = scratch<Act>(*team, kv_team::QUERIES, rows * query_stride);
         Act* attended = scratch<Act>(*team, kv_team::ATTENDED, rows * query_stride);
         team->run([&](Worker& w) {
-            add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
-                     static_cast<const Model*>(delta), normed, hidden_stride);
-            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride}, rows);
-            if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
+            put_qkv<Model>(w, *l, rows, added, residual, delta, normed, qkv, qkv_stride);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
             attend(w, *cache, *batch, l->attention_scale, queries, query_stride, attended, query_stride);
         });
@@ -272,20 +280,17 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
 
 void layer_rows(kv_team* team, const kv_layer* l, int32_t rows, const kv_rotation* rotation, const kv_lora* lora,
                 void* residual, const void* delta, void* out) {
-    const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded((l->q_heads + 2 * l->kv_heads) * l->head_dim);
+    const int64_t qkv_stride = padded((l->q_heads + 2 * l->kv_heads) * l->head_dim);
     reserve_linear(*team, l->qkv, rows);
     reserve_lora(*team, lora);
     const LoraTerms added = lora_terms(*team, lora, QKV_LINEAR);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
-        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
+        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * padded(l->hidden));
         float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
         team->run([&](Worker& w) {
-            add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
-                     static_cast<const Model*>(delta), normed, hidden_stride);
-            linear<Model>(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride}, rows);
-            if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
+            put_qkv<Model>(w, *l, rows, added, residual, delta, normed, qkv, qkv_stride);
             rotate_rows(w, *l, rows, *rotation, qkv, qkv_stride, static_cast<Model*>(out));
         });
     });
