@@ -92,6 +92,29 @@ def test_tokens_of_striped_contexts_equal_those_of_transformers(name: str, sizes
         system.wait_whole()
 
 
+def check_a_killed_rank(system: System, model: Path, name: str, prompts: list[list[int]], new_tokens: int) -> None:
+    """Kill a rank of one of two decode nodes while all requests run and sequences are preempted: no answer changes."""
+    node = next(each for each in system.processes() if each["name"] == "decode-0")
+    (rank,) = ranks_of(node["pid"])
+
+    async def ask() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(ask_all(system.url, name, prompts, new_tokens))
+        preempted, running = "vllm:num_preemptions_total", "vllm:num_requests_running"
+        while not (system.metric(preempted, role="decode") and system.metric(running, node="decode-0")):
+            assert not asked.done(), "sequences are preempted"
+            await asyncio.sleep(0.05)
+        os.kill(rank, signal.SIGKILL)
+        return await asked
+
+    for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
+        where = first_difference(greedy(model, prompt, new_tokens), answer["choices"][0]["token_ids"])
+        assert where is None, f"prompt of {len(prompt)} tokens: wrong from token {where} on"
+    wait_until(lambda: system.is_restarted("decode", node["pid"]), 60, "the node is restarted")
+    assert system.metric("kvrelay_retries_total") > 0, "streams of the killed node went on at the other"
+    system.wait_usable(decode=2, timeout_s=120)
+    system.wait_whole()
+
+
 def test_streams_of_striped_contexts_go_on_after_preemptions_and_a_killed_rank(tmp_path: Path) -> None:
     """Two decode nodes of two ranks each, with few blocks: while all requests run, a rank of one node is killed."""
     model, new_tokens = make_tiny("qwen3", tmp_path / "qwen3"), 80
@@ -104,21 +127,4 @@ def test_streams_of_striped_contexts_go_on_after_preemptions_and_a_killed_rank(t
         *("--local-prefill-tokens", "0", "--decode", "2", "--decode-context-parallel", "2", "--speculate", "suffix"),
     ) as system:
         system.wait_usable(decode=2, timeout_s=240)
-        node = next(each for each in system.processes() if each["name"] == "decode-0")
-        (rank,) = ranks_of(node["pid"])
-
-        async def ask() -> list[dict[str, Any]]:
-            asked = asyncio.create_task(ask_all(system.url, "qwen3", prompts, new_tokens))
-            while system.metric("vllm:num_preemptions_total", role="decode") == 0:
-                assert not asked.done(), "sequences are preempted"
-                await asyncio.sleep(0.05)
-            os.kill(rank, signal.SIGKILL)
-            return await asked
-
-        for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
-            where = first_difference(greedy(model, prompt, new_tokens), answer["choices"][0]["token_ids"])
-            assert where is None, f"prompt of {len(prompt)} tokens: wrong from token {where} on"
-        wait_until(lambda: system.is_restarted("decode", node["pid"]), 60, "the node is restarted")
-        assert system.metric("kvrelay_retries_total") > 0, "streams of the killed node went on at the other"
-        system.wait_usable(decode=2, timeout_s=120)
-        system.wait_whole()
+        check_a_killed_rank(system, model, "qwen3", prompts, new_tokens)

@@ -6,9 +6,6 @@ Real nodes of several processes each. One case covers windows, sinks and both si
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.test_context_parallel import check_answers, make_prompts
-from integration.test_parallel_matrix import ask_all
+from integration.test_context_parallel import check_a_killed_rank, check_answers, make_prompts
 from integration.test_parallel_matrix import make_prompts as matrix_prompts
 from support.lora_files import merge, write_adapter
-from support.oracle import TINY, first_difference, greedy, make_tiny, prompt_logprobs
-from support.system import System, ranks_of, running_system, wait_until
+from support.oracle import TINY, greedy, make_tiny, prompt_logprobs
+from support.system import System, running_system, wait_until
 
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec
@@ -137,21 +133,4 @@ def test_streams_go_on_after_preemptions_and_a_killed_rank(tmp_path: Path) -> No
     config.write_text("[prefill]\nkv_blocks = 200\n[decode]\nkv_blocks = 22\n")
     options = ("--config", str(config), "--decode", "2", "--decode-tp", "2", DECODE)
     with cluster(tmp_path, model, *options) as system:
-        node = next(each for each in system.processes() if each["name"] == "decode-0")
-        (rank,) = ranks_of(node["pid"])
-
-        async def ask() -> list[dict[str, Any]]:
-            asked = asyncio.create_task(ask_all(system.url, name, prompts, new_tokens))
-            preempted, running = "vllm:num_preemptions_total", "vllm:num_requests_running"
-            while not (system.metric(preempted, role="decode") and system.metric(running, node="decode-0")):
-                assert not asked.done(), "sequences are preempted"
-                await asyncio.sleep(0.05)
-            os.kill(rank, signal.SIGKILL)
-            return await asked
-
-        for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
-            where = first_difference(greedy(model, prompt, new_tokens), answer["choices"][0]["token_ids"])
-            assert where is None, f"prompt of {len(prompt)} tokens: wrong from token {where} on"
-        wait_until(lambda: system.is_restarted("decode", node["pid"]), 60, "the node is restarted")
-        assert system.metric("kvrelay_retries_total") > 0, "streams of the killed node went on at the other"
-        system.wait_usable(decode=2, timeout_s=120)
+        check_a_killed_rank(system, model, name, prompts, new_tokens)

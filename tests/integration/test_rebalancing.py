@@ -129,7 +129,7 @@ def mxfp4(folder: Path) -> tuple[Path, Path]:
 
 
 def fp8_blocks(folder: Path) -> tuple[Path, Path]:
-    """Experts of which some are needed more often by chance."""
+    """A random model in FP8 blocks, and the same one dequantized; its router happens to choose some experts more often."""
     config = Qwen3MoeConfig(
         **BASE,
         intermediate_size=96,

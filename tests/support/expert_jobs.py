@@ -31,7 +31,7 @@ from common.model.precision import FLOAT32
 from common.model.weights import CheckpointWeights
 from common.parallel.mesh import SOLO, Mesh, RankPlace
 
-TOP_K, ROWS = 4, 200
+EXPERTS, TOP_K, ROWS = 64, 4, 200
 
 
 def layer_of(model: Path, mesh: Mesh, redundant: int | None, *, native: bool, bits: WeightBits | None) -> Experts:

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.oracle import write_model
+from support.expert_jobs import EXPERTS
 from support.rank_processes import Case, run_ranks
-from transformers import Qwen3MoeConfig
 
-RANKS, EXPERTS = 4, 64
+RANKS = 4
 UNEVEN = [[3, 0, 1, 40], [0, 0, 7, 0], [1, 1, 1, 1], [0, 1, 0, 0], [200, 5, 0, 64]]
 """Rows of each rank in each step."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=4,
-    )
-    return str(write_model(config, tmp_path_factory.mktemp("experts")))
 
 
 @pytest.mark.parametrize(

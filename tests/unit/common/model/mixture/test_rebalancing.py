@@ -5,27 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.oracle import write_model
+from support.expert_jobs import EXPERTS
 from support.rank_processes import Case, run_ranks
-from transformers import Qwen3MoeConfig
 
-RANKS, EXPERTS, REDUNDANT = 4, 64, 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=4,
-    )
-    return str(write_model(config, tmp_path_factory.mktemp("skewed")))
+RANKS, REDUNDANT = 4, 8
 
 
 def ranks(model: str, **arguments: Any) -> list[Any]:
