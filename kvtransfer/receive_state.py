@@ -62,7 +62,7 @@ class ReceiveState:
         spec, shard = layout.spec, layout.rank_shard(rank)
         self._num_groups = layout.num_groups
         self._positions = layout.positions(shard, layout.home_of(self._blocks))
-        """Of the sequence's blocks that this rank holds; None: it holds none."""
+        """Which of the sequence's blocks this rank holds; None: it holds none."""
         check_first_blocks(plan.first_blocks, self._blocks, [0] * spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the first slice, and always on a stage of a

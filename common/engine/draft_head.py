@@ -49,7 +49,7 @@ class DraftHeadProposer(ModelCosts):
         return super().cost_s(num_seqs) if self.costs.is_measured else _COST_BEFORE_S
 
     def ended(self, seq: Sequence) -> None:
-        """Nothing is kept of a sequence."""
+        """Do nothing: a head keeps no state for a sequence outside of its KV blocks."""
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
         """Guess with one step of the head after the other: `Proposer.propose`."""

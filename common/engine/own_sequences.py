@@ -19,7 +19,7 @@ class OwnPart:
     step: StepInput
     """The step without the other sequences, with this rank's numbers of blocks and slots, and without samples and scored rows."""
     rows: list[int]
-    """Of each row of `step`, its place in the whole step."""
+    """The number in the whole step of each row of `step`."""
 
 
 def own_part(step: StepInput, blocks: Stripe, block_size: int) -> OwnPart:

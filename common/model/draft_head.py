@@ -33,7 +33,7 @@ class DraftHead(Protocol):
     layer: int
     """Number of its layer in the rank's KV; that of the hidden rows follows."""
     kv_scales: tuple[tuple[float, ...], ...]
-    """Of both layers: `RankModel.kv_scales`."""
+    """KV scales of the head's layer and of the hidden rows, as in `RankModel.kv_scales`."""
 
     def attention_shape(self, block_size: int, max_context: int) -> AttentionShape:
         """The facts that its attention backend needs."""

@@ -62,7 +62,7 @@ class RankPlace:
     @property
     def layer_tp_size(self) -> int:
         """Ranks that share out a layer's attention."""
-        return self.alone.tp_size if self.is_data_parallel else self.tp_size
+        return 1 if self.is_data_parallel else self.tp_size
 
     @property
     def computes_logits(self) -> bool:
