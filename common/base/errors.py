@@ -13,6 +13,7 @@
     │   ├── PayloadTooLarge      413
     │   └── UnsupportedMediaType 415
     ├── Overloaded               429, try again after `retry_after_s`
+    │   └── RateLimited          429, a limit of the client's API key
     ├── Unavailable              503, no node can serve this now; try again
     │   └── AdapterMissing       503, this node does not have the request's LoRA adapter; another one may
     ├── DeadlineExceeded         504
@@ -47,6 +48,17 @@ class KvRelayError(Exception):
     http_status: int = 500
     code: str = "internal_error"
     retryable: bool = False
+    exit_code: int = 1
+    """Of a command that ends with this error."""
+
+    def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retryable: bool | None = None) -> None:
+        """Set what differs from the base class, and register the class as that of its `code` for `from_code`."""
+        super().__init_subclass__()
+        cls.http_status = http_status or cls.http_status
+        cls.retryable = cls.retryable if retryable is None else retryable
+        if code:
+            cls.code = code
+            _BY_CODE[code] = cls
 
     def __str__(self) -> str:
         """Return the message as one line, even if a library's error or a broken file put line ends into it."""
@@ -65,25 +77,23 @@ class KvRelayError(Exception):
         return counted
 
 
-class ConfigError(KvRelayError):
+_BY_CODE: dict[str, type[KvRelayError]] = {KvRelayError.code: KvRelayError}
+
+
+class ConfigError(KvRelayError, code="config_error"):
     """The configuration, the model folder or the environment cannot work as given."""
 
-    code = "config_error"
-    exit_code: int = 78
+    exit_code = 78
 
 
-class RestartRequested(KvRelayError):
+class RestartRequested(KvRelayError, code="restart_requested"):
     """The service ends because an operator asked for a restart; the supervisor must restart it."""
 
-    code = "restart_requested"
-    exit_code: int = 75
+    exit_code = 75
 
 
-class ClientError(KvRelayError):
+class ClientError(KvRelayError, code="invalid_request", http_status=400):
     """The request itself is wrong; `param` names the faulty field, if any."""
-
-    http_status = 400
-    code = "invalid_request"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -92,15 +102,13 @@ class ClientError(KvRelayError):
             self.code = code
 
 
-class BadRequest(ClientError):
+class BadRequest(ClientError, code="invalid_request"):
     """A field of the request is malformed or out of range."""
 
 
-class PromptTooLong(BadRequest):
+class PromptTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt leaves no room for the answer. `tokens`: the prompt's length, a lower bound if it is very long; `limit`: the
     length of the longest prompt that can be answered."""
-
-    code = "context_length_exceeded"
 
     def __init__(self, message: str, *, param: str | None = None, tokens: int = 0, limit: int = 0) -> None:
         super().__init__(message, param=param)
@@ -108,186 +116,105 @@ class PromptTooLong(BadRequest):
         self.limit = limit
 
 
-class NoTokenAllowed(BadRequest):
+class NoTokenAllowed(BadRequest, code="no_token_allowed"):
     """The request's own masks and bans leave no token that can be sampled next."""
 
-    code = "no_token_allowed"
 
-
-class Unauthorized(ClientError):
+class Unauthorized(ClientError, code="invalid_api_key", http_status=401):
     """The request has no API key, or a wrong one."""
 
-    http_status = 401
-    code = "invalid_api_key"
 
-
-class Forbidden(ClientError):
+class Forbidden(ClientError, code="forbidden", http_status=403):
     """This server does not allow the call."""
 
-    http_status = 403
-    code = "forbidden"
 
-
-class NotFound(ClientError):
+class NotFound(ClientError, code="not_found", http_status=404):
     """The model or path does not exist."""
 
-    http_status = 404
-    code = "not_found"
 
-
-class RequestTimeout(ClientError):
+class RequestTimeout(ClientError, code="request_timeout", http_status=408):
     """The request's body did not arrive in time."""
 
-    http_status = 408
-    code = "request_timeout"
 
-
-class PayloadTooLarge(ClientError):
+class PayloadTooLarge(ClientError, code="payload_too_large", http_status=413):
     """The body is larger than the server accepts."""
 
-    http_status = 413
-    code = "payload_too_large"
 
-
-class UnsupportedMediaType(ClientError):
+class UnsupportedMediaType(ClientError, code="unsupported_media_type", http_status=415):
     """The body is not JSON."""
 
-    http_status = 415
-    code = "unsupported_media_type"
 
-
-class Overloaded(KvRelayError):
+class Overloaded(KvRelayError, code="overloaded", http_status=429, retryable=True):
     """A queue is full; nothing of the request was accepted."""
-
-    http_status = 429
-    code = "overloaded"
-    retryable = True
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, code="rate_limit_exceeded"):
     """The client's API key has reached a limit of its class."""
 
-    code = "rate_limit_exceeded"
 
-
-class Unavailable(KvRelayError):
+class Unavailable(KvRelayError, code="unavailable", http_status=503, retryable=True):
     """No live node can serve this now."""
 
-    http_status = 503
-    code = "unavailable"
-    retryable = True
 
-
-class AdapterMissing(Unavailable):
+class AdapterMissing(Unavailable, code="adapter_missing"):
     """This node does not have the LoRA adapter of the request, or has other weights under its name."""
 
-    code = "adapter_missing"
 
-
-class DeadlineExceeded(KvRelayError):
+class DeadlineExceeded(KvRelayError, code="deadline_exceeded", http_status=504):
     """The request's deadline passed."""
 
-    http_status = 504
-    code = "deadline_exceeded"
 
-
-class ProtocolError(KvRelayError):
+class ProtocolError(KvRelayError, code="protocol_error"):
     """A message is malformed, too large, of an unknown type or of another protocol version."""
 
-    code = "protocol_error"
 
-
-class TransferError(KvRelayError):
+class TransferError(KvRelayError, code="transfer_failed", http_status=503, retryable=True):
     """A KV transfer failed."""
 
-    http_status = 503
-    code = "transfer_failed"
-    retryable = True
 
-
-class HandshakeRefused(TransferError):
+class HandshakeRefused(TransferError, code="handshake_refused", retryable=False):
     """The two ends of a transfer differ in a way that makes their KV incompatible."""
 
-    code = "handshake_refused"
-    retryable = False
 
-
-class CorruptSlice(TransferError):
+class CorruptSlice(TransferError, code="corrupt_slice"):
     """A KV slice's block hash, shape or position contradicts its grant."""
 
-    code = "corrupt_slice"
 
-
-class TransferAborted(TransferError):
+class TransferAborted(TransferError, code="transfer_aborted"):
     """One end aborted the transfer on purpose."""
 
-    code = "transfer_aborted"
 
-
-class PeerLost(TransferError):
+class PeerLost(TransferError, code="peer_lost"):
     """The other end of a link is gone, silent beyond its lease, or restarted as a new incarnation."""
 
-    code = "peer_lost"
 
-
-class TransferTimedOut(TransferError, DeadlineExceeded):
+class TransferTimedOut(TransferError, DeadlineExceeded, code="transfer_timed_out", http_status=504):
     """A transfer's deadline passed. The request may have time left for another attempt, so it is retryable."""
 
-    http_status = 504
-    code = "transfer_timed_out"
 
-
-class RankLost(KvRelayError):
+class RankLost(KvRelayError, code="rank_lost", http_status=503, retryable=True):
     """A rank of this node is gone, silent beyond its deadline or out of step; the node's ranks cannot continue."""
 
-    http_status = 503
-    code = "rank_lost"
-    retryable = True
 
-
-class EngineError(KvRelayError):
+class EngineError(KvRelayError, code="engine_error", retryable=True):
     """A forward step raised an error: the requests of that step fail, and the engine continues."""
 
-    code = "engine_error"
-    retryable = True
 
-
-class NoFiniteLogits(KvRelayError):
+class NoFiniteLogits(KvRelayError, code="no_finite_logits"):
     """The model computed no finite logit, so no token can be sampled. Not retryable: any node would compute the same."""
 
-    code = "no_finite_logits"
 
-
-class InvalidTransition(KvRelayError):
+class InvalidTransition(KvRelayError, code="invalid_transition"):
     """A state machine met an event that its table does not have: only tests raise it. The message has its story."""
-
-    code = "invalid_transition"
-
-
-_BY_CODE: dict[str, type[KvRelayError]] = {}
-
-
-def _collect(cls: type[KvRelayError]) -> None:
-    _BY_CODE[cls.code] = cls
-    for sub in cls.__subclasses__():
-        _collect(sub)
-
-
-_collect(KvRelayError)
 
 
 def from_code(code: str, message: str) -> KvRelayError:
     """Return the error that another process reported as (code, message); an unknown code becomes `EngineError`."""
     return _BY_CODE.get(code, EngineError)(message)
-
-
-def is_bug_of_library(error: BaseException) -> bool:
-    """Whether a library written in Rust panicked; pyo3 raises that as an error that `except Exception` does not catch."""
-    return type(error).__name__ == "PanicException"
 
 
 @contextmanager
@@ -299,6 +226,7 @@ def as_config_error(what: str, most_chars: int | None = None) -> Generator[None]
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_bug_of_library(error):
+        # A panic of a library in Rust, which pyo3 raises, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"{what}: {str(error)[:most_chars]}") from error
