@@ -26,7 +26,7 @@ import typer.core
 from common.base import logs
 from common.base.errors import ConfigError, KvRelayError, RestartRequested
 from common.base.process import die_with_parent
-from common.config.fields import field_infos
+from common.config.fields import field_infos, flag
 from common.config.service_configs import ServiceConfig
 from common.config.sources import (
     BOOLEANS,
@@ -35,7 +35,7 @@ from common.config.sources import (
     SUPERVISOR_VARIABLE,
     UNSET,
     Resolved,
-    field_type,
+    field_types,
     resolve,
     type_label,
 )
@@ -79,6 +79,7 @@ def _group(name: str, rows: Sequence[HelpRow], width: int) -> str:
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Settings of every command."""
+_APP_SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
 
 _NO_ROOM, IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
 """Write errors that are not a bug of ours, and the exit code after one."""
@@ -160,10 +161,6 @@ def _with_lists(args: list[str], lists: set[str]) -> list[str]:
     return out + [f"{name}={','.join(given)}" if given else name for name, given in values.items()]
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def flowing(text: str) -> str:
     """Join the lines of each paragraph, so that a terminal can wrap them at its own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
@@ -184,37 +181,30 @@ def service_app(
     the command line of another server.
 
     `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
-    on standard error, a log line if the log is JSON, and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
+    on standard error, a log line if the log is JSON, and exit code 78, any other `KvRelayError` with its `exit_code`.
     """
 
     def command(ctx: typer.Context, config: str | None, **given: str | None) -> None:
-        flags = {
-            name: value
-            for name, value in given.items()
-            if value is not None and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        }
+        flags = {name: value for name, value in given.items() if value is not None}
         run_checked(lambda: _start(cls, flags, config, run, ctx.meta.get(_NOTES, [])))
 
-    parameters = [
-        _parameter("ctx", typer.Context, inspect.Parameter.empty),
-        _parameter("config", Annotated[str | None, _config_option()], None),
-    ]
-    # The defaults are here for `--help` only; `resolve` applies them.
-    parameters += [
-        _parameter(
-            f.name,
-            Annotated[str | None, _option_of(cls, f.name, is_argument=f.name == argument)],
-            None if f.default is None else str(f.default),
-        )
-        for f in dataclasses.fields(cls)
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
-    switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
-    lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
+    infos = field_infos(cls)
+    annotations: dict[str, Any] = {"ctx": typer.Context, "config": Annotated[str | None, typer.Option(_CONFIG)]}
+    for field in infos:
+        shown = typer.Argument(metavar=field.upper()) if field == argument else typer.Option(flag(field))
+        annotations[field] = Annotated[str | None, shown]
+    command.__annotations__ = annotations
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for each, annotation in annotations.items()
+        ]
+    )
+    aliases = {alias: flag(each) for each, info in infos.items() for alias in info.aliases}
+    switches = {flag(each) for each in infos if type_label(field_types(cls)[each]) == "BOOLEAN"}
+    lists = {flag(each) for each, info in infos.items() if info.several}
     command_class = _command_class(_help_rows(cls, argument), aliases, switches, lists, translate)
+    app = typer.Typer(**_APP_SETTINGS)
     app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=CONTEXT_SETTINGS)(command)
     return app
 
@@ -241,7 +231,7 @@ def _start(
         if resolved.config.log_format == "text":
             raise
         log.log(logging.WARNING if isinstance(error, RestartRequested) else logging.ERROR, "%s", error)
-        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+        raise typer.Exit(error.exit_code) from None
 
 
 def run_checked(action: Callable[[], ResultT]) -> ResultT:
@@ -251,7 +241,7 @@ def run_checked(action: Callable[[], ResultT]) -> ResultT:
     except KvRelayError as error:
         sys.stdout.flush()
         print(f"kvrelay: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+        raise typer.Exit(error.exit_code) from None
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -271,21 +261,6 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _config_option() -> Any:
-    return typer.Option(_CONFIG, metavar="FILE", envvar=CONFIG_FILE_VARIABLE)
-
-
-def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any:
-    info = field_infos(cls)[name]
-    if is_argument:
-        return typer.Argument(help=info.help, metavar=name.upper(), envvar=ENV_PREFIX + name.upper())
-    return typer.Option(_flag(name), metavar=type_label(field_type(cls, name)), envvar=ENV_PREFIX + name.upper())
-
-
 def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
     """The help of each option. `argument`: the field that is given without a flag."""
     rows = [
@@ -295,7 +270,7 @@ def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
     for field in dataclasses.fields(cls):
         info, name = field_infos(cls)[field.name], field.name
         also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
-        shown = name.upper() if name == argument else f"{_flag(name)} {type_label(field_type(cls, name))}"
+        shown = name.upper() if name == argument else f"{flag(name)} {type_label(field_types(cls)[name])}"
         default = "" if field.default is None else str(field.default)
         rows.append(HelpRow(info.group, shown, info.help + also, ENV_PREFIX + name.upper(), default))
     return rows
@@ -304,11 +279,5 @@ def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
 def command_group(name: str, help: str) -> typer.Typer:
     """The app of a command with subcommands: `kvrelay NAME COMMAND`."""
     return typer.Typer(
-        name=name,
-        help=flowing(help),
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        context_settings=CONTEXT_SETTINGS,
+        name=name, help=flowing(help), no_args_is_help=True, context_settings=CONTEXT_SETTINGS, **_APP_SETTINGS
     )

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import ConfigError
@@ -57,36 +58,18 @@ class FieldInfo:
     form: Form | None = None
 
 
-def option(
-    default: Any,
-    help: str,
-    group: str,
-    *aliases: str,
-    low: float | None = None,
-    high: float | None = None,
-    own: bool = False,
-    secret: bool = False,
-    several: bool = False,
-    form: Form | None = None,
-) -> Any:
-    """Declare an option."""
-    info = FieldInfo(help, group, low, high, aliases, own, secret, several, form=form)
+def option(default: Any, help: str, *aliases: str, group: str, **more: Any) -> Any:
+    """Declare an option. `more`: further fields of its `FieldInfo`."""
+    info = FieldInfo(help, group, aliases=aliases, **more)
     return dataclasses.field(default=default, metadata={"info": info})
 
 
-def port_option(default: int, help: str, group: str) -> Any:
-    """Declare a TCP port to listen on; 0 picks a free one."""
-    return option(default, help, group, low=0, high=HIGHEST_PORT, own=True)
-
-
-def host_option(default: str | None, help: str, group: str) -> Any:
-    """Declare a host to listen on."""
-    return option(default, help, group, own=True, form=_HOST)
-
-
-def reached_at_option(default: str | None, help: str, group: str) -> Any:
-    """Declare a host at which others reach a service."""
-    return option(default, help, group, own=True, form=_REACHED_AT)
+port_option = partial(option, group="Network", low=0, high=HIGHEST_PORT, own=True)
+"""Declare a TCP port to listen on; 0 picks a free one."""
+host_option = partial(option, group="Network", own=True, form=_HOST)
+"""Declare a host to listen on."""
+reached_at_option = partial(option, group="Network", own=True, form=_REACHED_AT)
+"""Declare a host at which others reach a service."""
 
 
 def variant(owner: type, name: str, **changes: Any) -> Any:
@@ -97,7 +80,7 @@ def variant(owner: type, name: str, **changes: Any) -> Any:
     return dataclasses.field(default=default, metadata={"info": info})
 
 
-def for_role(role: str, owner: type, name: str, group: str, help: str, **changes: Any) -> Any:
+def for_role(role: str, owner: type, name: str, help: str, group: str = "Cluster", **changes: Any) -> Any:
     """Declare an option of `kvrelay up` that sets the option `name` of `owner` for the nodes of one role."""
     return variant(owner, name, group=group, help=help, aliases=(), own=False, sets=(role, name), **changes)
 
@@ -105,6 +88,11 @@ def for_role(role: str, owner: type, name: str, group: str, help: str, **changes
 def field_infos(cls: type) -> dict[str, FieldInfo]:
     """The `FieldInfo` of each option, in the order of `--help`."""
     return {f.name: f.metadata["info"] for f in dataclasses.fields(cls)}
+
+
+def flag(name: str) -> str:
+    """The flag of the option `name`."""
+    return "--" + name.replace("_", "-")
 
 
 def listed(name: str, value: str | None) -> list[str]:
@@ -132,6 +120,17 @@ def api_keys(value: str) -> tuple[str, ...]:
     if value and not keys:
         raise ConfigError("api_key contains no key, only commas or spaces")
     return keys
+
+
+def check_token(token: str) -> None:
+    """Refuse a token that is not valid in an HTTP header, such as one read from a file with its line end.
+
+    Raises: ConfigError, which does not quote the token.
+    """
+    if not token.isprintable() or token != token.strip():
+        raise ConfigError(
+            "the admin token contains a line end or another control character, or begins or ends with a space"
+        )
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:

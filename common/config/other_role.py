@@ -5,14 +5,13 @@ Pure except for reading the TOML file.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from common.base.errors import ConfigError
 from common.config.fields import field_infos
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, options_in_other_role
-from common.config.sources import UNSET, Resolved, resolve
+from common.config.sources import UNSET, Resolved, resolve, suggestion
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 
@@ -33,10 +32,7 @@ def in_other_role(resolved: Resolved[Any], cls: type[ConfigT], environ: Mapping[
     for name, value in options_in_other_role(config.in_other_role).items():
         if name not in known:
             of_any = {**field_infos(PrefillConfig), **field_infos(DecodeConfig)}
-            near = difflib.get_close_matches(name, list(of_any), n=1)
-            raise ConfigError(
-                f"--in-other-role: unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            raise ConfigError(f"--in-other-role: unknown option {name!r}{suggestion(name, of_any)}")
         flags.pop(name, None)
         if value is not None:
             flags[name] = _text(value)

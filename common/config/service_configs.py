@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 from common.base.errors import ConfigError
 from common.base.logs import LogFormat
-from common.config.client_options import ClientOptions
 from common.config.cluster_options import ClusterOptions
-from common.config.context_options import DecodeContextOptions, PrefillContextOptions
-from common.config.expert_options import ExpertOptions
 from common.config.fields import NAME, check_bounds, field_infos, for_role, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
     AdminHostOptions,
     AdminOptions,
     CapacityOptions,
+    DecodeContextOptions,
     DeviceOptions,
+    ExpertOptions,
     GpuMemoryOptions,
     HttpOptions,
     LoraOptions,
@@ -30,15 +30,15 @@ from common.config.option_groups import (
     ModelOptions,
     NodeAddressOptions,
     PipelineOptions,
+    PrefillContextOptions,
     RankOptions,
     RelayOptions,
-    RoutingOptions,
 )
-from common.config.planner_options import PlannerOptions
-from common.config.speculation import HEAD_METHODS, Speculation, parse_speculation
-from common.config.speculation_options import SpeculateOption, SpeculationOptions
+from common.config.router_options import ClientOptions, PlannerOptions, RoutingOptions
+from common.config.speculation import HEAD_METHODS, Speculation, SpeculationOptions, parse_speculation
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+_capacity_option = partial(option, group="Capacity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,11 @@ class ServiceConfig:
     section: ClassVar[str] = ""
     """Name of the service's TOML table and of its subcommand."""
 
-    cluster: str = option("default", "Cluster name: services see only others with the same name.", "Network", form=NAME)
-    log_level: LogLevel = option("info", "Minimum severity of log messages.", "General", "--uvicorn-log-level")
-    log_format: LogFormat = option("text", "Form of log lines: text, or one JSON object each.", "General")
+    cluster: str = option(
+        "default", "Cluster name: services see only others with the same name.", group="Network", form=NAME
+    )
+    log_level: LogLevel = option("info", "Minimum severity of log messages.", "--uvicorn-log-level", group="General")
+    log_format: LogFormat = option("text", "Form of log lines: text, or one JSON object each.", group="General")
 
     def __post_init__(self) -> None:
         for name, info in field_infos(type(self)).items():
@@ -78,16 +80,18 @@ class RouterConfig(
     preload: str | None = option(
         None,
         "Models, as nodes name them, whose tokenizers are loaded at the start; others are loaded when a node registers them.",
-        "Model",
+        group="Model",
         several=True,
         own=True,
     )
     otlp_traces_endpoint: str | None = option(
         None,
         "Address to send a trace of each request to, with OTLP over HTTP, such as http://localhost:4318/v1/traces.",
-        "Logging",
+        group="Logging",
     )
-    max_body_mb: float = option(4.0, "Maximum size of a request body in MB; larger ones get 413.", "Clients", low=0.001)
+    max_body_mb: float = option(
+        4.0, "Maximum size of a request body in MB; larger ones get 413.", group="Clients", low=0.001
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,21 +153,20 @@ class NodeConfig(
 
     step_tokens: ClassVar[StepTokens] = _PREFILL_STEP
 
-    max_num_batched_tokens: int | None = option(None, _PREFILL_STEP.help, "Capacity", low=1, own=True)
+    max_num_batched_tokens: int | None = _capacity_option(None, _PREFILL_STEP.help, low=1, own=True)
     transfer_timeout_s: float = option(
-        60.0, "Seconds without progress after which a KV transfer is aborted.", "Network", low=0.001
+        60.0, "Seconds without progress after which a KV transfer is aborted.", group="Network", low=0.001
     )
-    threads: int | None = option(
-        None, "Compute threads; by default PyTorch's choice, all cores.", "Capacity", low=1, high=4096
+    threads: int | None = _capacity_option(
+        None, "Compute threads; by default PyTorch's choice, all cores.", low=1, high=4096
     )
-    nice: int = option(
-        0, "Niceness to add to this process; positive values need no privileges.", "Capacity", low=-20, high=19
+    nice: int = _capacity_option(
+        0, "Niceness to add to this process; positive values need no privileges.", low=-20, high=19
     )
-    in_other_role: str | None = option(
+    in_other_role: str | None = _capacity_option(
         None,
         "Options that are different after `kvrelay admin flip` has given this node the other role, as a JSON object such as "
         '{"max_num_batched_tokens": 256}; null stands for the default.',
-        "Capacity",
         own=True,
     )
 
@@ -198,13 +201,13 @@ class NodeConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(SpeculateOption, PrefillContextOptions, NodeConfig):
+class PrefillConfig(PrefillContextOptions, NodeConfig):
     """A node that computes prompts and relays their KV."""
 
     section: ClassVar[str] = "prefill"
 
     speculate: str = variant(
-        SpeculateOption,
+        SpeculationOptions,
         "speculate",
         help="As decode nodes have it. With mtp and eagle:PATH the prompt's KV includes that of the head that guesses tokens; other "
         "methods concern decode nodes only.",
@@ -233,14 +236,13 @@ class DecodeConfig(SpeculationOptions, PipelineOptions, DecodeContextOptions, No
     step_tokens: ClassVar[StepTokens] = _DECODE_STEP
 
     max_num_batched_tokens: int | None = variant(NodeConfig, "max_num_batched_tokens", help=_DECODE_STEP.help)
-    local_prefill_chunk: int = option(
-        64, "Maximum number of prompt tokens that one step prefills beside running streams.", "Capacity", low=1
+    local_prefill_chunk: int = _capacity_option(
+        64, "Maximum number of prompt tokens that one step prefills beside running streams.", low=1
     )
-    shared_cores: bool = option(
+    shared_cores: bool = _capacity_option(
         False,
         "Prefill nodes compute on this node's processor cores: while some of its streams are still in prefill, this node rests "
         "between steps, longer with more such streams, at most 0.1 s, so that the prompts get the cores.",
-        "Capacity",
     )
 
     def __post_init__(self) -> None:
@@ -291,10 +293,10 @@ class UpConfig(
         "nodes of its own; a model that embeds or scores needs prefill nodes only.",
     )
     prefill_max_num_batched_tokens: int | None = for_role(
-        "prefill", NodeConfig, "max_num_batched_tokens", "Capacity", f"Of prefill nodes: {_PREFILL_STEP.help}"
+        "prefill", NodeConfig, "max_num_batched_tokens", f"Of prefill nodes: {_PREFILL_STEP.help}", group="Capacity"
     )
     decode_max_num_batched_tokens: int | None = for_role(
-        "decode", DecodeConfig, "max_num_batched_tokens", "Capacity", f"Of decode nodes: {_DECODE_STEP.help}"
+        "decode", DecodeConfig, "max_num_batched_tokens", f"Of decode nodes: {_DECODE_STEP.help}", group="Capacity"
     )
     gpu_memory_utilization: float = variant(
         GpuMemoryOptions,

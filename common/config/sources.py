@@ -23,7 +23,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, g
 
 from common.base.errors import ConfigError
 from common.base.variables import CACHE, CPU_KERNELS, STRICT_STATES
-from common.config.fields import field_infos
+from common.config.fields import field_infos, flag
 from common.config.service_configs import SERVICES, ServiceConfig
 
 ENV_PREFIX = "KVRELAY_"
@@ -61,13 +61,9 @@ class Resolved(Generic[ConfigT]):
     """Environment variables with our prefix that a cluster set, not the user."""
 
 
-def field_type(cls: type[ServiceConfig], name: str) -> Any:
-    """The declared type of a field, as an object instead of text."""
-    return _field_types(cls)[name]
-
-
 @functools.cache
-def _field_types(cls: type[ServiceConfig]) -> dict[str, Any]:
+def field_types(cls: type[ServiceConfig]) -> dict[str, Any]:
+    """The declared types of the fields, as objects instead of text."""
     return get_type_hints(cls)
 
 
@@ -104,9 +100,9 @@ def resolve(
     for name, text in _from_environment(cls, {name: ours[name] for name in ours.keys() - ignored}).items():
         if name in flags:
             continue  # also where its variable is malformed
-        take(name, _parse(text, field_type(cls, name), ENV_PREFIX + name.upper()), "environment")
+        take(name, _parse(text, field_types(cls)[name], ENV_PREFIX + name.upper()), "environment")
     for name, text in flags.items():
-        take(name, _parse(text, field_type(cls, name), "--" + name.replace("_", "-")), "flag")
+        take(name, _parse(text, field_types(cls)[name], flag(name)), "flag")
     return Resolved(cls(**values), sources, tuple(sorted(ignored)))
 
 
@@ -120,16 +116,16 @@ def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Sour
         if key not in shared:
             raise ConfigError(f"{file}: {_unknown_top_level(key, shared)}")
         if key in field_infos(cls):
-            taken.append((key, _typed(value, field_type(cls, key), f"{file}: {key}"), "file"))
+            taken.append((key, _typed(value, field_types(cls)[key], f"{file}: {key}"), "file"))
     for table, body in tables.items():
         if table not in services:
-            raise ConfigError(f"{file}: unknown table [{table}]{_suggestion(table, services)}")
+            raise ConfigError(f"{file}: unknown table [{table}]{suggestion(table, services)}")
         known = field_infos(services[table])
         for key, value in body.items():
             if key not in known:
-                raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{_suggestion(key, known)}")
+                raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{suggestion(key, known)}")
             if services[table] is cls:
-                taken.append((key, _typed(value, field_type(cls, key), f"{file}: [{table}] {key}"), "table"))
+                taken.append((key, _typed(value, field_types(cls)[key], f"{file}: [{table}] {key}"), "table"))
     return taken
 
 
@@ -149,7 +145,7 @@ def _unknown_top_level(key: str, shared: set[str]) -> str:
     owners = [service.section for service in SERVICES if key in field_infos(service)]
     if owners:
         return f"{key!r} is allowed only in a service's own table; put it into {' or '.join(f'[{o}]' for o in owners)}"
-    return f"unknown key {key!r}{_suggestion(key, shared)}"
+    return f"unknown key {key!r}{suggestion(key, shared)}"
 
 
 def _is_service_link(variable: str, value: str) -> bool:
@@ -164,7 +160,7 @@ def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> d
     known = {ENV_PREFIX + name.upper() for service in SERVICES for name in field_infos(service)}
     for variable in environ:
         if variable not in known | _RESERVED_VARIABLES:
-            raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, known)}")
+            raise ConfigError(f"unknown environment variable {variable}{suggestion(variable, known)}")
     # Compose files set variables without a value to the empty string.
     texts = {name: environ.get(ENV_PREFIX + name.upper(), "") for name in field_infos(cls)}
     return {name: text for name, text in texts.items() if text}
@@ -177,7 +173,8 @@ def optional_variable(environ: Mapping[str, str], name: str) -> str | None:
     return None if text.lower() in ("", UNSET) else text
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message that names the known word most like `name`; empty if none is like it."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -213,7 +210,7 @@ def _typed(value: Any, expected: Any, place: str) -> Any:
     if get_origin(inner) is Literal:
         choices = get_args(inner)
         if value not in choices:
-            near = _suggestion(str(value), choices)
+            near = suggestion(str(value), choices)
             raise ConfigError(f"{place}: {value!r} is not one of {', '.join(choices)}{near}")
         return value
     if inner is float and type(value) is int:

@@ -1,24 +1,25 @@
-"""Reads `--speculate`: the method that drafts tokens, or vLLM's `--speculative-config`. Pure."""
+"""The options of speculation. `--speculate` names the method that drafts tokens, or is vLLM's `--speculative-config`. Pure."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast, get_args
 
 from common.base.errors import ConfigError
+from common.config.fields import option
 
 Method = Literal["suffix", "ngram", "draft", "mtp", "eagle3"]
+
+_speculation_option = partial(option, group="Speculation")
 
 HEAD_METHODS: tuple[Method, ...] = ("mtp", "eagle3")
 """Methods whose guesses are made by a head that belongs to the model."""
 _OF_VLLM: dict[str, Method] = {
-    "suffix": "suffix",
-    "ngram": "ngram",
-    "draft": "draft",
+    **{method: method for method in get_args(Method)},
     "draft_model": "draft",
-    **dict.fromkeys(("mtp", "deepseek_mtp", "glm4_moe_mtp"), "mtp"),
-    "eagle3": "eagle3",
+    **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp"), "mtp"),
 }
 _NOT_SUPPORTED = ("eagle", "medusa")
 """Methods of other servers that need heads of another kind."""
@@ -51,16 +52,10 @@ def parse_speculation(text: str, max_drafts: int) -> Speculation | None:
         return _by_model("--speculate draft:MODEL", "draft", model, max_drafts)
     if method in ("eagle", "eagle3"):
         return _by_model("--speculate eagle:PATH", "eagle3", model, max_drafts)
-    known: dict[str, Speculation | None] = {
-        "off": None,
-        "auto": Speculation("suffix", max_drafts),
-        "suffix": Speculation("suffix", max_drafts),
-        "ngram": Speculation("ngram", max_drafts),
-        "mtp": Speculation("mtp", max_drafts),
-    }
-    if text not in known:
+    known: dict[str, Method] = {"auto": "suffix", "suffix": "suffix", "ngram": "ngram", "mtp": "mtp"}
+    if text != "off" and text not in known:
         raise ConfigError(f"--speculate {text!r} is none of suffix, ngram, draft:MODEL, mtp, eagle:PATH, auto and off")
-    return known[text]
+    return None if text == "off" else Speculation(known[text], max_drafts)
 
 
 def _of_vllm(text: str, max_drafts: int) -> Speculation:
@@ -91,7 +86,39 @@ def _of_vllm(text: str, max_drafts: int) -> Speculation:
     return Speculation(_OF_VLLM[method], count)
 
 
-def _by_model(option: str, method: Method, model: object, max_drafts: int) -> Speculation:
+def _by_model(given: str, method: Method, model: object, max_drafts: int) -> Speculation:
     if not isinstance(model, str) or not model:
-        raise ConfigError(f"{option} needs the {'draft model' if method == 'draft' else 'head'}'s folder or name")
+        raise ConfigError(f"{given} needs the {'draft model' if method == 'draft' else 'head'}'s folder or name")
     return Speculation(method, max_drafts, model=model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """How decode nodes compute several tokens of a stream in one step."""
+
+    speculate: str = _speculation_option(
+        "off",
+        "Guess the next tokens of each stream and verify them in one step: suffix (what followed the same tokens before in the "
+        "prompt and the answer), ngram (only the latest such place), draft:MODEL (a small model with the same "
+        "vocabulary), mtp (the model's own layer for it), eagle:PATH (an EAGLE-3 head), auto (suffix) or off. Prefill nodes "
+        "need mtp and eagle:PATH too. The answers are the same; where guesses do not pay, fewer or none are made.",
+        "--speculative-config",
+    )
+    speculate_tokens: int = _speculation_option(
+        16, "Maximum number of tokens guessed for one stream in one step.", low=1, high=128
+    )
+    speculate_answers: int = _speculation_option(
+        0,
+        "Number of tokens of recent answers that suffix and ngram search too; 0: none. A client's guesses come only from answers to "
+        "its own API key (without keys: its address). A token takes 300 bytes.",
+        low=0,
+        high=10_000_000,
+    )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """None: nothing is guessed. Raises: ConfigError."""
+        found = parse_speculation(self.speculate, self.speculate_tokens)
+        if self.speculate_answers and (found is None or found.method not in ("suffix", "ngram")):
+            raise ConfigError("--speculate-answers needs --speculate suffix or ngram, which search these answers")
+        return found and replace(found, max_answer_tokens=self.speculate_answers)

@@ -27,7 +27,7 @@ from common.config.option_groups import (
 )
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
-from common.config.speculation_options import SpeculationOptions
+from common.config.speculation import SpeculationOptions
 from common.control.messages import Task
 from common.model.hub import resolve_model
 from common.model.pooling.task import find_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.base.errors import BadRequest
-from common.config.client_options import ClientOptions
+from common.config.router_options import ClientOptions
 from common.control.messages import WHOLE_VOCABULARY
 from router.requests.request import GenerationRequest
 

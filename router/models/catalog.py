@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from common.base.errors import BadRequest, NotFound, Unavailable
-from common.config.client_options import GenerationConfig
 from common.config.fields import listed
+from common.config.router_options import GenerationConfig
 from common.control.messages import NodeRecord, Role, Task
 from router.models import served_model
 from router.models.preloads import Preloads

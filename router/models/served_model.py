@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llguidance import LLTokenizer
 
 from common.base.errors import ConfigError
-from common.config.client_options import GenerationConfig
+from common.config.router_options import GenerationConfig
 from common.control.messages import Adapter, ModelInfo, Task
 from common.model.facts import read_architecture, read_facts
 from common.model.fingerprint import tokenizer_digest

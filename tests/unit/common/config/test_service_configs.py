@@ -9,7 +9,7 @@ import pytest
 from common.base.errors import ConfigError
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES, DecodeConfig, UpConfig
-from common.config.sources import field_type, resolve, type_label
+from common.config.sources import field_types, resolve, type_label
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_every_field_has_help_and_a_type_that_can_be_parsed() -> None:
     for service in SERVICES:
         for name, info in field_infos(service).items():
             assert info.help.endswith("."), f"{service.__name__}.{name}"
-            assert type_label(field_type(service, name))
+            assert type_label(field_types(service)[name])

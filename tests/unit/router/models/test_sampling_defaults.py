@@ -11,7 +11,7 @@ import pytest
 from support.stub_node import make_model_folder
 
 from common.base.errors import BadRequest, ConfigError
-from common.config.client_options import GenerationConfig
+from common.config.router_options import GenerationConfig
 from common.control.messages import SamplingParams
 from common.model.hub import DEMO_MODEL_PATH
 from router.http.openai.build_request import Caller, _generation_request
