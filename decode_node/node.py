@@ -16,7 +16,7 @@ from typing import Any
 
 from common.base.errors import CorruptSlice, HandshakeRefused, KvRelayError, PeerLost, ProtocolError, TransferAborted
 from common.base.hashing import BlockHash, hash_blocks
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.links import Identity
 from common.control.messages import (
     Abort,

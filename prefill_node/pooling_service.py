@@ -14,7 +14,7 @@ from common.base.device import CPU
 from common.base.process import run_service
 from common.config.fields import listed
 from common.config.service_configs import PrefillConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import ModelInfo, NodeRecord
 from common.control.pooling import PoolInput
 from common.kernels.choose import describe_kernels

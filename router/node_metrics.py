@@ -12,7 +12,7 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 
 from common.base.transitions import unlisted_counts
 from common.control.messages import Role
-from common.control.node_load import STEP_TOKENS, NodeLoad
+from common.control.node_reports import STEP_TOKENS, NodeLoad
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 

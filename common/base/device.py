@@ -1,4 +1,6 @@
-"""The device that a rank computes on, and the dtype that it implies. Chosen once per process, before a model loads."""
+"""The device that a rank computes on, the dtype that it implies, and settings of torch. All are fixed once per process, before
+a model loads.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from common.base.cores import usable_cores
 from common.base.errors import ConfigError
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -37,15 +40,14 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def rank_device(kind: DeviceKind, local_rank: int, ranks_here: int, gpus: int | None = None) -> torch.device:
+def rank_device(kind: DeviceKind, local_rank: int, ranks_here: int) -> torch.device:
     """The device of a node's rank number `local_rank` of `ranks_here` on this host. Each rank has a GPU of its own.
 
-    `gpus`: the number of GPUs; None counts them. Raises: ConfigError if there are fewer GPUs than ranks.
+    Raises: ConfigError if there are fewer GPUs than ranks.
     """
     if kind == "cpu":
         return CPU
-    gpus = num_gpus() if gpus is None else gpus
-    if ranks_here > gpus:
+    if ranks_here > (gpus := num_gpus()):
         raise ConfigError(
             f"{ranks_here} ranks of one node need a GPU each, this process sees {gpus}: use fewer ranks, more hosts, "
             "or --device cpu"
@@ -67,3 +69,14 @@ def default_dtype(saved: str, kind: DeviceKind) -> str:
 def gpu_name(device: torch.device) -> str:
     """The name that the driver reports for the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def configure_torch(threads: int | None) -> int:
+    """Set how many threads operations use (None: torch's choice, at most the usable cores), and flush denormals to zero. Returns the
+    thread count.
+
+    Denormal activations would make elementwise operations tens of times slower.
+    """
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if threads is None else threads)
+    torch.set_flush_denormal(True)
+    return torch.get_num_threads()

@@ -15,9 +15,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file. After an error (such as a full disk) or an interruption the file is as it was before, or still missing.
-    This does not hold for pipes and devices, nor in folders where this user may only change the file.
+    This does not hold for pipes and devices, nor in folders where this user may only change the file. `private`: only this
+    user can read it.
 
     Raises: OSError.
     """
@@ -27,8 +28,9 @@ def write_whole(path: Path, content: bytes) -> None:
         return
     new = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        new.touch(mode=0o600 if private else 0o666)
         new.write_bytes(content)
-        if target.exists():
+        if target.exists() and not private:
             shutil.copymode(target, new)
         new.replace(target)
     finally:  # also after Ctrl-C

@@ -33,11 +33,6 @@ def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> B
     return hashlib.sha256(b"kvrelay-root-1" + encoded).digest()[:HASH_BYTES]
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of the block after `parent`; it may be the partial last block of a transfer."""
-    return hashlib.sha256(b"P" + parent + _head(len(token_ids)) + _encode(token_ids)).digest()[:HASH_BYTES]
-
-
 def hash_blocks(
     root: BlockHash,
     token_ids: Sequence[int],
@@ -61,7 +56,8 @@ def hash_blocks(
         parent = hashlib.sha256(b"P" + parent + head + tokens[at : at + size]).digest()[:HASH_BYTES]
         hashes.append(parent)
     if stop > max(full, start):
-        hashes.append(hash_block(parent, token_ids[full:stop]))
+        partial = _head(stop - full) + _encode(token_ids[full:stop])
+        hashes.append(hashlib.sha256(b"P" + parent + partial).digest()[:HASH_BYTES])
     return hashes
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -247,15 +248,6 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop, which exists on every platform except Windows."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
 def ending_signals() -> list[signal.Signals]:
     """The signals that end this process in order. SIGHUP, which a closed terminal sends, is left out under `nohup`."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -271,6 +263,8 @@ def ignore_terminal() -> None:
 def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service's coroutine until it returns. SIGTERM, SIGINT or SIGHUP (except under `nohup`) cancels it, which is a
     normal end; a signal more than `SAME_SIGNAL_S` later also cancels its shutdown. Child processes end with it."""
+
+    import uvloop
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
@@ -292,7 +286,7 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 raise
 
     try:
-        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
     finally:
         end_children(os.getpid())
@@ -306,28 +300,17 @@ async def on_own_thread(work: Callable[[], None], name: str) -> None:
 
     Raises: all that `work` raises.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    outcome = Future[None]()
+    outcome.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
 
     def run() -> None:
-        outcome: BaseException | None = None
         try:
-            work()
+            outcome.set_result(work())
         except BaseException as error:
-            outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, outcome)
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    await done
+    await asyncio.wrap_future(outcome)
 
 
 def _launch(arguments: list[str]) -> None:

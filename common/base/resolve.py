@@ -28,7 +28,7 @@ async def resolve(host: str, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(asyncio.wrap_future(_lookup(host)))
     except TimeoutError:
-        raise _late(host, timeout_s) from None
+        raise _unknown(host, f" within {timeout_s:g} s") from None
 
 
 def resolve_now(host: str, timeout_s: float) -> str:
@@ -38,7 +38,7 @@ def resolve_now(host: str, timeout_s: float) -> str:
     try:
         return _lookup(host).result(timeout_s)
     except TimeoutError:
-        raise _late(host, timeout_s) from None
+        raise _unknown(host, f" within {timeout_s:g} s") from None
 
 
 def is_own(address: str) -> bool:
@@ -59,8 +59,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _late(host: str, timeout_s: float) -> NameUnknown:
-    return NameUnknown(f"the name {host[:200]} could not be resolved within {timeout_s:g} s")
+def _unknown(host: str, why: str) -> NameUnknown:
+    return NameUnknown(f"the name {host[:200]} could not be resolved{why}")
 
 
 def _lookup(host: str) -> Future[str]:
@@ -71,28 +71,27 @@ def _lookup(host: str) -> Future[str]:
             return known
         found = _LOOKUPS[host] = Future[str]()
 
+    def settle(address: str, why_not: str = "") -> None:
+        with _LOCK:
+            del _LOOKUPS[host]
+        if address:
+            found.set_result(address)
+        else:
+            found.set_exception(_unknown(host, f": {why_not}"))
+
     def run() -> None:
         try:
             try:
                 addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
             except socket.gaierror:
                 addresses = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)
-            result = str(addresses[0][4][0])
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            _end(host)
-            found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
+            settle("", str(error))
         else:
-            _end(host)
-            found.set_result(result)
+            settle(str(addresses[0][4][0]))
 
     try:
         threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
     except RuntimeError as error:  # the process may not start more threads now
-        _end(host)
-        found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
+        settle("", str(error))
     return found
-
-
-def _end(host: str) -> None:
-    with _LOCK:
-        del _LOOKUPS[host]

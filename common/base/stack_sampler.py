@@ -18,19 +18,12 @@ _PERIOD_S = 0.005
 _MAX_EVENTS = 400_000
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A frame that has been on a thread's stack since `since_us`. Two calls of the same code count as the same frame."""
-
-    name: str
-    since_us: float
-
-
 @dataclass
 class _Thread:
     tid: int
     name: str
-    stack: list[_Open] = field(default_factory=list[_Open])
+    stack: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+    """Each frame's name, and since when it is there, outermost first. Two calls of the same code count as the same frame."""
 
 
 def record(seconds: float) -> list[dict[str, Any]]:
@@ -57,7 +50,8 @@ def record(seconds: float) -> list[dict[str, Any]]:
     end_us = time.time() * 1e6
     for thread in threads.values():
         _update(thread, [], end_us, events)
-    return _names_of(threads) + events
+    named = {"ph": "M", "name": "thread_name", "pid": os.getpid()}
+    return [{**named, "tid": thread.tid, "args": {"name": thread.name}} for thread in threads.values()] + events
 
 
 def _names(frame: FrameType | None) -> list[str]:
@@ -65,26 +59,18 @@ def _names(frame: FrameType | None) -> list[str]:
     names: list[str] = []
     while frame is not None:
         code = frame.f_code
-        names.append(f"{code.co_qualname} ({_short(code.co_filename)}:{code.co_firstlineno})")
+        file = "/".join(code.co_filename.split("/")[-2:])
+        names.append(f"{code.co_qualname} ({file}:{code.co_firstlineno})")
         frame = frame.f_back
     return names[::-1]
-
-
-def _short(path: str) -> str:
-    return "/".join(path.split("/")[-2:])
 
 
 def _update(thread: _Thread, names: list[str], now_us: float, events: list[dict[str, Any]]) -> None:
     """End the frames that are no longer on the stack, and begin new ones."""
     same = 0
-    while same < min(len(names), len(thread.stack)) and thread.stack[same].name == names[same]:
+    while same < min(len(names), len(thread.stack)) and thread.stack[same][0] == names[same]:
         same += 1
-    for ended in reversed(thread.stack[same:]):
-        event = {"ph": "X", "cat": "python", "name": ended.name, "pid": os.getpid(), "tid": thread.tid}
-        events.append({**event, "ts": ended.since_us, "dur": now_us - ended.since_us})
-    thread.stack[same:] = [_Open(name, now_us) for name in names[same:]]
-
-
-def _names_of(threads: dict[int, _Thread]) -> list[dict[str, Any]]:
-    event = {"ph": "M", "name": "thread_name", "pid": os.getpid()}
-    return [{**event, "tid": thread.tid, "args": {"name": thread.name}} for thread in threads.values()]
+    for name, since_us in reversed(thread.stack[same:]):
+        event = {"ph": "X", "cat": "python", "name": name, "pid": os.getpid(), "tid": thread.tid}
+        events.append({**event, "ts": since_us, "dur": now_us - since_us})
+    thread.stack[same:] = [(name, now_us) for name in names[same:]]

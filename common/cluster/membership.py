@@ -21,7 +21,7 @@ from common.base.clock import Clock, monotonic, until_next
 from common.base.errors import ConfigError, Unavailable
 from common.cluster.desired_state import Counts, change_desired
 from common.cluster.records import CheckedRecords, EncodedRecord, LoadedAdapters, Records
-from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
+from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short, tolerated
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_scripts import DEREGISTER, READ, RENEW
 from common.config.option_groups import MembershipOptions
@@ -48,17 +48,9 @@ LEASE_IN_REDIS = 5 / 6
 
 def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str | float]:
     """Content of the key `load:<node_id>`; `score` is the usual score of data-parallel routing."""
-    return {
-        "incarnation": incarnation,
-        "at": now,
-        "score": load.waiting * 4 + load.running,
-        "waiting": load.waiting,
-        "running": load.running,
-        "queued_tokens": load.queued_tokens,
-        "kv_blocks_used": load.kv_blocks_used,
-        "kv_blocks_cached": load.kv_blocks_cached,
-        "kv_blocks_total": load.kv_blocks_total,
-    }
+    shown = ("waiting", "running", "queued_tokens", "kv_blocks_used", "kv_blocks_cached", "kv_blocks_total")
+    score = load.waiting * 4 + load.running
+    return {"incarnation": incarnation, "at": now, "score": score, **{name: getattr(load, name) for name in shown}}
 
 
 class Registrar:
@@ -133,26 +125,18 @@ class Registrar:
         self._encoded_loaded = _KEEP if self._loaded is None else self._records.encode_loaded(self._loaded)
         self._outdated = False
 
-    def _encode_again(self) -> None:
-        try:
-            self._encode()
-        except ConfigError as error:  # the certificate's files are being replaced; the old signature is still valid
-            log.warning("the record is not signed with the new certificate yet: %s", error.message)
-
     async def deregister(self, next_role: Role | None = None) -> None:
         """Delete the keys of this incarnation if Redis is reachable, and close the connection. Cancel `run` first.
 
         next_role: of the node's next process; None: as this one's."""
         peer, keys = self._record.peer, self._keys
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
+        lease_ms = max(1, round(1000 * self._lease_s))
         try:
-            await self._client.eval(
-                DEREGISTER, len(names), *names, peer.incarnation, peer.node_id, max(1, round(1000 * self._lease_s))
-            )
-            if next_role is not None:
-                await self._client.set(keys.role(peer.node_id), next_role, ex=_KEEP_S)
-        except UNREACHABLE as error:
-            log.warning("could not deregister, the record expires with its lease: %s", short(error))
+            with tolerated("could not deregister, the record expires with its lease"):
+                await self._client.eval(DEREGISTER, len(names), *names, peer.incarnation, peer.node_id, lease_ms)
+                if next_role is not None:
+                    await self._client.set(keys.role(peer.node_id), next_role, ex=_KEEP_S)
         finally:
             await self._client.aclose()
 
@@ -161,7 +145,10 @@ class Registrar:
         keys = self._keys
         names = [*self._own_keys(), keys.nodes, keys.epoch, keys.adapters(peer.node_id), keys.role(peer.node_id)]
         if self._outdated or self._records.must_sign_again:
-            self._encode_again()
+            try:
+                self._encode()
+            except ConfigError as error:  # the certificate's files are being replaced; the old signature is still valid
+                log.warning("the record is not signed with the new certificate yet: %s", error.message)
         load = load_fields(self._load(), peer.incarnation, time.time())
         answer = await self._client.eval(
             RENEW,

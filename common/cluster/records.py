@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ConfigDict
-
 from common.base.clock import Clock
 from common.base.errors import ConfigError, ProtocolError
+from common.base.message_types import StrictFields
 from common.control.codec import Codec, decode, encode
 from common.control.messages import Adapter, NodeRecord
 from common.control.versions import OLDEST_VERSION
@@ -28,20 +27,18 @@ _CHECK_AGAIN_S = 3.0
 
 
 @dataclass(frozen=True)
-class SignedRecord:
+class SignedRecord(StrictFields):
     """A node's record with the signature of its node; the signature covers the cluster's name too."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
     certificate: bytes
     signature: bytes
     record: bytes
 
 
 @dataclass(frozen=True)
-class LoadedAdapters:
+class LoadedAdapters(StrictFields):
     """The LoRA adapters that were loaded into a running node; the node's next process loads them again."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
     node_id: str
     adapters: list[Adapter]
     paths: list[str]
@@ -155,6 +152,15 @@ class Records:
         return signed.record
 
 
+class _Checked(NamedTuple):
+    """A record that was checked: the result, or why it is refused, and when it was checked."""
+
+    raw: EncodedRecord
+    record: NodeRecord | None
+    why_refused: str
+    at_s: float
+
+
 class CheckedRecords:
     """Checks the nodes' records, each when it changes.
 
@@ -165,38 +171,29 @@ class CheckedRecords:
     def __init__(self, records: Records, clock: Clock) -> None:
         self._records = records
         self._clock = clock
-        self._accepted: dict[str, tuple[EncodedRecord, NodeRecord]] = {}
-        self._refused: dict[str, tuple[EncodedRecord, str, float]] = {}
-        """Node id -> its record, why it was refused, and when."""
+        self._checked: dict[str, _Checked] = {}
 
     @property
     def refused(self) -> dict[str, str]:
         """Node id -> why its record is refused."""
-        return {node_id: reason for node_id, (_, reason, _) in self._refused.items()}
+        return {node_id: each.why_refused for node_id, each in self._checked.items() if each.record is None}
 
     def read(self, raw_records: Mapping[str, EncodedRecord]) -> dict[str, NodeRecord]:
         """Return the valid records by node id. Each refused node is logged once, and again if the reason changes."""
-        self._accepted = {node_id: known for node_id, known in self._accepted.items() if node_id in raw_records}
-        self._refused = {node_id: known for node_id, known in self._refused.items() if node_id in raw_records}
-        read = {node_id: self._read(node_id, raw) for node_id, raw in raw_records.items()}
-        return {node_id: record for node_id, record in read.items() if record is not None}
+        self._checked = {node_id: self._check(node_id, raw) for node_id, raw in raw_records.items()}
+        return {node_id: each.record for node_id, each in self._checked.items() if each.record is not None}
 
-    def _read(self, node_id: str, raw: EncodedRecord) -> NodeRecord | None:
-        accepted, refused = self._accepted.get(node_id), self._refused.get(node_id)
-        if accepted is not None and accepted[0] == raw:
-            return accepted[1]
-        if refused is not None and refused[0] == raw and self._clock() - refused[2] < _CHECK_AGAIN_S:
-            return None
+    def _check(self, node_id: str, raw: EncodedRecord) -> _Checked:
+        known, now_s = self._checked.get(node_id), self._clock()
+        if known and known.raw == raw and (known.record or now_s - known.at_s < _CHECK_AGAIN_S):
+            return known
         try:
             record = self._records.check(*raw)
             if record.peer.node_id != node_id:
                 raise ProtocolError(f"it belongs to node {record.peer.node_id!r}")
         except (ProtocolError, ConfigError) as error:
             reason = str(error)
-            if refused is None or refused[1] != reason:
+            if known is None or known.why_refused != reason:
                 log.error("ignoring node %r: its record in Redis is refused: %s", node_id, reason)
-            self._refused[node_id] = (raw, reason, self._clock())
-            return None
-        self._refused.pop(node_id, None)
-        self._accepted[node_id] = (raw, record)
-        return record
+            return _Checked(raw, None, reason, now_s)
+        return _Checked(raw, record, "", now_s)

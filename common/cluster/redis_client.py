@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import ssl
+from collections.abc import AsyncGenerator, Generator
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -28,6 +30,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
 from common.base.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
@@ -165,6 +169,26 @@ def _complaint(redis_url: str, error: Exception) -> str:
         return _ENCODE
     # The Redis client's message for an unknown option after the question mark.
     return re.sub(r"^.*an unexpected keyword argument", "no such option here:", str(error))
+
+
+@contextlib.contextmanager
+def tolerated(consequence: str) -> Generator[None]:
+    """If Redis cannot be used in the block, log `consequence` with the reason, and continue after the block."""
+    try:
+        yield
+    except UNREACHABLE as error:
+        log.warning("%s: %s", consequence, short(error))
+
+
+@contextlib.asynccontextmanager
+async def brief_client(redis_url: str, consequence: str) -> AsyncGenerator[RedisClient]:
+    """A client during the block. If Redis cannot be used, log `consequence` with the reason, and continue after the block."""
+    client = connect(redis_url)
+    try:
+        with tolerated(consequence):
+            yield client
+    finally:
+        await client.aclose()
 
 
 async def check_redis(redis_url: str) -> None:

@@ -6,44 +6,23 @@ several of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
 class Keys:
     """The keys of one cluster."""
 
-    cluster: str
-
-    @property
-    def prefix(self) -> str:
+    def __init__(self, cluster: str) -> None:
+        self.prefix = f"kvrelay:{{{cluster}}}:"
         """Prefix of every key."""
-        return f"kvrelay:{{{self.cluster}}}:"
-
-    @property
-    def nodes(self) -> str:
+        self.nodes = self.prefix + "nodes"
         """Sorted set: node ids by time of their last renewal."""
-        return self.prefix + "nodes"
-
-    @property
-    def epoch(self) -> str:
+        self.epoch = self.prefix + "epoch"
         """String: a random value; another value means that Redis lost its data."""
-        return self.prefix + "epoch"
-
-    @property
-    def desired(self) -> str:
+        self.desired = self.prefix + "desired"
         """String: how many nodes of each role the cluster wants, if something keeps its shape."""
-        return self.prefix + "desired"
-
-    @property
-    def planner(self) -> str:
+        self.planner = self.prefix + "planner"
         """Hash: the router that plans the cluster's shape, and its last plan."""
-        return self.prefix + "planner"
-
-    @property
-    def flip(self) -> str:
+        self.flip = self.prefix + "flip"
         """String: the transaction that changes roles of nodes at this moment."""
-        return self.prefix + "flip"
 
     def node(self, node_id: str) -> str:
         """String: the node's record."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
-from common.base.files import temporary_folder
+from common.base.files import temporary_folder, write_whole
 from common.base.process import start_ticks
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def announced(cluster: RunningCluster, folder: Path) -> Generator[None]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
-        _write_private(path, json.dumps(asdict(cluster)))
+        write_whole(path, json.dumps(asdict(cluster)).encode(), private=True)
         for other, file in _read_all(folder):
             if other is None or not _runs(other):
                 file.unlink(missing_ok=True)
@@ -66,13 +66,6 @@ def announced(cluster: RunningCluster, folder: Path) -> Generator[None]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".new")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def running_clusters(folder: Path) -> list[RunningCluster]:

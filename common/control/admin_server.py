@@ -38,9 +38,8 @@ from common.base.errors import (
     Unauthorized,
     Unavailable,
 )
-from common.control.admin_token import check_token
-from common.control.disconnects import listener_of
-from common.control.http_connection import HttpConnection
+from common.config.fields import check_token
+from common.control.http_connection import HttpConnection, listener_of
 from common.control.http_server import ConnectionLimit, HttpServer, listen
 from common.security.tls import Credentials
 

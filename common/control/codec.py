@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
 from common.base.errors import KvRelayError, ProtocolError
-from common.base.fail_fast import fail_fast
+from common.base.message_types import fail_fast
 from common.control.item_count import check_item_count
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 from common.control.versions import OURS, PROTOCOL_VERSION, Versions, as_of, has_newer
@@ -165,6 +165,9 @@ class _ControlCodec(Codec):
 
 
 _CODEC = _ControlCodec(*get_args(Message))
+decode: Callable[[bytes | memoryview], Message] = _CODEC.decode
+check: Callable[[Unpacked], Message] = _CODEC.check
+"""Unpack and check a control message, and check one in an envelope from `split`: see `Codec`."""
 
 
 def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
@@ -174,14 +177,6 @@ def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{type(message).__name__} cannot be sent: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}")
     return data
-
-
-def decode(data: bytes | memoryview) -> Message:
-    """Unpack and check the control message in `data`.
-
-    Raises: ProtocolError for anything that is not a well-formed message of a version that is spoken.
-    """
-    return _CODEC.decode(data)
 
 
 def join(messages: list[bytes]) -> bytes:
@@ -204,8 +199,3 @@ def split(frame: bytes | bytearray) -> list[Unpacked]:
     ):  # before version 3 a frame was one message, which began with its version
         raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {OURS}")
     return messages
-
-
-def check(envelope: Unpacked) -> Message:
-    """Check the message in an envelope from `split`. Raises: ProtocolError if it is not a well-formed message."""
-    return _CODEC.check(envelope)

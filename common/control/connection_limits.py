@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from common.control.frames import FrameConnection
 
@@ -23,11 +23,13 @@ _CHECK_S = 5.0
 
 
 class ConnectionLimits:
-    """Enforces the limits for the connections of one server. `drop(connection, why)` must close a connection."""
+    """Enforces the limits for the connections of one server.
 
-    def __init__(self, drop: Callable[[FrameConnection, str], None]) -> None:
-        self._drop = drop
-        self._connections: set[FrameConnection] = set()
+    `connections`: the open ones by identity, as the server keeps them. `drop(identity, why)` must close one and remove it.
+    """
+
+    def __init__(self, connections: Mapping[bytes, FrameConnection], drop: Callable[[bytes, str], None]) -> None:
+        self._connections, self._drop = connections, drop
         self._loop = asyncio.get_running_loop()
         self._check = self._loop.call_later(_CHECK_S, self._drop_stalled)
         self._is_full = False
@@ -40,21 +42,12 @@ class ConnectionLimits:
         self._is_full = full
         return not full
 
-    def opened(self, connection: FrameConnection) -> None:
-        """Watch a connection."""
-        self._connections.add(connection)
-
-    def ended(self, connection: FrameConnection) -> None:
-        """Forget a connection."""
-        self._connections.discard(connection)
-
     def grew(self) -> None:
         """Handle the growth of an unfinished frame: if all such frames exceed the limit, drop the connection of the largest."""
-        sizes = {connection: connection.unfinished_bytes for connection in self._connections}
+        sizes = {identity: connection.unfinished_bytes for identity, connection in self._connections.items()}
         if sum(sizes.values()) > MAX_UNFINISHED_BYTES:
-            self._drop(
-                max(sizes, key=sizes.__getitem__), "unfinished frames take too much memory, and this one the most"
-            )
+            largest = max(sizes, key=sizes.__getitem__)
+            self._drop(largest, "unfinished frames take too much memory, and this one the most")
 
     def close(self) -> None:
         """Stop watching."""
@@ -63,5 +56,5 @@ class ConnectionLimits:
     def _drop_stalled(self) -> None:
         self._check = self._loop.call_later(_CHECK_S, self._drop_stalled)
         before_s = self._loop.time() - _WAIT_S
-        for connection in [each for each in self._connections if each.waiting_since_s < before_s]:
-            self._drop(connection, f"it sent no whole frame for {_WAIT_S:g} s")
+        for identity in [name for name, each in self._connections.items() if each.waiting_since_s < before_s]:
+            self._drop(identity, f"it sent no whole frame for {_WAIT_S:g} s")

@@ -207,14 +207,11 @@ class FrameConnection(asyncio.Protocol):
             # A large frame arrives in many pieces; do not copy the earlier pieces with each new one.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data
             if not more:
-                self._note_unfinished()
+                if self.waiting_since_s == math.inf:
+                    self.waiting_since_s = asyncio.get_running_loop().time()
+                if len(self._rest) > _BYTES_PER_TURN:
+                    self._on_growth()
         return more
-
-    def _note_unfinished(self) -> None:
-        if self.waiting_since_s == math.inf:
-            self.waiting_since_s = asyncio.get_running_loop().time()
-        if len(self._rest) > _BYTES_PER_TURN:
-            self._on_growth()
 
 
 def _detect_silence(sock: socket.socket) -> None:

@@ -1,17 +1,20 @@
-"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Runs on the event loop of a service."""
+"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits, which tells a request's handler when its client
+disconnects. Runs on the event loop of a service.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from common.control.disconnects import DISCONNECTS, DisconnectListener
-
+DISCONNECTS = "kvrelay.disconnects"
+"""Key of a request's `DisconnectListener` in its ASGI scope."""
 _MAX_HEAD_BYTES = 65_536
 """Approximate limit for a request's line and headers, or for trailers. The parser buffers them until they are complete."""
 _LINGER_S = 2.0
@@ -19,6 +22,37 @@ _LINGER_S = 2.0
 it would be reset and the refusal lost.
 """
 _PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
+
+
+class DisconnectListener:
+    """Calls back when the client of one connection disconnects. A connection answers one request at a time.
+
+    A callback costs far less than a task per request that waits for ASGI's `http.disconnect`.
+    """
+
+    __slots__ = ("_on_gone", "gone")
+
+    def __init__(self) -> None:
+        self.gone = False
+        """Whether the client has disconnected."""
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call `on_gone` when the client disconnects, at once if it has already; None ends the watch."""
+        self._on_gone = on_gone
+        if self.gone and on_gone is not None:
+            on_gone()
+
+    def leave(self) -> None:
+        """Note that the client has disconnected."""
+        self.gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+
+def listener_of(scope: Scope) -> DisconnectListener:
+    """The listener of the request's connection."""
+    return scope[DISCONNECTS]
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -1,7 +1,7 @@
 """Counts the items of a frame before it is unpacked, so that no frame takes many times its size in memory. Pure.
 
 An item of one byte takes up to 90 bytes as a Python object, and more while it is checked. The long parts of messages are one
-item each: text, hashes, and ids (`common.control.ids`).
+item each: text, hashes, and ids (`common.control.identities`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ SENT_ITEMS = _ITEMS // 2
 
 _SIZES = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 1),
-    0xCA: 5,
-    0xCB: 9,
-    0xCC: 2,
-    0xCD: 3,
-    0xCE: 5,
-    0xCF: 9,
-    0xD0: 2,
-    0xD1: 3,
-    0xD2: 5,
-    0xD3: 9,
+    **dict.fromkeys((0xCC, 0xD0), 2),
+    **dict.fromkeys((0xCD, 0xD1), 3),
+    **dict.fromkeys((0xCA, 0xCE, 0xD2), 5),
+    **dict.fromkeys((0xCB, 0xCF, 0xD3), 9),
 }
 """Size of an item of fixed size, by its first byte."""
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}

@@ -72,7 +72,7 @@ class Server:
         self._on_message = on_message
         self._connections: dict[Identity, FrameConnection] = {}
         self._names = itertools.count(1)
-        self._limits = ConnectionLimits(self._drop)
+        self._limits = ConnectionLimits(self._connections, self._drop)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=1024)
         except (OSError, TypeError) as error:  # TypeError: not a valid host name
@@ -96,7 +96,7 @@ class Server:
             raise Unavailable("cannot send: the link is gone")
         if connection.is_full:
             connection.abort()
-            self._drop(connection, "its other end does not read, and its queue is full")
+            self._drop(identity, "its other end does not read, and its queue is full")
             raise Unavailable("cannot send: the link is full")
         connection.send(join([encode(message, connection.version or OLDEST_VERSION)]))
 
@@ -139,24 +139,20 @@ class Server:
                 connection.close()
                 return
             self._connections[identity] = connection
-            self._limits.opened(connection)
             connection.enable_direct_sends()
             connection.send(GREETING)
 
         def ended(reason: str) -> None:
             connection = self._connections.pop(identity)
-            self._limits.ended(connection)
             if not reason.startswith("broke"):
                 _warn(connection, "closed a control connection: its other end %s", reason)
 
         return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened, self._limits.grew)
 
-    def _drop(self, connection: FrameConnection, why: str) -> None:
-        """Close a connection that exceeds the limits."""
+    def _drop(self, identity: Identity, why: str) -> None:
+        connection = self._connections.pop(identity)
         _warn(connection, "closed a control connection: %s", why)
         connection.close()
-        self._limits.ended(connection)
-        self._connections = {name: each for name, each in self._connections.items() if each is not connection}
 
     def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
         """Handle a frame's messages up to the first malformed one. After several malformed frames close the connection."""
@@ -176,8 +172,7 @@ class Server:
             end = " and closed their connection" if is_last else ""
             _warn(connection, "dropped control messages%s: %s", end, error)
             if is_last:
-                connection.close()
-                self._limits.ended(self._connections.pop(identity))
+                self._connections.pop(identity).close()
 
     def _agree(self, identity: Identity, theirs: Versions) -> None:
         """Answer with our versions, and use the newest common one. Without one, close the connection."""
@@ -188,7 +183,7 @@ class Server:
         try:
             connection.version = OURS.common(theirs)
         except ProtocolError as error:
-            self._drop(connection, error.message)
+            self._drop(identity, error.message)
 
     def _handle(self, identity: Identity, message: Message) -> None:
         try:

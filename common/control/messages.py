@@ -18,18 +18,15 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from common.base.since import Since
+from common.base.message_types import Since, StrictFields
 from common.config.option_groups import CapacityOptions
-from common.control.attempt_stats import AttemptStats
-from common.control.identities import Adapter, AttemptKey, PeerRef
-from common.control.ids import Ids, pack_ids
-from common.control.node_load import NodeLoad
+from common.control.identities import Adapter, AttemptKey, Ids, PeerRef, pack_ids
+from common.control.node_reports import AttemptStats, NodeLoad
 from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
-_STRICT = ConfigDict(extra="forbid")
 MAX_PREDICTION = 2**17
 """Maximum tokens of `EngineRequest.prediction`."""
 
@@ -156,15 +153,14 @@ class DecodeRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Abort:
+class Abort(StrictFields):
     """Asks a node to stop an attempt and free its resources. There is no answer; unknown keys are ignored."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
 
 
 @dataclass(frozen=True)
-class Ping:
+class Ping(StrictFields):
     """Renews the lease of a router, or of a prefill node, at a node. Without a ping for `lease_s`, the node ends all attempts
     of that router or node.
 
@@ -172,7 +168,6 @@ class Ping:
     lease.
     """
 
-    __pydantic_config__ = _STRICT
     router_id: str
     lease_s: float
 
@@ -233,28 +228,25 @@ class TokenChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenBatch:
+class TokenBatch(StrictFields):
     """All tokens that one step generated for one router."""
 
-    __pydantic_config__ = _STRICT
     chunks: list[TokenChunk]
 
 
 @dataclass(frozen=True)
-class AttemptFailed:
+class AttemptFailed(StrictFields):
     """A node's last message about an attempt that it did not finish. `code` is from `common.base.errors`."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     code: str
     message: str
 
 
 @dataclass(frozen=True)
-class Pong:
+class Pong(StrictFields):
     """The answer to a `Ping`, with the node's load."""
 
-    __pydantic_config__ = _STRICT
     node_id: str
     incarnation: str
     load: NodeLoad
@@ -264,10 +256,9 @@ class Pong:
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(StrictFields):
     """The prefill node is about to compute this attempt and asks where to send its KV."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     src: PeerRef
     layout: KVLayout
@@ -277,10 +268,9 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Grant:
+class Grant(StrictFields):
     """The decode node has allocated blocks. Lists have one entry per block table of a sequence (`KVSpec.num_tables`)."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     dst: PeerRef
     layout: KVLayout
@@ -294,29 +284,26 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class PrefillDone:
+class PrefillDone(StrictFields):
     """Tells the decode node the first token. With a `finish_reason`, the request has ended."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     token_id: int
     finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
-class TransferReceived:
+class TransferReceived(StrictFields):
     """Tells the prefill node that all slices of the transfer have arrived and are verified."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     bytes_received: int
 
 
 @dataclass(frozen=True)
-class TransferAbort:
+class TransferAbort(StrictFields):
     """Tells the other end that the sender aborts the transfer. `code` is from `common.base.errors`."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     code: str
     message: str
@@ -332,10 +319,9 @@ Tier = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(StrictFields):
     """The facts about a node's model that a router needs."""
 
-    __pydantic_config__ = _STRICT
     name: str
     path: str
     vocab_size: int
@@ -349,10 +335,9 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class NodeRecord:
+class NodeRecord(StrictFields):
     """A node's registration. It stays in Redis as long as the node renews its lease."""
 
-    __pydantic_config__ = _STRICT
     role: Role
     peer: PeerRef
     model: ModelInfo

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.control.identities import AttemptKey
-from common.control.ids import Ids
+from common.control.identities import AttemptKey, Ids
 
 
 class PoolInput(NamedTuple):

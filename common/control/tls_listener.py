@@ -39,24 +39,19 @@ class TlsListener:
         self._sock, self._new_protocol, self._new_context = sock, new_protocol, new_context
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self.handshakes: dict[asyncio.Task[None], None] = {}
         """Unfinished handshakes, oldest first."""
         self._accepting = self._loop.create_task(self._accept())
 
     def close(self) -> None:
         """Stop accepting and end unfinished handshakes; open connections stay."""
-        for task in (self._accepting, *self._handshakes):
+        for task in (self._accepting, *self.handshakes):
             task.cancel()
         self._sock.close()
 
     async def wait_closed(self) -> None:
         """Wait until no accept or handshake is in progress."""
-        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
-
-    @property
-    def unfinished(self) -> int:
-        """Number of unfinished handshakes."""
-        return len(self._handshakes)
+        await asyncio.gather(self._accepting, *self.handshakes, return_exceptions=True)
 
     async def _accept(self) -> None:
         while True:
@@ -66,14 +61,14 @@ class TlsListener:
                 log.warning("cannot accept a connection, retrying in %g s: %s", _PAUSE_S, error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if len(self._handshakes) >= MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
+            if len(self.handshakes) >= MAX_HANDSHAKES:
+                oldest = next(iter(self.handshakes))
+                del self.handshakes[oldest]
                 oldest.cancel()
                 log.warning("ended an unfinished TLS handshake: %d others are in progress", MAX_HANDSHAKES)
             task = self._loop.create_task(self._open(connection))
-            self._handshakes[task] = None
-            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            self.handshakes[task] = None
+            task.add_done_callback(lambda done: self.handshakes.pop(done, None))
             await asyncio.sleep(0)  # `sock_accept` does not yield while connections are waiting
 
     async def _open(self, connection: socket.socket) -> None:

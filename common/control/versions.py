@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from common.base.errors import ProtocolError
-from common.base.since import Since
+from common.base.message_types import Since
 
 PROTOCOL_VERSION = 17
 """Version of control messages, records and data headers. It also changes when the byte order of payloads changes."""

@@ -12,7 +12,7 @@ from itertools import takewhile
 import numpy as np
 from llguidance import LLMatcher
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.item_count import SENT_ITEMS
 from common.control.messages import WHOLE_VOCABULARY, FinishReason, SamplingParams, items_of
 from common.engine.grammar.state import GrammarState

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
-from common.base.since import Since
+from common.base.message_types import Since
 from common.kv.spec import KVSpec
 from common.kv.stripes import MAX_CP_SIZE, WHOLE, Stripe
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from common.control.attempt_stats import Mark
 from common.control.item_count import SENT_ITEMS
 from common.control.links import Identity
 from common.control.messages import AttemptStats, TokenChunk, items_of
+from common.control.node_reports import Mark
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence import Sequence
 

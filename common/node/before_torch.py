@@ -27,7 +27,7 @@ def main(resolved: Resolved[Any]) -> None:
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
-    from common.cluster.changed_roles import forget_changed_role
+    from common.cluster.runtime_changes import forget_changed_role
 
     config: NodeConfig = resolved.config
     roles = NodeRoles(resolved, os.environ)
@@ -43,8 +43,8 @@ def main(resolved: Resolved[Any]) -> None:
 
 async def _check_redis(config: NodeConfig) -> Role | None:
     """Check that Redis answers. Returns the role that the node's last process had, if it was changed. Raises: ConfigError."""
-    from common.cluster.changed_roles import read_changed_role
     from common.cluster.redis_client import check_redis
+    from common.cluster.runtime_changes import read_changed_role
 
     await check_redis(config.redis_url)
     if config.node_id is None:

@@ -18,9 +18,9 @@ from typing import Any, Protocol, cast
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
 from common.base.sentences import counted
-from common.cluster.changed_roles import HELD_S, FlipLock
 from common.cluster.desired_state import OTHER
 from common.cluster.redis_client import UNREACHABLE, short
+from common.cluster.runtime_changes import HELD_S, FlipLock
 from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from common.control.messages import NodeRecord, Role

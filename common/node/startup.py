@@ -17,9 +17,8 @@ from common.base.clock import monotonic
 from common.base.errors import EngineError
 from common.base.process import run_service
 from common.base.sentences import counted
-from common.cluster.changed_roles import FlipLock
 from common.cluster.desired_state import OTHER
-from common.cluster.loaded_adapters import read_loaded_adapters
+from common.cluster.runtime_changes import FlipLock, read_loaded_adapters
 from common.control.admin_server import AdminRoute
 from common.control.messages import PeerRef, Role
 from common.engine.grammar.compiler import GrammarCompiler

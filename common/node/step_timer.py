@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from common.control.node_load import STEP_TOKENS
+from common.control.node_reports import STEP_TOKENS
 
 _GAIN = 0.1
 

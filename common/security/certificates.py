@@ -14,27 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.base.errors import ConfigError
+from common.base.files import write_whole
 from common.security.names import CA, CERTIFICATE, KEY, REVOKED, ServiceRole, host_of
+from common.security.signatures import has_issued
 
 _T = TypeVar("_T")
 _CA_KEY, _ISSUED = "ca-key.pem", "issued"
 _CA_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of hosts differ."""
-_CRL_DAYS = _CA_DAYS
+_write = partial(write_whole, private=True)
+"""Services may read the files at any time."""
 _PEM_PART = re.compile(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\s*", re.S)
 
 
@@ -46,7 +49,7 @@ class Authority:
         self.folder = folder
         try:
             self._certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
-            key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
+            key = load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
         except PermissionError as error:
             raise ConfigError(f"cannot read the certificate authority: {error.filename}: {error.strerror}") from error
         except (OSError, ValueError) as error:
@@ -67,13 +70,10 @@ class Authority:
         if cls.is_in(folder):
             raise ConfigError(f"{folder} holds a certificate authority already")
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _of_authority(key)
-        try:
+        with _writing(folder):
             (folder / _ISSUED).mkdir(parents=True, exist_ok=True)
             _write(folder / _CA_KEY, _pem(key))
-            _write(folder / CA, certificate.public_bytes(serialization.Encoding.PEM))
-        except OSError as error:
-            raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
+            _write(folder / CA, _of_authority(key).public_bytes(Encoding.PEM))
         authority = cls(folder)
         authority._publish_revoked(x509.CertificateRevocationListBuilder())
         return authority
@@ -90,11 +90,9 @@ class Authority:
         """
         revoked = self._revoked()[1]
         self._certificate = _of_authority(self._key)
-        try:
+        with _writing(self.folder):
             self._publish_revoked(revoked)
-            _write(self.folder / CA, self._certificate.public_bytes(serialization.Encoding.PEM))
-        except OSError as error:
-            raise ConfigError(f"cannot write {self.folder}: {error.strerror}") from error
+            _write(self.folder / CA, self._certificate.public_bytes(Encoding.PEM))
 
     def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> bool:
         """Write a new key and certificate of a service into `folder`; they replace earlier ones.
@@ -119,26 +117,19 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         certificate = builder.sign(self._key, hashes.SHA256())
-        encoded = certificate.public_bytes(serialization.Encoding.PEM)
-        try:
+        encoded = certificate.public_bytes(Encoding.PEM)
+        with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.pem", encoded)
             for file in (CA, REVOKED):
                 _write(folder / file, (self.folder / file).read_bytes())
             _write(folder / KEY, _pem(key))
             _write(folder / CERTIFICATE, encoded)
-        except OSError as error:
-            raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
         return wanted - self.ends > datetime.timedelta(hours=1)
 
     def issued(self, folder: Path) -> bool:
         """Whether it has issued the certificate in a service's folder, revoked or not. Raises: ConfigError if that is unreadable."""
-        certificate = _read(folder / CERTIFICATE, x509.load_pem_x509_certificate)
-        try:
-            certificate.verify_directly_issued_by(self._certificate)
-        except (InvalidSignature, ValueError, TypeError):
-            return False
-        return True
+        return has_issued(self._certificate, _read(folder / CERTIFICATE, x509.load_pem_x509_certificate))
 
     def revoke(self, name: str) -> int:
         """Revoke all certificates of a service; the new `crl.pem` has to reach every service's folder.
@@ -156,10 +147,8 @@ class Authority:
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_now()).build()
             builder = builder.add_revoked_certificate(entry)
         if new:
-            try:
+            with _writing(self.folder / REVOKED):
                 self._publish_revoked(builder)
-            except OSError as error:
-                raise ConfigError(f"cannot write {self.folder / REVOKED}: {error.strerror}") from error
         return len(new)
 
     def copy_revoked(self, folder: Path) -> None:
@@ -202,12 +191,12 @@ class Authority:
         built = (
             builder.issuer_name(self._certificate.subject)
             .last_update(now - _BACKDATED)
-            .next_update(now + datetime.timedelta(days=_CRL_DAYS))
+            .next_update(now + datetime.timedelta(days=_CA_DAYS))
             # By its key: authorities have the same name, and OpenSSL would take the list of another one in `crl.pem`.
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        _write(self.folder / REVOKED, built.public_bytes(serialization.Encoding.PEM))
+        _write(self.folder / REVOKED, built.public_bytes(Encoding.PEM))
 
 
 def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
@@ -263,20 +252,17 @@ def _read(path: Path, parse: Callable[[bytes], _T]) -> _T:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
+@contextlib.contextmanager
+def _writing(place: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {place}: {error.strerror}") from error
+
+
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace the file at once, readable by its owner only: services may read it at any time."""
-    new = path.with_name(f".{path.name}.new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
-    new.replace(path)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -68,7 +68,7 @@ class Signer:
             authorities = x509.load_pem_x509_certificates((self._folder / CA).read_bytes())
             lists = _CRL.findall((self._folder / REVOKED).read_bytes())
             revoked = [x509.load_pem_x509_crl(each) for each in lists or (b"",)]
-            if not any(_has_issued(authority, signer) for authority in authorities):
+            if not any(has_issued(authority, signer) for authority in authorities):
                 raise InvalidSignature
             names = signer.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             hosts = names.get_values_for_type(x509.DNSName)
@@ -91,7 +91,8 @@ class Signer:
             raise ProtocolError(f"its certificate is not of a {role}")
 
 
-def _has_issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+def has_issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Whether the authority has signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError):  # another key, another name, another kind of key

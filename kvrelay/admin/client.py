@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from common.base.errors import ConfigError, KvRelayError
 from common.base.resolve import NameUnknown, is_own, resolve_now
 from common.cluster.running_clusters import RunningCluster, running_clusters, runtime_folder
+from common.config.fields import check_token
 from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX, optional_variable
-from common.control.admin_token import check_token
 from common.security.tls import Credentials, shows_role
 
 

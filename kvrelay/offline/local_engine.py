@@ -11,7 +11,7 @@ from dataclasses import replace
 from common.base.errors import EngineError, KvRelayError, from_code
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, Message, TokenBatch, TokenChunk
 from common.kernels.native.build import build_library
 from common.node.before_torch import COMPILE_S

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from common.base.errors import KvRelayError, Overloaded
-from common.control.disconnects import DisconnectListener
+from common.control.http_connection import DisconnectListener
 from router.http.format import Format
 from router.http.json_body import Json, large_json, to_json
 from router.http.openai.base_format import usage

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import BadRequest, KvRelayError, Overloaded
-from common.control.disconnects import DISCONNECTS, DisconnectListener
+from common.control.http_connection import DISCONNECTS, DisconnectListener
 from router.http.client import go_on, used_tokens
 from router.http.json_body import Json
 from router.http.response_store import ResponseStore, StoredResponse

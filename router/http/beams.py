@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from common.base.errors import BadRequest, DeadlineExceeded
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import PromptLogprobs, SamplingParams
 from router.http.answer import Answer, whole_body
 from router.http.format import Format

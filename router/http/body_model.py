@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from common.base.fail_fast import fail_fast
+from common.base.message_types import fail_fast
 
 
 class BodyModel(BaseModel):

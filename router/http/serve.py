@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
-from common.control.disconnects import listener_of
+from common.control.http_connection import listener_of
 from common.control.messages import WHOLE_VOCABULARY
 from router.http.answer import Answer, whole_body
 from router.http.beams import BeamRun

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from common.base.errors import EngineError, KvRelayError
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     DecodeRequest,
     EngineRequest,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from router.policy import Decision, Query
 from router.requests import flow_events as f
 from router.requests.placement import HashChain, Placement

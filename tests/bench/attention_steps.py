@@ -10,7 +10,7 @@ import torch
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.native import NativeAttention
-from common.base.torch_setup import configure_torch
+from common.base.device import configure_torch
 from common.kernels.native.build import build_library
 from common.kernels.native.find import find_native
 from common.kv.rank_layout import KVLayout, blocks_for

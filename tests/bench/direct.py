@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from common.base.errors import from_code
 from common.cluster.membership import Directory
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.links import Link, Server
 from common.control.messages import (
     Abort,

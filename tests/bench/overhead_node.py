@@ -13,7 +13,7 @@ from typing import Any
 
 from common.base.clock import monotonic
 from common.control.codec import encode
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
 from common.engine.loop import LOOK_S

@@ -13,10 +13,10 @@ from typing import Any
 
 from support.single_transport import zmq_receiver, zmq_sender
 
+from common.base.device import configure_torch
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
-from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import (

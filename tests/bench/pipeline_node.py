@@ -19,9 +19,9 @@ import psutil
 from bench.overhead_node import NoTransfers
 
 from common.base.clock import monotonic
-from common.base.torch_setup import configure_torch
+from common.base.device import configure_torch
 from common.config.service_configs import DecodeConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams, TokenBatch
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop

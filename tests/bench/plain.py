@@ -17,8 +17,8 @@ from bench.overhead_node import GREEDY, OverheadNode, StubRunner
 from bench.results import median, percentile
 from support.lora_files import write_adapter
 
+from common.base.device import configure_torch
 from common.base.hashing import BLOCK_SIZE
-from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
 from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput

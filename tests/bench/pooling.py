@@ -16,8 +16,7 @@ from bench.results import Result, Target, median
 from support.sentences import sentences
 
 from common.base.clock import monotonic
-from common.control.identities import AttemptKey
-from common.control.ids import pack_ids
+from common.control.identities import AttemptKey, pack_ids
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config

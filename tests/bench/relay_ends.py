@@ -22,7 +22,7 @@ from support.single_transport import (
 )
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     GrantOrder,

@@ -19,10 +19,10 @@ from bench.session import Session
 from bench.shape import SHAPES, make_model_folder
 from bench.worker import PASSIVE, Worker
 
+from common.base.device import configure_torch
 from common.base.hashing import root_hash
-from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.drafting import IndexProposer
 from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

@@ -12,7 +12,7 @@ from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt, wast
 from support.noisy_drafts import ErringDraft, ErringHead, NoisyDrafts
 
 from common.base.hashing import hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.draft_head import DraftHeadProposer
 from common.engine.draft_model import DraftModel

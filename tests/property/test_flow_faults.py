@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.base.errors import EngineError, Overloaded, PeerLost, Unavailable
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

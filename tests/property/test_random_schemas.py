@@ -15,7 +15,7 @@ from support.random_schemas import random_schema
 from support.tiny_engine import NUM_BLOCKS, VOCAB, make_runner
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.scheduler import Scheduler

@@ -23,7 +23,7 @@ from support.runner_cases import check_scored
 from support.tiny_engine import NUM_BLOCKS, VOCAB, make_runner
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler

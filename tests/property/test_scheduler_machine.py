@@ -18,7 +18,7 @@ from support.fake_engine import VOCAB, FakeRunner, generate, wasted_rows
 
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import first_seen
 from common.engine.scheduled_step import ScheduledStep

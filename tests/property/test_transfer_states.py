@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,

@@ -17,7 +17,7 @@ from support.fake_engine import VOCAB, FakeRunner, FakeWire, generate
 from support.mock_clock import MockClock
 from support.node_pair import core_parts
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

@@ -9,7 +9,7 @@ from support.grammars import FakeGrammars
 from support.mock_clock import MockClock
 
 from common.base.clock import Clock
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     AttemptKey,
     DecodeRequest,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.config.service_configs import DecodeConfig, PrefillConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,

@@ -13,7 +13,7 @@ from support.kv_words import plane_words, word_of
 
 from common.base.clock import Clock, monotonic
 from common.base.hashing import hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     DestinationReleased,

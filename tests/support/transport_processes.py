@@ -9,7 +9,7 @@ from support.host_device import HostDevice
 from support.transfer_harness import layout
 
 from common.base.clock import Clock, monotonic
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import GrantOrder, OpenDestinationOrder, OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import KVLayout

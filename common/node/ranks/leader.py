@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from common.base.device import configure_torch
 from common.base.endpoints import free_port
 from common.base.errors import ConfigError, RankLost
 from common.base.free_memory import peak_memory_bytes, resident_bytes
 from common.base.process import on_own_thread
-from common.base.torch_setup import configure_torch
 from common.control.messages import Role
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import zmq
 
+from common.base.device import configure_torch
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.free_memory import peak_memory_bytes
-from common.base.torch_setup import configure_torch
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import TransferEnd, TransferOrder
 from common.engine.step import StepInput

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from starlette.types import Scope
 
 from common.base.errors import BadRequest, PromptTooLong
-from common.control.ids import Ids, pack_ids
+from common.control.identities import Ids, pack_ids
 from common.control.messages import MAX_PREDICTION, EngineRequest, Grammar
 from router.http.client import client_of
 from router.http.openai.chat_grammar import chat_grammar

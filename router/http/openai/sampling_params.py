@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable
 
 from common.base.errors import BadRequest
-from common.control.ids import Ids, pack_ids
+from common.control.identities import Ids, pack_ids
 from common.control.messages import SamplingParams
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.models.sampling_defaults import NEUTRAL, SamplingDefaults

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.base.errors import BadRequest
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.pooling import PoolInput
 from router.http.openai.build_request import Caller
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest

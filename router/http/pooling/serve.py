@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
-from common.control.disconnects import listener_of
+from common.control.http_connection import listener_of
 from router.http.client import count_tokens
 from router.http.json_body import Json, large_json
 from router.http.openai.build_request import Caller

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from common.base.device import configure_torch
 from common.base.hashing import BLOCK_SIZE
-from common.base.torch_setup import configure_torch
 from common.config.option_groups import Quantization
 from common.config.service_configs import DecodeConfig
 from common.control.messages import SamplingParams

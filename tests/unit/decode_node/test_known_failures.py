@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 from support.fake_engine import generate
 from support.node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

@@ -6,7 +6,7 @@ import pytest
 from support.fake_engine import generate
 from support.node_pair import KEY, P_REF, PROMPT, ROUTER, Pair
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, SamplingParams
 from common.engine.step import StepInput, StepOutput
 from common.node.events import FromClient

@@ -9,7 +9,7 @@ import pytest
 
 from common.base.errors import TransferError
 from common.base.hashing import HASH_BYTES
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import OpenDestinationOrder, OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import KVLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.hashing import HASH_BYTES
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import OpenSourceOrder, TransferPlan
 from common.kv.rank_layout import KVLayout

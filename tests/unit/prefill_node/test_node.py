@@ -12,7 +12,7 @@ from support.fake_engine import generate, scored_prompt
 from support.node_pair import D_REF, KEY, LAYOUT, PROMPT, ROUTER, Pair
 
 from common.base.errors import PeerLost, TransferAborted, TransferTimedOut
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     AttemptFailed,
     AttemptKey,

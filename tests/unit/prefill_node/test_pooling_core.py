@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from support.mock_clock import MockClock
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

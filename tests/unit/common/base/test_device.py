@@ -150,11 +150,13 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_cuda_is_refused_in_one_senten
         resolve_device("cuda")
 
 
-def test_each_rank_of_a_host_gets_a_gpu_of_its_own() -> None:
-    assert rank_device("cpu", 3, 4, gpus=0) == CPU
-    assert [str(rank_device("cuda", rank, 2, gpus=2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+def test_each_rank_of_a_host_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_device("cpu", 3, 4) == CPU
+    monkeypatch.setattr("common.base.device.num_gpus", lambda: 2)
+    assert [str(rank_device("cuda", rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr("common.base.device.num_gpus", lambda: 1)
     with pytest.raises(ConfigError, match="2 ranks of one node need a GPU each, this process sees 1"):
-        rank_device("cuda", 0, 2, gpus=1)
+        rank_device("cuda", 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from common.base.errors import ProtocolError
-from common.base.fail_fast import fail_fast
+from common.base.message_types import fail_fast
 from common.control import codec
 from common.control.codec import (
     MAX_MESSAGES,
@@ -23,7 +23,7 @@ from common.control.codec import (
     split,
     unpack,
 )
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     Adapter,

@@ -9,8 +9,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from common.control.disconnects import DisconnectListener
-from common.control.http_connection import HttpConnection
+from common.control.http_connection import DisconnectListener, HttpConnection
 
 Headers = list[tuple[bytes, bytes]]
 _POST = b"POST / HTTP/1.1\r\nhost: x\r\n\r\n"

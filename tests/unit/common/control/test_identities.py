@@ -1,5 +1,5 @@
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Adapter, EngineRequest, SamplingParams
 
 

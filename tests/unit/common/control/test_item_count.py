@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from common.base.errors import ProtocolError
 from common.control.codec import MAX_MESSAGE_BYTES, check, encode, join, split
-from common.control.identities import AttemptKey, PeerRef
-from common.control.ids import pack_ids
+from common.control.identities import AttemptKey, PeerRef, pack_ids
 from common.control.item_count import SMALL_BYTES, check_item_count
 from common.control.messages import (
     DecodeRequest,

@@ -17,13 +17,13 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from common.base.errors import ProtocolError
-from common.base.since import Since
+from common.base.message_types import Since
 from common.cluster.records import LoadedAdapters, SignedRecord
 from common.control import links
 from common.control.codec import Codec, encode, join, split
 from common.control.frames import with_length
 from common.control.handshake import GREETING, versions_frame, versions_in
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.links import Link, Server
 from common.control.messages import AttemptKey, Grant, Message, NodeLoad, PeerRef, Ping, Pong
 from common.control.versions import OLDEST_VERSION, OURS, PROTOCOL_VERSION, Versions, as_of, fields_of, since_of

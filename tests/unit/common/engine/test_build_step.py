@@ -13,7 +13,7 @@ from support.oracle import make_tiny
 from support.tiny_engine import answers
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler

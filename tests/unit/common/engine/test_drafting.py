@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.drafting import Drafting, IndexProposer
 from common.engine.scheduler_config import SchedulerConfig

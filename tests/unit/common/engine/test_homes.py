@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import KVAllocator
 from common.engine.preemption import victim_of_growth

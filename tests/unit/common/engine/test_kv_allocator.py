@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.kv_allocator import KVAllocator, first_kept, first_seen
 from common.engine.scheduled_step import ScheduledStep

@@ -12,7 +12,7 @@ from support.oracle import TINY, make_tiny
 from support.runner_cases import make_runner, prompt
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.scheduled_step import ScheduledStep

@@ -8,7 +8,7 @@ import numpy as np
 from support.grammars import EOS, fake_tokenizer
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.seen_tokens import TokenCounter, with_token

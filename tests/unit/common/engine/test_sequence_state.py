@@ -7,7 +7,7 @@ import pytest
 from common.base.errors import InvalidTransition
 from common.base.hashing import root_hash
 from common.base.variables import STRICT_STATES
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.engine.sequence_state import END_IGNORED, TRANSITIONS, SequenceState

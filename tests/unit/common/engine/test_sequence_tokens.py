@@ -9,7 +9,7 @@ import pytest
 from support.grammars import EOS, fake_tokenizer, json_grammar
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.grammar.compile import compile_grammar
 from common.engine.sequence import Sequence

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler

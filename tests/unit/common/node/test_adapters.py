@@ -9,7 +9,7 @@ from support.fake_adapters import FakeLoader, source
 from support.node_pair import D_REF, KEY, P_REF, PROMPT, ROUTER, Pair
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     Adapter,

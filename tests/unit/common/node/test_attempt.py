@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenChunk, TokenLogprobs
 from common.engine.scheduled_step import SequenceOutput
 from common.engine.sequence import Sequence

@@ -6,7 +6,7 @@ import pytest
 from support.grammars import EOS, constrained, json_grammar
 from support.node_pair import KEY, PROMPT, ROUTER, Pair
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

@@ -11,7 +11,7 @@ from support.oracle import make_tiny
 from common.base.errors import BadRequest, ConfigError
 from common.base.hashing import root_hash
 from common.config.service_configs import DecodeConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.kv.spec import KVSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.base.errors import BadRequest
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import EngineRequest, SamplingParams
 from common.node.request_checks import check_request
 

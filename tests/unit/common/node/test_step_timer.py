@@ -6,7 +6,7 @@ import pytest
 from support.node_pair import ROUTER, Pair
 
 from common.base.hashing import BLOCK_SIZE, root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     AttemptFailed,
     AttemptKey,

@@ -8,7 +8,7 @@ import pytest
 from support.transfer_harness import layout
 
 from common.base.errors import PeerLost, TransferError
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,

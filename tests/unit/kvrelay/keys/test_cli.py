@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
 def test_a_revocation_that_did_not_reach_every_folder_is_said_and_can_be_run_again(tmp_path: Path) -> None:
     """It once ended at the first folder that could not be written, and refused to be run again."""
     keys("init", str(tmp_path))
-    obstacle = tmp_path / "prefill" / ".crl.pem.new"
+    obstacle = tmp_path / "prefill" / f".crl.pem.{os.getpid()}"
     obstacle.mkdir()
     assert f"cannot write {tmp_path / 'prefill' / 'crl.pem'}" in keys("revoke", str(tmp_path), "decode", code=78)
     wanted = (tmp_path / "ca" / "crl.pem").read_bytes()

@@ -15,7 +15,7 @@ from support.transfer_harness import Recorder, layout, wait_until
 from support.transport_conformance import relay_threads
 
 from common.config.service_configs import PrefillConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
-from common.control.disconnects import DisconnectListener
-from common.control.ids import pack_ids
+from common.control.http_connection import DisconnectListener
+from common.control.identities import pack_ids
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.http.answer import Answer, whole_body
 from router.http.format import FormatOptions

@@ -12,7 +12,7 @@ from support.stub_node import StubNode
 
 from common.base.errors import Unavailable
 from common.control import links
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Message, SamplingParams
 from common.kv.spec import KVSpec
 from router.nodes.node_table import NodeTable

@@ -14,7 +14,7 @@ from support.stub_pooling import pooled
 
 from common.base.errors import DeadlineExceeded, EngineError, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.pooling import PoolInput, PoolRequest
 from router.policy import Fleet
 from router.pooling.call import PoolCall

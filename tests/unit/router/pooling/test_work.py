@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.control.codec import encode
-from common.control.identities import AttemptKey
-from common.control.ids import pack_ids
+from common.control.identities import AttemptKey, pack_ids
 from common.control.pooling import PoolInput, PoolResult
 from router.pooling.work import MAX_PART_INPUTS, MAX_PART_RESULT_BYTES, MAX_PART_TOKENS, PoolWork, split
 

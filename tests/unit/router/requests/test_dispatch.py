@@ -15,7 +15,7 @@ from support.mock_clock import MockClock
 from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptFailed, AttemptKey, EngineRequest, SamplingParams
 from router.http.openai.samples import samples
 from router.metrics import Metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.base.errors import HandshakeRefused, PeerLost, TransferError, Unavailable
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptFailed,

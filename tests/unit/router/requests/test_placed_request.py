@@ -7,7 +7,7 @@ import pytest
 from common.base.errors import InvalidTransition, KvRelayError, Overloaded, Unavailable
 from common.base.transitions import unlisted_counts
 from common.base.variables import STRICT_STATES
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import EngineRequest, PeerRef, SamplingParams
 from router.requests.flow import Flow
 from router.requests.flow_events import (

@@ -9,7 +9,7 @@ import pytest
 from support.mock_clock import MockClock
 
 from common.base.errors import Overloaded, Unavailable
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import (
     Abort,
     AttemptStats,

@@ -13,7 +13,7 @@ from support.grammars import EOS, SCHEMA, constrained, fake_tokenizer, json_gram
 from support.noisy_drafts import NoisyDrafts
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, Grammar, SamplingParams
 from common.engine.drafting import Drafting
 from common.engine.grammar.compile import compile_grammar

@@ -11,7 +11,7 @@ from support.oracle import first_difference, greedy, make_tiny
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler

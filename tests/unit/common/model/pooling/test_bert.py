@@ -13,8 +13,7 @@ from support.tiny_encoders import Family, make_encoder
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
-from common.control.identities import AttemptKey
-from common.control.ids import pack_ids
+from common.control.identities import AttemptKey, pack_ids
 from common.control.pooling import PoolInput, PoolRequest
 from common.model.pooling.bert import Encoder
 from common.model.pooling.encoder_config import read_encoder_config

@@ -15,8 +15,7 @@ from support.oracle import make_tiny
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
-from common.control.identities import AttemptKey
-from common.control.ids import pack_ids
+from common.control.identities import AttemptKey, pack_ids
 from common.control.pooling import PoolInput, PoolRequest
 from common.model.pooling.decoder import PoolingDecoder
 from common.model.pooling.decoder_config import read_pooling_decoder

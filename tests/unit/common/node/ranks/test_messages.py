@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.errors import CorruptSlice, TransferError
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import (
     AbortOrder,

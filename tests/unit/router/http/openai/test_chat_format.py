@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from router.http.format import FormatOptions
 from router.http.openai.chat_format import ChatFormat
 from router.output.base import ParsedDelta, Text, ToolCallDelta

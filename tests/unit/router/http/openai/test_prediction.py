@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from common.base.errors import BadRequest
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from router.http.openai.base_format import usage
 from router.http.openai.build_request import Caller, chat_generation
 from router.http.openai.chat_request import ChatRequest

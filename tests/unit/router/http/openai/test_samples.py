@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import EngineRequest, SamplingParams, TokenLogprobs
 from router.http.openai.samples import most_likely, samples
 from router.requests.request import Delta, GenerationRequest

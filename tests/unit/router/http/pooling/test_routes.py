@@ -18,7 +18,7 @@ from support.stub_pooling import pair_score, pooled
 from tokenizers import Tokenizer, processors
 
 from common.config.service_configs import RouterConfig
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import Task
 from common.control.pooling import PoolInput, PoolRequest
 

@@ -12,7 +12,7 @@ import torch
 from support.sampling_cases import adjusted_on_host, sample
 
 from common.base.hashing import root_hash
-from common.control.ids import pack_ids
+from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec

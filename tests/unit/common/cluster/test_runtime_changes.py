@@ -10,11 +10,11 @@ import pytest
 from support.redis_server import RedisServer
 
 from common.base.errors import BadRequest
-from common.cluster.changed_roles import FlipLock, forget_changed_role, read_changed_role
 from common.cluster.desired_state import read_desired, write_desired
 from common.cluster.membership import Registrar
 from common.cluster.redis_client import connect
 from common.cluster.redis_keys import Keys
+from common.cluster.runtime_changes import FlipLock, forget_changed_role, read_changed_role
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec

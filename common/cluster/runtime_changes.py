@@ -1,18 +1,17 @@
-"""Roles of nodes that were changed while they ran, in Redis, and who may change one now. Runs on a node's asyncio loop."""
+"""What was changed in a node while it ran, in Redis: its role, and the LoRA adapters loaded into it. Also who may change a role
+now. Runs on the node's asyncio loop.
+"""
 
 from __future__ import annotations
 
-import logging
 from typing import cast
 
 from common.base.errors import BadRequest, Unavailable
 from common.cluster.desired_state import OTHER, TOTAL, read_desired
-from common.cluster.records import Records
-from common.cluster.redis_client import UNREACHABLE, connect, short
+from common.cluster.records import LoadedAdapters, Records
+from common.cluster.redis_client import UNREACHABLE, brief_client, connect, short, tolerated
 from common.cluster.redis_keys import Keys
 from common.control.messages import NodeRecord, Role
-
-log = logging.getLogger(__name__)
 
 HELD_S = 6.0
 """How long the right to change roles lasts without a renewal."""
@@ -41,26 +40,25 @@ return 1
 
 async def read_changed_role(redis_url: str, cluster: str, node_id: str) -> Role | None:
     """The role that the node's last process had, if it was changed while it ran; None also if Redis does not answer."""
-    client = connect(redis_url)
-    try:
+    async with brief_client(redis_url, "cannot read whether this node's role was changed") as client:
         found = await client.get(Keys(cluster).role(node_id))
-    except UNREACHABLE as error:
-        log.warning("cannot read whether this node's role was changed: %s", short(error))
-        return None
-    finally:
-        await client.aclose()
-    return "prefill" if found == b"prefill" else "decode" if found == b"decode" else None
+        return "prefill" if found == b"prefill" else "decode" if found == b"decode" else None
+    return None
 
 
 async def forget_changed_role(redis_url: str, cluster: str, node_id: str) -> None:
     """Let the node's next process have the role of its command."""
-    client = connect(redis_url)
-    try:
+    async with brief_client(redis_url, "cannot forget this node's changed role") as client:
         await client.delete(Keys(cluster).role(node_id))
-    except UNREACHABLE as error:
-        log.warning("cannot forget this node's changed role: %s", short(error))
-    finally:
-        await client.aclose()
+
+
+async def read_loaded_adapters(
+    redis_url: str, cluster: str, node_id: str, tls_dir: str | None
+) -> LoadedAdapters | None:
+    """The LoRA adapters that had been loaded into the last process with this node id; None if they cannot be read."""
+    async with brief_client(redis_url, "cannot read which LoRA adapters had been loaded into this node") as client:
+        return Records(cluster, tls_dir).decode_loaded(await client.get(Keys(cluster).adapters(node_id)), node_id)
+    return None
 
 
 class FlipLock:
@@ -94,10 +92,8 @@ class FlipLock:
 
     async def move_wanted(self, node: NodeRecord) -> None:
         """From now on want one node less of the role of `node`, and one more of the other role."""
-        try:
+        with tolerated("the wanted numbers of nodes stay as they are"):
             await self._client.eval(_MOVE, 1, self._keys.desired, node.role, OTHER[node.role])
-        except UNREACHABLE as error:
-            log.warning("the wanted numbers of nodes stay as they are: %s", short(error))
 
     async def renew(self, transaction: str) -> bool:
         """Hold the right for another `HELD_S`. Returns whether the transaction has it. Raises: UNREACHABLE."""
@@ -105,10 +101,8 @@ class FlipLock:
 
     async def release(self, transaction: str) -> None:
         """Let others change roles. Without Redis the right ends by itself."""
-        try:
+        with tolerated(f"the right to change roles ends in {HELD_S:g} s"):
             await self._client.eval(_RELEASE, 1, self._keys.flip, transaction)
-        except UNREACHABLE as error:
-            log.warning("the right to change roles ends in %g s: %s", HELD_S, short(error))
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -1,19 +1,19 @@
-"""The load that a node reports with every `Pong`."""
+"""What nodes report: their load, with every `Pong`, and statistics of each attempt. Pure data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pydantic import ConfigDict
+from common.base.message_types import StrictFields
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
-class NodeLoad:
+class NodeLoad(StrictFields):
     """A node's current load, and counters since the incarnation began."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
@@ -58,3 +58,32 @@ class NodeLoad:
     def idle(self) -> bool:
         """Whether the node has no attempt, and no blocks in use, such as those that wait for KV."""
         return not (self.running or self.waiting or self.kv_blocks_used)
+
+
+class Mark(NamedTuple):
+    """A moment of an attempt at a node."""
+
+    name: str
+    """At prefill nodes: `offer` sent, `grant` received, `chunk` of the prompt computed. At decode nodes: `offer` received,
+    `grant` sent, `layer` received completely, `received` all KV, `first_token` received."""
+    at_s: float
+    """Seconds after the attempt's arrival at the node."""
+    number: int = 0
+    """The layer, or the prompt tokens computed so far."""
+
+
+class AttemptStats(NamedTuple):
+    """How one node served an attempt; each of the attempt's two nodes sends it with its first chunk."""
+
+    cached_tokens: int = 0
+    """Prompt tokens found in this node's prefix cache."""
+    relayed_bytes: int = 0
+    queue_s: float = 0.0
+    """Time from the attempt's arrival to its first step."""
+    prefill_s: float = 0.0
+    """Time from that step to the first token, if this node computed the prompt."""
+    computed_tokens: int = 0
+    """Prompt tokens that this node computed, beyond `cached_tokens`."""
+    transfer_s: float = 0.0
+    """At decode nodes: time from the first token until all KV had arrived."""
+    timeline: tuple[Mark, ...] = ()
