@@ -15,10 +15,6 @@ LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
 
 
-def no_details() -> str:
-    return ""
-
-
 class LiveProgress:
     """Shows the share that is done, the time, and what `details` says, until the block ends.
 
@@ -31,7 +27,7 @@ class LiveProgress:
         *,
         total: int | None = None,
         duration_s: float = 0.0,
-        details: Callable[[], str] = no_details,
+        details: Callable[[], str] = str,
         completed: int = 0,
     ) -> None:
         self._title = title

@@ -85,25 +85,17 @@ def resolve(
 
     Raises: ConfigError naming the place, the key and the mistake.
     """
-    values: dict[str, Any] = {}
-    sources: dict[str, Source] = dict.fromkeys(field_infos(cls), "default")
-
-    def take(name: str, value: Any, source: Source) -> None:
-        values[name], sources[name] = value, source
-
     file = file or environ.get(CONFIG_FILE_VARIABLE) or None
-    if file is not None:
-        for name, value, source in _from_file(cls, file):
-            take(name, value, source)
+    given: list[tuple[str, Any, Source]] = [] if file is None else _from_file(cls, file)
     ours = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
     ignored = {name for name, value in ours.items() if _is_service_link(name, value)}
     for name, text in _from_environment(cls, {name: ours[name] for name in ours.keys() - ignored}).items():
-        if name in flags:
-            continue  # also where its variable is malformed
-        take(name, _parse(text, field_types(cls)[name], ENV_PREFIX + name.upper()), "environment")
-    for name, text in flags.items():
-        take(name, _parse(text, field_types(cls)[name], flag(name)), "flag")
-    return Resolved(cls(**values), sources, tuple(sorted(ignored)))
+        if name not in flags:  # its variable may then be malformed
+            given.append((name, _parse(text, field_types(cls)[name], ENV_PREFIX + name.upper()), "environment"))
+    given.extend((name, _parse(text, field_types(cls)[name], flag(name)), "flag") for name, text in flags.items())
+    sources: dict[str, Source] = dict.fromkeys(field_infos(cls), "default")
+    sources.update((name, source) for name, _, source in given)
+    return Resolved(cls(**{name: value for name, value, _ in given}), sources, tuple(sorted(ignored)))
 
 
 def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Source]]:

@@ -22,8 +22,8 @@ from pydantic_core import SchemaValidator
 from common.base.errors import KvRelayError, ProtocolError
 from common.base.message_types import fail_fast
 from common.control.item_count import check_item_count
-from common.control.messages import DecodeRequest, Message, PrefillRequest
-from common.control.versions import OURS, PROTOCOL_VERSION, Versions, as_of, has_newer
+from common.control.messages import Message
+from common.control.versions import OURS, PROTOCOL_VERSION, Versions, as_of
 
 MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens takes 4 MB."""
@@ -135,36 +135,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Unpacked:
         raise ProtocolError(f"not MessagePack: {error}") from error
 
 
-_SHARED_FIELDS = 3
-"""Number of leading fields that the two requests of one attempt share; the next field is the peer."""
-_HEADS = {
-    (cls, version): b"\x93" + _pack([version, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
-    for cls in (PrefillRequest, DecodeRequest)
-    for version in range(OURS.oldest, OURS.newest + 1)
-    if not has_newer(cls, version)
-}
-"""The bytes of a request before its first field. MessagePack arrays of up to 15 items begin with one byte."""
-
-
-class _ControlCodec(Codec):
-    """Packs the fields that the two requests of an attempt share only once, because the two are sent one after the other."""
-
-    _latest: tuple[tuple[Any, ...], bytes] = (), b""
-    """The shared fields of the latest request, and their packed form."""
-
-    def _pack(self, message: Any, version: int) -> bytes:
-        head = _HEADS.get((cast("type[Any]", type(message)), version))
-        if head is None:
-            return super()._pack(message, version)
-        shared = message[:_SHARED_FIELDS]
-        known, packed = self._latest
-        if shared != known:
-            packed = _pack(shared, default=_as_packable)[1:]
-            self._latest = shared, packed
-        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=_as_packable)[1:]))
-
-
-_CODEC = _ControlCodec(*get_args(Message))
+_CODEC = Codec(*get_args(Message))
 decode: Callable[[bytes | memoryview], Message] = _CODEC.decode
 check: Callable[[Unpacked], Message] = _CODEC.check
 """Unpack and check a control message, and check one in an envelope from `split`: see `Codec`."""

@@ -96,19 +96,6 @@ def test_a_record_of_a_node_that_runs_nothing_is_refused() -> None:
         decode(encode(replace(record, max_num_seqs=0)))
 
 
-def test_fields_shared_by_both_requests_of_an_attempt_are_packed_once_and_never_for_another_attempt() -> None:
-    """Each request arrives as it was sent, whatever other messages come in between."""
-    requests: list[PrefillRequest | DecodeRequest] = []
-    for key in (KEY, AttemptKey("r", 3)):
-        for ids in ([1, 2], [1, 2, 3], list(range(20))):
-            for sampling in (SAMPLING, SamplingParams(seed=1, max_tokens=4)):
-                asked = EngineRequest(pack_ids(ids[:2]), sampling, "salt", -1)
-                requests.append(DecodeRequest(key, asked, pack_ids(ids[2:]), PEER, 1.5))
-                requests.append(PrefillRequest(key, asked, pack_ids(ids[2:]), PEER, 1.5))
-    for request in requests + requests[::-1] + requests[::2]:
-        assert decode(encode(request)) == request
-
-
 @pytest.mark.parametrize("count", [0, 1, 15, 16, MAX_MESSAGES])
 def test_a_frame_holds_several_messages(count: int) -> None:
     frame = join([encode(Abort(AttemptKey("r", number))) for number in range(count)])
