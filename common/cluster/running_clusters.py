@@ -20,6 +20,8 @@ from common.base.process import start_ticks
 
 log = logging.getLogger(__name__)
 
+_FILES = "up-*.json"
+
 
 @dataclass(frozen=True)
 class RunningCluster:
@@ -56,8 +58,8 @@ def announced(cluster: RunningCluster, folder: Path) -> Generator[None]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
         write_whole(path, json.dumps(asdict(cluster)).encode(), private=True)
-        for other, file in _read_all(folder):
-            if other is None or not _runs(other):
+        for file in folder.glob(_FILES):
+            if _read_running(file) is None:
                 file.unlink(missing_ok=True)
     except (OSError, ConfigError) as error:
         log.warning("`kvrelay admin` cannot find this cluster by itself: %s", error)
@@ -74,7 +76,7 @@ def running_clusters(folder: Path) -> list[RunningCluster]:
         _check_private(folder)
     except (OSError, ConfigError):
         return []
-    return [cluster for cluster, _ in _read_all(folder) if cluster is not None and _runs(cluster)]
+    return [cluster for file in sorted(folder.glob(_FILES)) if (cluster := _read_running(file)) is not None]
 
 
 def _check_private(folder: Path) -> None:
@@ -85,14 +87,13 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _read_all(folder: Path) -> list[tuple[RunningCluster | None, Path]]:
-    clusters: list[tuple[RunningCluster | None, Path]] = []
-    for path in sorted(folder.glob("up-*.json")):
-        try:
-            clusters.append((RunningCluster(**json.loads(path.read_text("utf-8"))), path))
-        except (OSError, ValueError, TypeError):
-            clusters.append((None, path))
-    return clusters
+def _read_running(file: Path) -> RunningCluster | None:
+    """The cluster that this file is about; None if the file is damaged, or the supervisor does not run."""
+    try:
+        cluster = RunningCluster(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return cluster if _runs(cluster) else None
 
 
 def _runs(cluster: RunningCluster) -> bool:

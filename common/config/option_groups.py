@@ -1,4 +1,5 @@
-"""Option groups: each option of any service is declared here or in `common.config.service_configs`, once.
+"""Option groups: each option of any service is declared once, here, in a file beside this one or in
+`common.config.service_configs`.
 
 A service's configuration inherits the groups it needs; where it differs (another default, another help text), it
 declares a `variant`. Pure data.

@@ -130,13 +130,13 @@ def test_streams_are_the_same_whatever_is_hurt(served: Served, cell: Cell) -> No
 def test_a_node_that_stood_still_corrupts_nothing_and_is_used_again(served: Served, cell: Cell) -> None:
     """Its late messages about attempts that continued elsewhere are dropped; its blocks become free again."""
     system = served.system
-    for _ in range(3):  # the other node may have got all of the requests
+    for _ in range(5):  # the other node may have got all of the requests, or this one ended them before it was stopped
         result = run_cell(system, cell, served.made, served.expected)
         assert not result.problem, f"{result.problem}\n{system.log_tail()}"
         if result.retried:
             break
     else:
-        pytest.fail("nobody missed it, three times")
+        pytest.fail("nobody missed it, five times")
     streams = asyncio.run(run_streams(system, served.made, f"after {cell}"))
     for expected, stream in zip(served.expected, streams, strict=True):
         assert not difference(expected, stream.answer)

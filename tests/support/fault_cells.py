@@ -25,6 +25,8 @@ RELAY_MBIT_S = {"prefill-0": 6.0, "prefill-1": 50.0, "pre-1b": 50.0}
 also sends its all-reduces between its hosts."""
 _MID_RELAY_BYTES = {"prefill-0": 300_000, "pre-1b": 3_000_000}
 """Once this much has been sent, relays are under way."""
+_MID_DECODE_TOKENS = 60
+"""Once a decode node has generated this many, its streams are in the middle."""
 _WAIT_FOR_MOMENT_S = 20.0
 
 
@@ -102,11 +104,15 @@ class Watch:
     async def wait(self) -> None:
         """Wait until the phase is reached. Raises: AssertionError if it never is."""
         end = time.monotonic() + _WAIT_FOR_MOMENT_S
-        by_client = self._cell.moment in (Moment.FIRST_TOKEN, Moment.MID_DECODE, Moment.LAST_TOKEN)
+        by_client = self._cell.moment in (Moment.FIRST_TOKEN, Moment.LAST_TOKEN) or (
+            self._cell.moment is Moment.MID_DECODE
+            and self._cell.target not in (Target.DECODE_LEADER, Target.DECODE_RANK)
+        )
+        ends_with_all = by_client or self._cell.moment is Moment.MID_DECODE
         while not (self._streams_are_there() if by_client else await asyncio.to_thread(self._nodes_are_there)):
             assert time.monotonic() < end, f"no stream was ever {self._cell.moment}"
             done = [stream.answer.done for stream in self._crowd.streams]
-            if all(done) if by_client else any(done):
+            if all(done) if ends_with_all else any(done):
                 return  # the phase was too short to be observed; the table shows which one was hit instead
             self._crowd.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -138,10 +144,14 @@ class Watch:
                 return any(load.waiting >= 1 for load, _ in loads)
             case Moment.MID_PREFILL:
                 return any(_computed(load, before) >= 300 and load.queued_tokens >= 300 for load, before in loads)
+            case Moment.MID_DECODE:
+                # The node itself is asked: on busy cores clients read tokens after the node has generated all of them.
+                load, before = self._system.load(self._cell.service), self._before[self._cell.service]
+                return load is not None and load.running >= 2 and _generated(load, before) >= _MID_DECODE_TOKENS
             case _:
                 if self._system.network is not None:
                     return self._sent_bytes() - self._sent_before > _MID_RELAY_BYTES[self._relaying]
-                load = self._system.load("decode-0")
+                load = self._system.load(self._cell.service if self._cell.service in NODES else "decode-0")
                 return load is not None and load.kv_blocks_used > 0
 
     def _sent_bytes(self) -> int:
@@ -155,6 +165,10 @@ class Watch:
 
 def _computed(load: NodeLoad, before: NodeLoad | None) -> int:
     return load.prompt_tokens - (0 if before is None else before.prompt_tokens)
+
+
+def _generated(load: NodeLoad, before: NodeLoad | None) -> int:
+    return load.generated_tokens - (0 if before is None else before.generated_tokens)
 
 
 # ---------------------------------------------------------------- the fault
