@@ -133,7 +133,7 @@ def simulate_command(
 ) -> None:
     def run() -> None:
         from router.requests.admission import Objectives
-        from router.simulator.cluster import Shape
+        from router.simulator.hardware import Shape
         from router.simulator.run import Simulation
         from router.simulator.simulated_router import Admission
 

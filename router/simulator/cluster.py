@@ -6,38 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from common.control.messages import Role
-from router.simulator.cache import BlockCache
 from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
-from router.simulator.hardware import Hardware
+from router.simulator.hardware import Shape
+from router.simulator.node import SimulatedNode
 from router.simulator.prefill import SimulatedPrefillNode
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
 from router.simulator.simulated_router import SimulatedRouter
 
-Node = SimulatedPrefillNode | SimulatedDecodeNode
 _SPREAD = 0.618
 """Offsets of later nodes' reports: multiples of it are spread evenly."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The simulated cluster."""
-
-    prefill: int = 4
-    decode: int = 4
-    cache_blocks: int = 5000
-    """KV blocks of every prefill node."""
-    decode_blocks: int = 5000
-    block_tokens: int = 512
-    index_delay_s: float = 0.1
-    """Time until a change of a block is in the index: the node's batching, the stream, the router's poll."""
-    report_s: float = 0.5
-    """Time between two load reports of a node."""
-    hardware: Hardware = field(default_factory=Hardware)
 
 
 class SimulatedCluster:
@@ -48,56 +29,48 @@ class SimulatedCluster:
         self.ledger = Ledger()
         self._router = router
         self._events = events
-        self.prefill = [self._prefill_node(i) for i in range(shape.prefill)]
-        self.decode = [self._decode_node(i) for i in range(shape.decode)]
-        nodes: list[Node] = [*self.prefill, *self.decode]
-        self._phase_s = {node.node_id: i / len(nodes) * shape.report_s for i, node in enumerate(nodes)}
+        self.nodes: dict[Role, list[SimulatedNode]] = {
+            "prefill": [SimulatedPrefillNode(i, shape, events, self) for i in range(shape.prefill)],
+            "decode": [SimulatedDecodeNode(i, shape, events, self) for i in range(shape.decode)],
+        }
+        """The nodes that get new requests."""
+        self._every = [*self.nodes["prefill"], *self.nodes["decode"]]
+        """Those that were retired, too."""
+        self._phase_s = {node.node_id: i / len(self._every) * shape.report_s for i, node in enumerate(self._every)}
         """Offset of each node's load reports, so that they are spread in time."""
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
         self.all_arrived = False
-        self._retired: list[Node] = []
-        router.meet(self, self.prefill, self.decode)
-
-    def _prefill_node(self, number: int) -> SimulatedPrefillNode:
-        shape, cache = self.shape, BlockCache(self.shape.cache_blocks)
-        return SimulatedPrefillNode(f"prefill-{number}", self._events, shape.hardware, cache, shape.block_tokens, self)
-
-    def _decode_node(self, number: int) -> SimulatedDecodeNode:
-        shape, cache = self.shape, BlockCache(self.shape.decode_blocks)
-        return SimulatedDecodeNode(f"decode-{number}", self._events, shape.hardware, cache, shape.block_tokens, self)
+        router.on_placed, router.on_refused = self._placed, self.ledger.refuse
+        self._meet()
 
     # -- nodes that come and go
 
     def add(self, role: Role) -> None:
         """A new node takes requests from now on."""
-        number = len(self._phase_s)
-        node = self._prefill_node(number) if role == "prefill" else self._decode_node(number)
+        number, kind = len(self._every), SimulatedPrefillNode if role == "prefill" else SimulatedDecodeNode
+        node = kind(number, self.shape, self._events, self)
         self._phase_s[node.node_id] = number * _SPREAD % 1 * self.shape.report_s
-        if isinstance(node, SimulatedPrefillNode):
-            self.prefill.append(node)
-        else:
-            self.decode.append(node)
-        self._router.meet(self, self.prefill, self.decode)
+        self._every.append(node)
+        self.nodes[role].append(node)
+        self._meet()
 
-    def retire(self, role: Role) -> Node:
+    def retire(self, role: Role) -> SimulatedNode:
         """The newest node of the role gets no new requests; it finishes those that it has."""
-        node = self.prefill.pop() if role == "prefill" else self.decode.pop()
-        self._retired.append(node)
-        self._router.meet(self, self.prefill, self.decode)
+        node = self.nodes[role].pop()
+        self._meet()
         return node
+
+    def _meet(self) -> None:
+        self._router.meet([*self.nodes["prefill"], *self.nodes["decode"]])
 
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
         """Run all of `workload`, which must be ordered by arrival; returns when the last request has ended."""
         self._arrivals = workload
         self._next_arrival()
         self._events.run()
-        nodes = [*self.prefill, *self.decode, *self._retired]
-        self.ledger.close(
-            [node for node in nodes if isinstance(node, SimulatedPrefillNode)],
-            [node for node in nodes if isinstance(node, SimulatedDecodeNode)],
-        )
+        self.ledger.close(self._every)
         return self.ledger
 
     # -- a request's life
@@ -119,13 +92,9 @@ class SimulatedCluster:
             return
         self._router.submit(request)
 
-    def placed(self, request: SimRequest) -> None:
+    def _placed(self, request: SimRequest) -> None:
         """The router sends the request to its nodes, at once or after a wait."""
         (request.prefill_node or request.decode_node).submit(request)
-
-    def refused(self, request: SimRequest, reason: str) -> None:
-        """The router refused the request."""
-        self.ledger.refuse(request, reason)
 
     def prefill_began(self, request: SimRequest) -> None:
         """The prefill node offers the KV."""
@@ -164,7 +133,7 @@ class SimulatedCluster:
 
     # -- reports to the router, delayed
 
-    def changed(self, node: Node) -> None:
+    def changed(self, node: SimulatedNode) -> None:
         """Schedule the publishing of the node's blocks and its next load report."""
         events, name = self._events, node.node_id
         if node.cache.journal and name not in self._publishing:
@@ -176,13 +145,13 @@ class SimulatedCluster:
             turns = int((events.now_s - phase_s) / period_s + 1)
             events.at(turns * period_s + phase_s, self._report, node)
 
-    def _publish(self, node: Node) -> None:
+    def _publish(self, node: SimulatedNode) -> None:
         self._publishing.discard(node.node_id)
         journal, node.cache.journal = node.cache.journal, {}
         stored = [block for block, present in journal.items() if present]
         removed = [block for block, present in journal.items() if not present]
         self._router.blocks_changed(node.node_id, stored, removed)
 
-    def _report(self, node: Node) -> None:
+    def _report(self, node: SimulatedNode) -> None:
         self._reporting.discard(node.node_id)
         self._router.report(node)

@@ -10,52 +10,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from typing import Protocol
 
 from common.control.messages import NodeLoad
-from router.simulator.cache import BlockCache
 from router.simulator.events import Events
-from router.simulator.hardware import Hardware
+from router.simulator.hardware import Shape
+from router.simulator.node import NodeOwner, SimulatedNode
 from router.simulator.request import SimRequest
 
 
-class DecodeOwner(Protocol):
-    """Gets the events of a decode node."""
-
-    def granted(self, request: SimRequest) -> None:
-        """There is room for a sequence that a prefill node computes; `decode_hit_blocks` is known."""
-        ...
-
-    def first_token(self, request: SimRequest) -> None:
-        """A local prefill is complete."""
-        ...
-
-    def finished(self, request: SimRequest) -> None:
-        """The last token was generated."""
-        ...
-
-    def changed(self, node: SimulatedDecodeNode) -> None:
-        """The node's load or its blocks changed."""
-        ...
-
-
-class SimulatedDecodeNode:
+class SimulatedDecodeNode(SimulatedNode):
     """Invariant: the blocks of a sequence, including those of its whole answer, are in use from its grant to its end."""
 
-    def __init__(
-        self, node_id: str, events: Events, hardware: Hardware, cache: BlockCache, block_tokens: int, owner: DecodeOwner
-    ) -> None:
-        self.node_id = node_id
-        self.cache = cache
-        self.busy_s = 0.0
-        """Time spent on local prefills."""
-        self.prompt_tokens = 0
-        """Prompt tokens computed."""
-        self.sequences = 0
-        self._events = events
-        self._hardware = hardware
-        self._block_tokens = block_tokens
-        self._owner = owner
+    role = "decode"
+
+    def __init__(self, number: int, shape: Shape, events: Events, owner: NodeOwner) -> None:
+        super().__init__(number, shape.decode_blocks, shape, events, owner)
         self._waiting: deque[SimRequest] = deque()
         """Offers and local prefills without blocks yet, in order."""
         self._slots = 0
@@ -77,36 +46,12 @@ class SimulatedDecodeNode:
         self._version = 0
 
     def load(self) -> NodeLoad:
-        """The current load report."""
+        """The current load report. Sequences with blocks but incomplete KV wait, too."""
         self._advance()
-        cache = self.cache
-        return NodeLoad(
-            len(self._batch),
-            self.waiting,
-            self.queued_tokens,
-            kv_blocks_used=cache.capacity - cache.room,
-            kv_blocks_total=cache.capacity,
-            prompt_tokens=self.prompt_tokens,
-            prompt_busy_s=self.busy_s,
-            step_s=self.step_s,
-            generated_tokens=int(self._generated),
-        )
-
-    @property
-    def waiting(self) -> int:
-        """Requests without blocks, or with incomplete KV."""
-        return len(self._waiting) + self._slots - len(self._batch)
-
-    @property
-    def running(self) -> int:
-        """Sequences of the batch."""
-        return len(self._batch)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of local prefills that are not computed."""
-        waiting = sum(request.input_tokens for request in self._waiting if request.prefill_node is None)
-        return waiting + sum(request.input_tokens for request in self._prompts)
+        waiting = len(self._waiting) + self._slots - len(self._batch)
+        prompts = [*self._prompts, *(each for each in self._waiting if each.prefill_node is None)]
+        queued_tokens = sum(each.input_tokens for each in prompts)
+        return self._report(len(self._batch), waiting, queued_tokens, self.step_s, int(self._generated))
 
     @property
     def step_s(self) -> float:
@@ -148,7 +93,7 @@ class SimulatedDecodeNode:
                 break
             waiting.popleft()
             self._slots += 1
-            self.sequences += 1
+            self.requests += 1
             request.decode_hit_blocks = held
             request.granted = True
             if request.prefill_node is None:
@@ -164,14 +109,8 @@ class SimulatedDecodeNode:
         """Spread the next local prefill over as many steps as it has chunks."""
         self._advance()
         if self._prompts:
-            request, hardware = self._prompts[0], self._hardware
-            known = request.hit_tokens(self._block_tokens, request.hit_blocks)
-            tokens = request.input_tokens - known
-            chunks = -(-tokens // hardware.chunk_tokens)
-            took_s = hardware.prefill_s(tokens, known)
-            self.busy_s += took_s
-            self.prompt_tokens += tokens
-            request.prefill_began_s = self._events.now_s
+            tokens, took_s = self._begin_prefill(self._prompts[0])
+            chunks = -(-tokens // self._hardware.chunk_tokens)
             self._chunk_s = took_s / chunks
             self._prompt_ends = self._step + chunks
         else:
@@ -206,10 +145,15 @@ class SimulatedDecodeNode:
         self._context += steps * size
         self._generated += steps * size
 
+    @property
+    def _next_change(self) -> float:
+        """The step at which the batch changes next; infinite if it does not."""
+        return min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
+
     def _schedule(self) -> None:
         """Schedule the next change of the batch, if nothing happens before it."""
         self._version += 1
-        target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
+        target = self._next_change
         if target == math.inf:
             return
         steps = max(0.0, target - self._step)
@@ -219,7 +163,7 @@ class SimulatedDecodeNode:
     def _due(self, version: int) -> None:
         if version != self._version:
             return
-        target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
+        target = self._next_change
         self._advance()
         self._step = target  # exactly, without rounding errors
         ended: list[SimRequest] = []

@@ -1,9 +1,9 @@
-"""Cost formulas of a node's prefill, decode steps and transfers. Pure."""
+"""A simulated cluster: its nodes, and cost formulas of their prefill, decode steps and transfers. Pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.base.errors import ConfigError
 
@@ -56,3 +56,20 @@ class Hardware:
     def tail(self) -> float:
         """The share of a relay that cannot overlap the prefill."""
         return 1.0 / self.layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The simulated cluster."""
+
+    prefill: int = 4
+    decode: int = 4
+    cache_blocks: int = 5000
+    """KV blocks of every prefill node."""
+    decode_blocks: int = 5000
+    block_tokens: int = 512
+    index_delay_s: float = 0.1
+    """Time until a change of a block is in the index: the node's batching, the stream, the router's poll."""
+    report_s: float = 0.5
+    """Time between two load reports of a node."""
+    hardware: Hardware = field(default_factory=Hardware)

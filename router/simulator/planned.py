@@ -7,10 +7,11 @@ a start-up delay, in the place of one that has gone.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from router.planner.demand import DemandMeter, Sample, decode_slots
 from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
 from router.planner.sizing import Demand, NodeCounts, RoleCosts
 from router.requests.admission import Objectives
-from router.simulator.cluster import Node, SimulatedCluster
+from router.simulator.cluster import SimulatedCluster
 from router.simulator.events import Events
+from router.simulator.node import SimulatedNode
 from router.simulator.report import spread
 from router.simulator.request import SimRequest
 from router.simulator.run import Simulation, SimulationOutcome, simulate
@@ -36,25 +38,17 @@ _HOUR_S = 3600.0
 _NONE = np.zeros(0)
 
 
-class Shaper(Protocol):
-    """Decides the shape of a simulated cluster."""
-
-    def decide(self, observed: Observed) -> NodeCounts:
-        """What the cluster is to have now."""
-        ...
-
-
 class Planned:
     """The planner of routers. `changes` has what it changed, with the time of each."""
 
-    def __init__(self, objectives: Objectives, limits: Limits) -> None:
-        self._objectives, self._limits = objectives, limits
+    def __init__(self, objectives: Objectives) -> None:
+        self._objectives = objectives
         self._memory = PlanMemory()
         self.changes: list[tuple[float, ShapeDecision]] = []
 
     def decide(self, observed: Observed) -> NodeCounts:
-        """See `router.planner.plan.plan`."""
-        decision = plan(observed, self._objectives, self._limits, self._memory)
+        """What the cluster is to have now, by `router.planner.plan.plan`."""
+        decision = plan(observed, self._objectives, Limits(), self._memory)
         self._memory = decision.memory
         if decision.counts != observed.wanted:
             self.changes.append((observed.now_s, decision))
@@ -73,7 +67,7 @@ class Foresight(Planned):
         self._times_s = [each[0] for each in arrivals]
         self._prompt_tokens = list(accumulate((each[1] * computed_share for each in arrivals), initial=0.0))
         self._output_tokens = list(accumulate((each[2] for each in arrivals), initial=0))
-        super().__init__(objectives, Limits())
+        super().__init__(objectives)
         self._costs = costs
 
     def decide(self, observed: Observed) -> NodeCounts:
@@ -86,22 +80,22 @@ class Foresight(Planned):
 
 
 class ShapeKeeper:
-    """Asks a `Shaper` every ten seconds and changes the cluster accordingly. The cluster never has more nodes than at first."""
+    """Asks the planner every ten seconds and changes the cluster accordingly. The cluster never has more nodes than at first."""
 
-    def __init__(self, shaper: Shaper, start_s: float) -> None:
+    def __init__(self, planner: Planned, start_s: float) -> None:
         """start_s: seconds until a new node takes requests."""
-        self._shaper = shaper
+        self._planner = planner
         self._start_s = start_s
         self._meter = DemandMeter()
-        self._leaving: list[Node] = []
-        self._starting: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self._leaving: list[SimulatedNode] = []
+        self._starting = Counter[Role]()
         self.costs: RoleCosts | None = None
         """The latest costs that were observed."""
 
     def watch(self, cluster: SimulatedCluster, router: SimulatedRouter, events: Events) -> None:
         """Begin; before the cluster runs."""
         self._cluster, self._router, self._events = cluster, router, events
-        self._wanted = NodeCounts(len(cluster.prefill), len(cluster.decode))
+        self._wanted = self._usable
         self._places = self._wanted.total
         events.after(_TICK_S, self._tick)
 
@@ -109,38 +103,38 @@ class ShapeKeeper:
         if self._cluster.all_arrived:
             return  # the last answers say nothing about the load
         self._events.after(_TICK_S, self._tick)
-        self._wanted = self._shaper.decide(self._observe())
+        self._wanted = self._planner.decide(self._observe())
         self._change()
+
+    @property
+    def _usable(self) -> NodeCounts:
+        return NodeCounts(**{role: len(nodes) for role, nodes in self._cluster.nodes.items()})
 
     def _observe(self) -> Observed:
         cluster, now_s = self._cluster, self._events.now_s
-        samples = [Sample("prefill", node.node_id, node.load()) for node in cluster.prefill]
-        samples += [Sample("decode", node.node_id, node.load()) for node in cluster.decode]
-        self._meter.add(now_s, samples)
-        slots = decode_slots(
-            [sample.load for sample in samples if sample.role == "decode"], cluster.shape.hardware.max_num_seqs
-        )
+        loads = {role: [(node.node_id, node.load()) for node in nodes] for role, nodes in cluster.nodes.items()}
+        self._meter.add(now_s, [Sample(role, *each) for role, of_role in loads.items() for each in of_role])
+        slots = decode_slots([load for _, load in loads["decode"]], cluster.shape.hardware.max_num_seqs)
         prefill, decode = self._router.costs
         self.costs = RoleCosts(replace(prefill), replace(decode), slots)
-        usable = NodeCounts(len(cluster.prefill), len(cluster.decode))
-        return Observed(now_s, self._wanted, usable, self._meter.demand(decode.output_tokens), self.costs)
+        return Observed(now_s, self._wanted, self._usable, self._meter.demand(decode.output_tokens), self.costs)
 
     def _change(self) -> None:
         """Retire what is too much; start what is missing, as far as there is room."""
-        cluster = self._cluster
+        cluster, starting = self._cluster, self._starting
         self._leaving = [node for node in self._leaving if not node.load().idle]
-        have = {"prefill": len(cluster.prefill), "decode": len(cluster.decode)}
-        wanted: list[tuple[Role, int]] = [("prefill", self._wanted.prefill), ("decode", self._wanted.decode)]
-        for role, count in wanted:
-            for _ in range(have[role] + self._starting[role] - count):
-                if len(cluster.prefill if role == "prefill" else cluster.decode) > 1:
+        missing: dict[Role, int] = {
+            role: getattr(self._wanted, role) - len(nodes) - starting[role] for role, nodes in cluster.nodes.items()
+        }
+        for role, count in missing.items():
+            for _ in range(-count):
+                if len(cluster.nodes[role]) > 1:
                     self._leaving.append(cluster.retire(role))
-        used = len(cluster.prefill) + len(cluster.decode) + len(self._leaving) + sum(self._starting.values())
-        for role, count in wanted:
-            missing = count - have[role] - self._starting[role]
-            for _ in range(min(missing, self._places - used)):
-                used += 1
-                self._starting[role] += 1
+        room = self._places - self._usable.total - len(self._leaving) - starting.total()
+        for role, count in missing.items():
+            for _ in range(min(count, room)):
+                room -= 1
+                starting[role] += 1
                 self._events.after(self._start_s, self._started, role)
 
     def _started(self, role: Role) -> None:
@@ -184,7 +178,7 @@ def compare_shapes(simulation: Simulation, start_s: float) -> Comparison:
     `start_s`: seconds until a new node of the planner's takes requests. Raises: ConfigError.
     """
     objectives = Objectives(simulation.slo_ttft_s, simulation.slo_tpot_s)
-    planned = Planned(objectives, Limits())
+    planned = Planned(objectives)
     keeper = ShapeKeeper(planned, start_s)
     with_planner = _figures("planned", simulate(simulation, prepare=keeper.watch))
     if keeper.costs is None:

@@ -62,7 +62,7 @@ def _over_time(axis: Any, outcomes: Sequence[SimulationOutcome]) -> None:
 
 def _work(axis: Any, outcomes: Sequence[SimulationOutcome]) -> None:
     for outcome in outcomes:
-        busy = sorted(outcome.ledger.prefill_busy_s.values(), reverse=True)
+        busy = sorted(outcome.ledger.prefill_busy_s, reverse=True)
         if sum(busy):
             axis.plot(np.linspace(0, 1, len(busy)), np.asarray(busy) / np.mean(busy), marker=".")
     axis.set(xlabel="prefill nodes, busiest first", ylabel="work over the mean", ylim=(0, None))

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from router.simulator.decode import SimulatedDecodeNode
-from router.simulator.prefill import SimulatedPrefillNode
+from router.simulator.node import SimulatedNode
 from router.simulator.request import SimRequest
 
 _SHARES = (0.5, 0.9, 0.99)
@@ -46,10 +45,10 @@ class Ledger:
     """Arrival of the last request."""
     ended_s: float = 0.0
     """End of the last request that was served."""
-    prefill_busy_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds each prefill node computed."""
-    prefill_prompts: dict[str, int] = field(default_factory=dict[str, int])
-    decode_sequences: dict[str, int] = field(default_factory=dict[str, int])
+    prefill_busy_s: list[float] = field(default_factory=list[float])
+    """Seconds that each prefill node computed."""
+    prefill_prompts: list[int] = field(default_factory=list[int])
+    decode_sequences: list[int] = field(default_factory=list[int])
 
     def arrived(self, request: SimRequest) -> None:
         """A request arrived."""
@@ -80,11 +79,12 @@ class Ledger:
         good = (np.asarray(self.ttft_s) <= slo_ttft_s) & (np.asarray(self.tpot_s) <= slo_tpot_s)
         return np.asarray(self.arrival_s)[good]
 
-    def close(self, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]) -> None:
+    def close(self, nodes: Sequence[SimulatedNode]) -> None:
         """The run is over: take the nodes' counts."""
-        self.prefill_busy_s = {node.node_id: node.busy_s for node in prefill}
-        self.prefill_prompts = {node.node_id: node.prompts for node in prefill}
-        self.decode_sequences = {node.node_id: node.sequences for node in decode}
+        prefill = [node for node in nodes if node.role == "prefill"]
+        self.prefill_busy_s = [node.busy_s for node in prefill]
+        self.prefill_prompts = [node.requests for node in prefill]
+        self.decode_sequences = [node.requests for node in nodes if node.role == "decode"]
 
 
 def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str
         "output_token_rate": ledger.output_tokens / span_s,
         "local_prefills": ledger.local,
         "relayed_bytes": ledger.sent_bytes,
-        "prefill_imbalance": imbalance(list(ledger.prefill_busy_s.values())),
-        "prefill_prompt_imbalance": imbalance(list(ledger.prefill_prompts.values())),
-        "decode_imbalance": imbalance(list(ledger.decode_sequences.values())),
-        "prefill_utilisation": sum(ledger.prefill_busy_s.values()) / (span_s * max(1, len(ledger.prefill_busy_s))),
+        "prefill_imbalance": imbalance(ledger.prefill_busy_s),
+        "prefill_prompt_imbalance": imbalance(ledger.prefill_prompts),
+        "decode_imbalance": imbalance(ledger.decode_sequences),
+        "prefill_utilisation": sum(ledger.prefill_busy_s) / (span_s * max(1, len(ledger.prefill_busy_s))),
     }
 
 

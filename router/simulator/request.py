@@ -37,7 +37,6 @@ class SimRequest:
     first_token_s: float = -1.0
     finished_s: float = -1.0
     sent_bytes: float = 0.0
-    transfer_s: float = 0.0
     key: AttemptKey = NO_KEY
     """The key under which the router counts the request's legs."""
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.simulator.cluster import Shape, SimulatedCluster
+from router.simulator.cluster import SimulatedCluster
 from router.simulator.events import Events
+from router.simulator.hardware import Shape
 from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
-from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
+from router.simulator.simulated_router import Admission, SimulatedRouter
 from router.simulator.traces import TraceLine
-from router.simulator.workload import SyntheticConversations, TurningMix, from_trace, joined, synthetic, turning
+from router.simulator.workload import from_trace, joined, synthetic, turning
 
+_REQUESTS = 10_000
 _HALVINGS = 7
 
 
@@ -46,31 +48,24 @@ class Simulation:
     @property
     def num_requests(self) -> int:
         """Number of requests, about."""
-        return self.requests or (SyntheticConversations.requests if self.trace is None else len(self.trace))
+        return self.requests or (_REQUESTS if self.trace is None else len(self.trace))
 
     def workload(self) -> Iterator[SimRequest]:
         """The requests, by arrival."""
+        rate, block_tokens = self.rate * self.rate_scale, self.shape.block_tokens
         if self.trace is not None and self.second is not None:
             return joined(
                 (self.trace, self.second),
                 requests=self.num_requests,
-                rates=[each * self.rate_scale for each in (self.rate, self.second_rate or self.rate)],
+                rates=(rate, (self.second_rate or self.rate) * self.rate_scale),
                 period_s=self.mix_period_s or math.inf,
                 seed=self.seed,
             )
         if self.trace is not None:
             return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
         if self.mix_period_s is not None:
-            return turning(
-                TurningMix(self.num_requests, self.rate * self.rate_scale, self.mix_period_s, self.shape.block_tokens),
-                self.seed,
-            )
-        options = SyntheticConversations(
-            requests=self.requests or SyntheticConversations.requests,
-            rate=self.rate * self.rate_scale,
-            block_tokens=self.shape.block_tokens,
-        )
-        return synthetic(options, self.seed)
+            return turning(self.num_requests, rate, self.mix_period_s, block_tokens, self.seed)
+        return synthetic(self.num_requests, rate, block_tokens, self.seed)
 
 
 @dataclass(frozen=True)
@@ -94,16 +89,15 @@ def simulate(
     Raises: ConfigError.
     """
     events = Events()
-    shape = simulation.shape
-    settings = RouterSettings(
+    router = SimulatedRouter(
+        simulation.shape,
+        events,
         policy=simulation.policy,
         local_prefill_tokens=simulation.local_prefill_tokens,
-        block_tokens=shape.block_tokens,
-        seed=simulation.seed,
         admission=simulation.admission,
+        seed=simulation.seed,
     )
-    router = SimulatedRouter(settings, shape.hardware, events)
-    cluster = SimulatedCluster(shape, router, events)
+    cluster = SimulatedCluster(simulation.shape, router, events)
     if prepare is not None:
         prepare(cluster, router, events)
     collects = gc.isenabled()

@@ -10,21 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.base.errors import Overloaded, Unavailable
 from common.base.hashing import BlockHash
-from common.control.messages import (
-    AttemptKey,
-    AttemptStats,
-    Message,
-    ModelInfo,
-    NodeRecord,
-    PeerRef,
-    Ping,
-    Pong,
-    Role,
-)
+from common.control.messages import AttemptKey, AttemptStats, Message, ModelInfo, NodeRecord, PeerRef, Ping, Pong
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from router.index.prefix_index import PrefixIndex
@@ -36,14 +25,14 @@ from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.placement import Placement, Placer
-from router.simulator.decode import SimulatedDecodeNode
 from router.simulator.events import Events
-from router.simulator.hardware import Hardware
-from router.simulator.prefill import SimulatedPrefillNode
+from router.simulator.hardware import Shape
+from router.simulator.node import SimulatedNode
 from router.simulator.request import SimRequest
 
 _LEARNED = 20_000
 """Number of requests after which costs count as known."""
+_INDEX_BLOCKS = 20_000_000
 _LEASE_S = 3.0
 _MODEL = "simulated"
 
@@ -57,37 +46,12 @@ class Admission:
     objectives: Objectives = field(default_factory=Objectives)
 
 
-@dataclass(frozen=True)
-class RouterSettings:
-    """How the router is configured."""
-
-    policy: str = "kv_aware"
-    local_prefill_tokens: int | None = None
-    admission: Admission | None = None
-    """None: every request goes to the nodes at once."""
-    index_blocks: int = 20_000_000
-    block_tokens: int = 512
-    seed: int = 0
-
-
-class RouterOwner(Protocol):
-    """Gets the decision about each request."""
-
-    def placed(self, request: SimRequest) -> None:
-        """The request goes to its nodes now."""
-        ...
-
-    def refused(self, request: SimRequest, reason: str) -> None:
-        """The request was refused."""
-        ...
-
-
 class _NodeLink:
     """A link to a simulated node, which answers a ping at once. Implements `NodeLink`."""
 
     refused: list[Message] = []  # never filled
 
-    def __init__(self, node: SimulatedPrefillNode | SimulatedDecodeNode, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, node: SimulatedNode, on_message: Callable[[Message], None]) -> None:
         self._node = node
         self._on_message = on_message
 
@@ -103,13 +67,28 @@ class _NodeLink:
 class SimulatedRouter:
     """Places requests. Invariant: it reads a node's load only in `report`, and its blocks only in `blocks_changed`."""
 
-    def __init__(self, settings: RouterSettings, hardware: Hardware, events: Events) -> None:
-        self._settings = settings
-        self._hardware = hardware
+    on_placed: Callable[[SimRequest], None]
+    """Called when a request goes to its nodes. The cluster sets both."""
+    on_refused: Callable[[SimRequest, str], None]
+    """Called when a request is refused, with the reason."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        events: Events,
+        *,
+        policy: str,
+        local_prefill_tokens: int | None,
+        admission: Admission | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`admission` None: every request goes to the nodes at once."""
+        self._shape = shape
         self._events = events
-        self._nodes: dict[str, SimulatedPrefillNode | SimulatedDecodeNode] = {}
+        self._admission = admission
+        self._nodes: dict[str, SimulatedNode] = {}
         clock = lambda: events.now_s  # noqa: E731
-        self.index = PrefixIndex(settings.index_blocks, clock=clock)
+        self.index = PrefixIndex(_INDEX_BLOCKS, clock=clock)
         self._table = NodeTable(
             "router",
             lease_s=_LEASE_S,
@@ -124,12 +103,12 @@ class SimulatedRouter:
             self._table,
             fleets,
             self.index,
-            policy=settings.policy,
-            local_prefill_tokens=settings.local_prefill_tokens,
-            memory=Memory(random.Random(settings.seed)),
-            block_size=settings.block_tokens,
+            policy=policy,
+            local_prefill_tokens=local_prefill_tokens,
+            memory=Memory(random.Random(seed)),
+            block_size=shape.block_tokens,
         )
-        admission = settings.admission or Admission()
+        admission = admission or Admission()
         self._queue = AdmissionQueue(
             fleets.by_role,
             admission.objectives,
@@ -141,24 +120,20 @@ class SimulatedRouter:
         self._waiting = 0
         """Requests without a first token."""
 
-    def meet(
-        self, owner: RouterOwner, prefill: Sequence[SimulatedPrefillNode], decode: Sequence[SimulatedDecodeNode]
-    ) -> None:
-        """These nodes, and no others, are registered with the router of `owner`."""
-        self._owner = owner
-        self._nodes |= {node.node_id: node for node in (*prefill, *decode)}
-        records = [self._record("prefill", node.node_id) for node in prefill]
-        self._table.update(records + [self._record("decode", node.node_id) for node in decode])
+    def meet(self, nodes: Sequence[SimulatedNode]) -> None:
+        """These nodes, and no others, are registered with the router."""
+        self._nodes |= {node.node_id: node for node in nodes}
+        self._table.update([self._record(node) for node in nodes])
 
-    def _record(self, role: Role, name: str) -> NodeRecord:
-        hardware = self._hardware
+    def _record(self, node: SimulatedNode) -> NodeRecord:
+        hardware, name = self._shape.hardware, node.node_id
         plane = KVPlane("kv", max(1, hardware.kv_token_bytes))
         return NodeRecord(
-            role,
+            node.role,
             PeerRef(name, name, name, []),
             ModelInfo(_MODEL, "", vocab_size=1, max_model_len=ANY_CONTEXT),
             KVLayout("simulated", KVSpec((LayerGroup((0,), (plane,), 1, "float8_e4m3"),))),
-            kv_blocks_total=self._nodes[name].cache.capacity,
+            kv_blocks_total=node.cache.capacity,
             started_at=0.0,
             max_num_seqs=hardware.max_num_seqs,
         )
@@ -173,9 +148,9 @@ class SimulatedRouter:
 
     def submit(self, request: SimRequest) -> None:
         """Place, queue or refuse the request."""
-        admission = self._settings.admission
+        admission = self._admission
         if admission is not None and self._waiting >= admission.max_waiting:
-            self._owner.refused(request, "429: too many requests are waiting")
+            self.on_refused(request, "429: too many requests are waiting")
             return
         self._waiting += 1
         request.key = AttemptKey(str(request.number), 1)
@@ -193,11 +168,11 @@ class SimulatedRouter:
         else:
             if not queued:
                 self._send(request, placement)
-                self._owner.placed(request)
+                self.on_placed(request)
 
     def _refuse(self, request: SimRequest, reason: str) -> None:
         self._waiting -= 1
-        self._owner.refused(request, reason)
+        self.on_refused(request, reason)
 
     def _send(self, request: SimRequest, placement: Placement) -> None:
         """Count the request as in flight at its nodes."""
@@ -245,13 +220,12 @@ class SimulatedRouter:
     def computed(self, request: SimRequest) -> None:
         """The first token arrived, with a report of how the prompt was computed; a prefill leg is over with it."""
         self._waiting -= 1
-        role: Role = "decode" if request.prefill_node is None else "prefill"
         node = request.prefill_node or request.decode_node
         if self._learns(request):
-            context = request.hit_tokens(self._settings.block_tokens, request.hit_blocks)
+            context = request.hit_tokens(self._shape.block_tokens, request.hit_blocks)
             took_s = request.first_token_s - request.prefill_began_s
             stats = AttemptStats(context, prefill_s=took_s, computed_tokens=request.input_tokens - context)
-            self._placer.reported(role, node.node_id, stats)
+            self._placer.reported(node.role, node.node_id, stats)
         if request.prefill_node is not None:
             self._release(node.node_id, request.key)
 
@@ -282,7 +256,7 @@ class SimulatedRouter:
         self.index.stored(node_id, stored)
         self.index.tidy()
 
-    def report(self, node: SimulatedPrefillNode | SimulatedDecodeNode) -> None:
+    def report(self, node: SimulatedNode) -> None:
         """A node reports its load, which includes all requests sent before."""
         self._table.ping(self._known(node.node_id))
 

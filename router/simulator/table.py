@@ -24,8 +24,7 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _spread(name: str) -> list[tuple[str, Callable[[Figures], str]]]:
-    label = {"ttft_s": "time to first token", "tpot_s": "time per output token"}[name]
+def _spread(name: str, label: str) -> list[tuple[str, Callable[[Figures], str]]]:
     return [
         (f"{label}, {part}", lambda figures, part=part: _seconds(figures[name][part]))
         for part in ("mean", "p50", "p90", "p99")
@@ -36,8 +35,8 @@ _ROWS: list[tuple[str, Callable[[Figures], str]]] = [
     ("requests (refused)", lambda f: f"{f['requests']:,} ({sum(f['refused'].values()):,})"),
     ("requests/s", lambda f: f"{f['request_rate']:.2f}"),
     ("prefix hit rate", lambda f: _share(f["hit_rate"])),
-    *_spread("ttft_s"),
-    *_spread("tpot_s"),
+    *_spread("ttft_s", "time to first token"),
+    *_spread("tpot_s", "time per output token"),
     ("inside both objectives", lambda f: _share(f["goodput"])),
     ("of these, requests/s", lambda f: f"{f['good_rate']:.2f}"),
     ("output tokens/s", lambda f: f"{f['output_token_rate']:,.0f}"),
@@ -61,19 +60,14 @@ def table(figures: Sequence[Figures]) -> Table:
 
 def table_of_shapes(figures: Sequence[Figures]) -> Table:
     """One row per shape of the cluster."""
-    columns = (
+    made = Table(
         "prefill + decode",
         "inside both objectives",
         "good requests per node-hour",
         "first token, p90",
         "token, p90",
     )
-    made = Table(*columns)
     for row in figures:
-        shown = (_share(row["goodput"]), f"{row['good_per_node_hour']:,.0f}", *_p90(row))
-        made.add_row(row["shape"], *shown)
+        latencies = (_seconds(row[name]["p90"]) for name in ("ttft_s", "tpot_s"))
+        made.add_row(row["shape"], _share(row["goodput"]), f"{row['good_per_node_hour']:,.0f}", *latencies)
     return made
-
-
-def _p90(row: Figures) -> tuple[str, str]:
-    return _seconds(row["ttft_s"]["p90"]), _seconds(row["tpot_s"]["p90"])

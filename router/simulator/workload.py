@@ -9,7 +9,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 
 from common.base.hashing import HASH_BYTES, BlockHash
@@ -39,12 +38,17 @@ def from_trace(
     span_s = lines[-1].arrival_s - lines[0].arrival_s + 1.0
     rng = random.Random(seed)
     starts = [0] + [rng.randrange(len(lines)) for _ in range(copies - 1)]
-    streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
-    numbers = count()
-    for arrival_s, copy, line in islice(heapq.merge(*streams, key=lambda item: item[:2]), wanted):
+    for number, (arrival_s, copy, line) in enumerate(islice(_overlaid(lines, starts, span_s), wanted)):
         names = [block_name(copy, hash_id) for hash_id in line.hash_ids]
-        arrived_s = arrival_s / rate_scale
-        yield SimRequest(next(numbers), arrived_s, line.input_tokens, line.output_tokens, names)
+        yield SimRequest(number, arrival_s / rate_scale, line.input_tokens, line.output_tokens, names)
+
+
+def _overlaid(
+    lines: Sequence[TraceLine], starts: Sequence[int], span_s: float
+) -> Iterator[tuple[float, int, TraceLine]]:
+    """(arrival, copy, line) of copies of the trace that begin at these lines, by arrival."""
+    streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
+    return heapq.merge(*streams, key=lambda item: item[:2])
 
 
 def _one_copy(
@@ -101,8 +105,7 @@ def _thinned(
     rng = random.Random(seed)
     starts = [rng.randrange(len(lines)) for _ in range(copies)]
     for turn in count():
-        streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
-        for arrival_s, copy, line in heapq.merge(*streams, key=lambda item: item[:2]):
+        for arrival_s, copy, line in _overlaid(lines, starts, span_s):
             now_s = turn * span_s + arrival_s
             name = (seed << 24) + turn * copies + copy
             drawn = int.from_bytes(block_name(name, line.hash_ids[min(1, len(line.hash_ids) - 1)]), "little") / _NAMES
@@ -110,72 +113,58 @@ def _thinned(
                 yield now_s, [block_name(name, hash_id) for hash_id in line.hash_ids], line
 
 
-@dataclass(frozen=True)
-class SyntheticConversations:
-    """Conversations that share system prompts: each turn's prompt is the whole conversation so far and new text."""
-
-    requests: int = 10_000
-    rate: float = 4.0
-    """Arrivals per second, Poisson."""
-    groups: int = 50
-    """System prompts; the popularity of the k-th is proportional to 1/k."""
-    system_blocks: int = 4
-    turn_blocks: int = 4
-    """Mean blocks that a turn adds, the answer before it included."""
-    output_tokens: int = 200
-    """Mean, exponentially distributed."""
-    more_turns: float = 0.7
-    """Share of requests that continue a conversation, if one is open."""
-    block_tokens: int = 512
+_SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 50, 4
+"""Of synthetic conversations. The popularity of the k-th system prompt is proportional to 1/k."""
+_TURN_BLOCKS = 4
+"""Mean blocks that a turn adds, the answer before it included."""
+_TURN_OUTPUT_TOKENS = 200
+"""Mean, exponentially distributed."""
+_MORE_TURNS = 0.7
+"""Share of requests that continue a conversation, if one is open."""
 
 
-def synthetic(options: SyntheticConversations, seed: int = 0) -> Iterator[SimRequest]:
-    """The requests that `options` describes; the same for the same seed."""
+def synthetic(requests: int, rate: float, block_tokens: int, seed: int) -> Iterator[SimRequest]:
+    """Conversations that share system prompts: each turn's prompt is the whole conversation so far and new text.
+
+    `rate`: arrivals per second, Poisson. The same for the same seed.
+    """
     rng = random.Random(seed)
-    weights = [1 / (rank + 1) for rank in range(options.groups)]
-    systems = [[block_name(-1 - group, i) for i in range(options.system_blocks)] for group in range(options.groups)]
+    weights = [1 / (rank + 1) for rank in range(_SYSTEM_PROMPTS)]
+    systems = [[block_name(-1 - group, i) for i in range(_SYSTEM_BLOCKS)] for group in range(_SYSTEM_PROMPTS)]
     open_talks: list[tuple[str, list[BlockHash]]] = []
     ids = count()
     now_s = 0.0
-    for number in range(options.requests):
-        now_s += rng.expovariate(options.rate)
-        if open_talks and rng.random() < options.more_turns:
+    for number in range(requests):
+        now_s += rng.expovariate(rate)
+        if open_talks and rng.random() < _MORE_TURNS:
             session, history = open_talks.pop(rng.randrange(len(open_talks)))
         else:
-            session, history = f"talk-{number}", systems[rng.choices(range(options.groups), weights)[0]]
-        added = 1 + int(rng.expovariate(1 / max(1, options.turn_blocks)))
+            session, history = f"talk-{number}", rng.choices(systems, weights)[0]
+        added = 1 + int(rng.expovariate(1 / _TURN_BLOCKS))
         history = history + [block_name(0, next(ids)) for _ in range(added)]
-        if len(history) * options.block_tokens < 100_000:
+        if len(history) * block_tokens < 100_000:
             open_talks.append((session, history))
-        output = 1 + int(rng.expovariate(1 / options.output_tokens))
-        tokens = len(history) * options.block_tokens - rng.randrange(options.block_tokens)
+        output = 1 + int(rng.expovariate(1 / _TURN_OUTPUT_TOKENS))
+        tokens = len(history) * block_tokens - rng.randrange(block_tokens)
         yield SimRequest(number, now_s, tokens, output, history, session)
 
 
-@dataclass(frozen=True)
-class TurningMix:
-    """Long prompts with short answers and short prompts with long answers, whose shares turn from 80:20 to 20:80 and back."""
-
-    requests: int = 10_000
-    rate: float = 4.0
-    """Arrivals per second, Poisson."""
-    period_s: float = 7200.0
-    block_tokens: int = 512
-    prompt_tokens: tuple[int, int] = (8192, 512)
-    """Of each kind."""
-    output_tokens: tuple[int, int] = (64, 3000)
-    """Means, exponentially distributed."""
+_PROMPT_TOKENS, _OUTPUT_TOKENS = (8192, 512), (64, 3000)
+"""Of each of two kinds of requests whose shares turn; answers: means, exponentially distributed."""
 
 
-def turning(options: TurningMix, seed: int = 0) -> Iterator[SimRequest]:
-    """The requests that `options` describes; no two share a block."""
+def turning(requests: int, rate: float, period_s: float, block_tokens: int, seed: int) -> Iterator[SimRequest]:
+    """Long prompts with short answers and short prompts with long answers, whose shares turn from 80:20 to 20:80 and back.
+
+    `rate`: arrivals per second, Poisson. No two prompts share a block.
+    """
     rng = random.Random(seed)
     ids = count()
     now_s = 0.0
-    for number in range(options.requests):
-        now_s += rng.expovariate(options.rate)
-        kind = int(rng.random() >= share_of_first(now_s, options.period_s))
-        tokens = options.prompt_tokens[kind]
-        names = [block_name(0, next(ids)) for _ in range(-(-tokens // options.block_tokens))]
-        output = 1 + int(rng.expovariate(1 / options.output_tokens[kind]))
+    for number in range(requests):
+        now_s += rng.expovariate(rate)
+        kind = int(rng.random() >= share_of_first(now_s, period_s))
+        tokens = _PROMPT_TOKENS[kind]
+        names = [block_name(0, next(ids)) for _ in range(-(-tokens // block_tokens))]
+        output = 1 + int(rng.expovariate(1 / _OUTPUT_TOKENS[kind]))
         yield SimRequest(number, now_s, tokens, output, names)

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.results import Result, Target
 
 from router.policy import POLICIES
-from router.simulator.cluster import Shape
+from router.simulator.hardware import Shape
 from router.simulator.run import Simulation, simulate
 from router.simulator.traces import read_trace
 

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from router.planner.plan import COOL_DOWN_S
 from router.simulator import cli
-from router.simulator.cluster import Shape
-from router.simulator.hardware import Hardware
+from router.simulator.hardware import Hardware, Shape
 from router.simulator.planned import compare_shapes
 from router.simulator.run import Simulation
 

@@ -17,13 +17,13 @@ from common.base.errors import ConfigError
 from router.requests.admission import Objectives
 from router.simulator import cli
 from router.simulator import run as run_module
-from router.simulator.cluster import Shape, SimulatedCluster
+from router.simulator.cluster import SimulatedCluster
 from router.simulator.events import Events
-from router.simulator.hardware import Hardware
+from router.simulator.hardware import Hardware, Shape
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
 from router.simulator.run import Simulation, SimulationOutcome, highest_rate, simulate
-from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
+from router.simulator.simulated_router import Admission, SimulatedRouter
 from router.simulator.traces import TraceLine, read_trace
 from router.simulator.workload import block_name, from_trace, joined
 
@@ -32,12 +32,13 @@ def run(
     shape: Shape, requests: list[SimRequest], policy: str = "round_robin", local: int = 0
 ) -> tuple[Ledger, SimulatedCluster]:
     events = Events()
-    settings = RouterSettings(policy=policy, local_prefill_tokens=local, block_tokens=shape.block_tokens)
-    cluster = SimulatedCluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
+    router = SimulatedRouter(shape, events, policy=policy, local_prefill_tokens=local)
+    cluster = SimulatedCluster(shape, router, events)
     ledger = cluster.run(iter(requests))
-    for node in [*cluster.prefill, *cluster.decode]:
+    for node in [*cluster.nodes["prefill"], *cluster.nodes["decode"]]:
         node.cache.check_integrity()
-        assert node.waiting == node.running == node.queued_tokens == 0, node.node_id
+        load = node.load()
+        assert load.waiting == load.running == load.queued_tokens == 0, node.node_id
         assert node.cache.room == node.cache.capacity, "blocks are still in use"
     return ledger, cluster
 
@@ -113,7 +114,7 @@ def test_a_lone_prefill_node_waits_as_the_formula_of_a_queue_with_constant_servi
     ledger, _ = run(Shape(1, 1, hardware=hardware), requests)
     expected_s = service_s * (1 + load / (2 * (1 - load)))
     assert sum(ledger.ttft_s) / count == pytest.approx(expected_s, rel=0.06)
-    assert ledger.prefill_busy_s["prefill-0"] == pytest.approx(count * service_s)
+    assert ledger.prefill_busy_s == [pytest.approx(count * service_s)]
 
 
 def test_round_robin_hits_as_a_replay_of_plain_lru_caches_does() -> None:
@@ -292,8 +293,9 @@ def test_admission_refuses_nobody_where_there_is_room() -> None:
 def test_admission_counts_the_seconds_before_a_prefill_node_and_not_the_prompts() -> None:
     """A prefill node registers with its `max_num_seqs` as any node does, not with the one prompt that it computes at a time."""
     events, shape = Events(), Shape(1, 1)
-    settings = RouterSettings(policy="least_load", local_prefill_tokens=0, admission=Admission(max_queue_wait_s=0.0))
-    cluster = SimulatedCluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
+    admission = Admission(max_queue_wait_s=0.0)
+    router = SimulatedRouter(shape, events, policy="least_load", local_prefill_tokens=0, admission=admission)
+    cluster = SimulatedCluster(shape, router, events)
     ledger = cluster.run(request(number, 0.0, [number]) for number in range(3))  # 0.03 s each
     assert not ledger.refusals
 
