@@ -70,12 +70,12 @@ class RouterAdmin:
             "up_s": round(monotonic() - self._started_s, 1),
             "cluster": self._router.cluster,
             "models": [self._model(model) for model in self._router.catalog.models],
-            "policy": dispatcher.options.policy,
+            "policy": dispatcher.config.policy,
             "restarting": dispatcher.draining,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
             "requests_held_back": dispatcher.queued,
-            "objectives": dispatcher.options.objectives.shown(),
+            "objectives": dispatcher.objectives.shown(),
             "planner": {"mode": "off"} if self._planner is None else self._planner.shown(),
             "breakers_opened": dispatcher.breakers.times_opened,
             "unlisted_transitions": dict(unlisted_counts),
@@ -151,7 +151,7 @@ class RouterAdmin:
             }
             for node in nodes
         ]
-        return {"time": time.time(), "lease_s": self._router.dispatcher.options.lease_s, "nodes": described}
+        return {"time": time.time(), "lease_s": self._router.dispatcher.config.lease_s, "nodes": described}
 
     def _requests(self, call: Call) -> Mapping[str, Any]:
         limit = checked_limit(call.query.get("limit", "20"), _MAX_LISTED)
@@ -193,7 +193,7 @@ class RouterAdmin:
         return state.placer.explain(
             query,
             partial(chain.hashes, token_ids=prompt_ids),
-            dispatcher.options.objectives,
+            dispatcher.objectives,
             len(state.admission_queue),
         )
 

@@ -11,7 +11,7 @@ from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.models.catalog import ModelCatalog
-from router.requests.dispatch import Dispatcher, DispatchOptions
+from router.requests.dispatch import Dispatcher
 from router.requests.request import TraceContext
 from router.tracing.exporter import Traces
 
@@ -27,20 +27,9 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.cluster = config.cluster
         self.metrics = Metrics()
-        self.catalog = ModelCatalog(
-            model=config.model,
-            served_model_name=config.served_model_name,
-            chat_template=config.chat_template,
-            generation_config=config.generation_config,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            fit_conversations=config.fit_conversations,
-            allow_mixed_weights=config.allow_mixed_weights,
-            tokenizer=config.tokenizer,
-            preload=config.preload,
-        )
+        self.catalog = ModelCatalog(config)
         self.index = PrefixIndex(config.index_blocks)
-        self.dispatcher = Dispatcher(DispatchOptions.of(config), self.metrics, index=self.index)
+        self.dispatcher = Dispatcher(config, self.metrics, index=self.index)
         self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
         if self._traces is not None:
             traces = self._traces

@@ -100,7 +100,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, CompletionRequest)
         model = services.catalog.model_for(body.model, "generate")
         caller = caller_from(request, body.user, body.priority)
-        count, most = len(body.prompt) * body.num_samples, services.dispatcher.options.max_waiting
+        count, most = len(body.prompt) * body.num_samples, services.dispatcher.config.max_waiting
         if len(body.prompt) > most:
             raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
         services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)

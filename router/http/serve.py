@@ -240,7 +240,7 @@ async def serve(
         if options.beams is not None:
             run = BeamRun(options.beams, wanted, model)
             count_tokens(request.scope, lambda: run.used_tokens)
-            body = await run.body(form, answer, ids.own, submit, services.dispatcher.options.request_timeout_s)
+            body = await run.body(form, answer, ids.own, submit, services.dispatcher.config.request_timeout_s)
             return JsonResponse(body, headers=headers(ids, run.first[0]) + warnings) if body else _abandoned()
         generations = submit(ids.own, _with_samples(wanted, options))  # the answer drops them when it closes
         count_tokens(request.scope, lambda: _tried_tokens(generations, options.samples))

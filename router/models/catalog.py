@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from common.base.errors import BadRequest, NotFound, Unavailable
 from common.config.fields import listed
-from common.config.router_options import GenerationConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord, Role, Task
 from router.models import served_model
 from router.models.preloads import Preloads
@@ -33,30 +33,23 @@ class ModelCatalog:
     parsers are for it, and it stays the main one as long as it is known.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str | None,
-        served_model_name: str | None,
-        chat_template: str | None,
-        generation_config: GenerationConfig = "auto",
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        fit_conversations: bool = True,
-        allow_mixed_weights: bool = False,
-        tokenizer: str | None = None,
-        preload: str | None = None,
-        remembered_s: float = REMEMBERED_S,
-    ) -> None:
-        self._configured = model
-        self._served_names = listed("served_model_name", served_model_name)
-        check_names(tool_call_parser, reasoning_parser)
+    def __init__(self, config: RouterConfig, *, remembered_s: float = REMEMBERED_S) -> None:
+        self._configured = config.model
+        self._served_names = listed("served_model_name", config.served_model_name)
+        check_names(config.tool_call_parser, config.reasoning_parser)
         self._main_options = LoadOptions(
-            chat_template, generation_config, tool_call_parser, reasoning_parser, fit_conversations, tokenizer
+            config.chat_template,
+            config.generation_config,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            config.fit_conversations,
+            config.tokenizer,
         )
-        self._other_options = LoadOptions(generation_config=generation_config, fit_conversations=fit_conversations)
-        self._preloads = Preloads(listed("preload", preload), self._main_options)
-        self._allow_mixed_weights = allow_mixed_weights
+        self._other_options = LoadOptions(
+            generation_config=config.generation_config, fit_conversations=config.fit_conversations
+        )
+        self._preloads = Preloads(listed("preload", config.preload), self._main_options)
+        self._allow_mixed_weights = config.allow_mixed_weights
         self._remembered_s = remembered_s
         self._given: ServedModel | None = None
         """The configured model."""

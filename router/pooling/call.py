@@ -20,7 +20,7 @@ class PoolCall:
         """Nothing runs before `run`. Raises: BadRequest if there are more parts than a router's queue takes."""
         state = dispatcher.state(work.model)
         ranges = split(work, len(state.fleets.by_role["prefill"]))
-        if len(ranges) > dispatcher.options.max_waiting:
+        if len(ranges) > dispatcher.config.max_waiting:
             raise BadRequest(
                 f"the inputs have {work.num_tokens} tokens, which is too much for one request: send fewer in one",
                 param="input",
@@ -37,7 +37,7 @@ class PoolCall:
                 part_id,
                 part_work,
                 state,
-                max_attempts=dispatcher.options.max_attempts,
+                max_attempts=dispatcher.config.max_attempts,
                 deadline_s=deadline_s,
                 on_end=self._on_end,
                 story=story,

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,35 +46,6 @@ _STARTS_PER_TURN = 32
 """Requests placed in a row before other tasks of the event loop run."""
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
-    """How a router places and bounds requests."""
-
-    policy: str
-    local_prefill_tokens: int | None
-    objectives: Objectives
-    request_timeout_s: float
-    max_queue_wait_s: float
-    max_waiting: int
-    max_attempts: int
-    lease_s: float
-    tls_dir: str | None
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> DispatchOptions:
-        return cls(
-            policy=config.policy,
-            local_prefill_tokens=config.local_prefill_tokens,
-            objectives=Objectives(config.slo_ttft, config.slo_tpot),
-            request_timeout_s=config.request_timeout_s,
-            max_queue_wait_s=config.max_queue_wait_s,
-            max_waiting=config.max_waiting,
-            max_attempts=config.max_attempts,
-            lease_s=config.lease_s,
-            tls_dir=config.tls_dir,
-        )
-
-
 class Dispatcher:
     """All requests of this router and the nodes that serve them.
 
@@ -83,16 +53,17 @@ class Dispatcher:
     """
 
     def __init__(
-        self, options: DispatchOptions, metrics: Metrics, *, index: PrefixIndex | None = None, clock: Clock = monotonic
+        self, config: RouterConfig, metrics: Metrics, *, index: PrefixIndex | None = None, clock: Clock = monotonic
     ) -> None:
-        self.options = options
+        self.config = config
+        self.objectives = Objectives(config.slo_ttft, config.slo_tpot)
         self._clock = clock
         self._metrics = metrics
         self._index = PrefixIndex(clock=clock) if index is None else index  # an empty one is false, too
         self._requests: dict[str, RunningRequest[Any]] = {}
         self._states: dict[str, RouterState] = {}
         self._retry_wait = RetryWait()
-        self._deadlines = Deadlines(options.request_timeout_s, self._on_deadline)
+        self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
         self._fresh: list[RunningRequest[Any]] = []
         """Submitted but not started."""
         self._stopping: Unavailable | None = None
@@ -103,26 +74,26 @@ class Dispatcher:
         self.stories = Stories()
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
-            lease_s=options.lease_s,
+            lease_s=config.lease_s,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_usable=self._on_usable,
             on_load=self._on_load,
             clock=clock,
-            open_link=partial(Link, credentials=open_credentials(options.tls_dir)),
+            open_link=partial(Link, credentials=open_credentials(config.tls_dir)),
         )
-        find_policy(options.policy)
+        find_policy(config.policy)
 
     def state(self, model: str) -> RouterState:
         """What the requests for the model share that nodes registered under this name."""
         known = self._states.get(model)
         if known is not None:
             return known
-        options, clock, fleets = self.options, self._clock, self.nodes.fleets(model)
+        config, clock, fleets = self.config, self._clock, self.nodes.fleets(model)
         placer = Placer(
-            self.nodes, fleets, self._index, policy=options.policy, local_prefill_tokens=options.local_prefill_tokens
+            self.nodes, fleets, self._index, policy=config.policy, local_prefill_tokens=config.local_prefill_tokens
         )
-        queue = AdmissionQueue(fleets.by_role, options.objectives, max_wait_s=options.max_queue_wait_s, clock=clock)
+        queue = AdmissionQueue(fleets.by_role, self.objectives, max_wait_s=config.max_queue_wait_s, clock=clock)
         made = self._states[model] = RouterState(
             self.nodes,
             fleets,
@@ -158,7 +129,7 @@ class Dispatcher:
 
     def new_deadline_s(self) -> float:
         """When a request that arrives now must be over."""
-        return self._clock() + self.options.request_timeout_s
+        return self._clock() + self.config.request_timeout_s
 
     def submit(
         self,
@@ -187,7 +158,7 @@ class Dispatcher:
                     request,
                     pieces,
                     state,
-                    max_attempts=self.options.max_attempts,
+                    max_attempts=self.config.max_attempts,
                     deadline_s=self.new_deadline_s(),
                     on_news=on_news,
                     client_id=client_id,
@@ -243,7 +214,7 @@ class Dispatcher:
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
-        most = self.options.max_waiting
+        most = self.config.max_waiting
         if count > most:
             raise BadRequest(f"a request may have at most {most} prompts times n, not {count}", param="n")
         state = self.state(model)
@@ -340,7 +311,7 @@ class Dispatcher:
             state.admission_queue.release_soon()
 
     def _on_deadline(self, request_id: str) -> None:
-        timeout_s = self.options.request_timeout_s
+        timeout_s = self.config.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
     def _feed(self, request_id: str, event: f.Event) -> None:

@@ -45,7 +45,7 @@ class DashboardRoutes:
         self._snapshots = Snapshots(router, directory, planner=planner)
         self._history = History()
         self._admin = RouterAdmin(router, directory)
-        self._nodes = NodeControl(router.dispatcher.nodes, admin_token, router.dispatcher.options.tls_dir)
+        self._nodes = NodeControl(router.dispatcher.nodes, admin_token, router.dispatcher.config.tls_dir)
         self.chat_endpoint: ASGIApp = _no_chat
         """The application that answers chat completions, set once it is there."""
 

@@ -67,15 +67,14 @@ class Snapshots:
 
     def _build(self, now_s: float) -> dict[str, Any]:
         dispatcher = self._router.dispatcher
-        options = dispatcher.options
         nodes = sorted(dispatcher.nodes.known(), key=lambda node: (node.record.role, node.node_id))
         return {
             "cluster": self._router.cluster,
-            "policy": options.policy,
+            "policy": dispatcher.config.policy,
             "models": [model.name for model in self._router.catalog.models],
             "redis": self._router.degraded(self._directory) or "ok",
-            "lease_s": options.lease_s,
-            "objectives": options.objectives.shown(),
+            "lease_s": dispatcher.config.lease_s,
+            "objectives": dispatcher.objectives.shown(),
             "running": dispatcher.running,
             "waiting": dispatcher.waiting,
             "held": dispatcher.queued,
@@ -101,7 +100,7 @@ class Snapshots:
             "pp": len(layout.pp_layers),
             "slots": node.record.max_num_seqs,
             "breaker": breaker.state,
-            "lease_late": quiet_s is None or quiet_s > self._router.dispatcher.options.lease_s / 2,
+            "lease_late": quiet_s is None or quiet_s > self._router.dispatcher.config.lease_s / 2,
             "legs": len(node.legs),
             "running": load.running,
             "waiting": load.waiting,

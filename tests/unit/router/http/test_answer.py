@@ -27,7 +27,7 @@ from router.http.openai.completion_format import CompletionFormat
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
-from router.requests.dispatch import Dispatcher, DispatchOptions
+from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.queued_request import Siblings
 from router.requests.request import Delta, GenerationRequest, Outcome
@@ -90,7 +90,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         answer.close()
 
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchOptions.of(RouterConfig()), Metrics())
+        dispatcher = Dispatcher(RouterConfig(), Metrics())
         with monkeypatch.context() as patch:
             patch.setattr(Generation, "prepare", prepare)
             patch.setattr(Generation, "admit", nothing)
@@ -112,7 +112,7 @@ def test_a_client_that_left_before_it_was_watched_cancels_its_request(monkeypatc
     monkeypatch.setattr(NodeTable, "rejoining", True)  # the request waits for a node
 
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchOptions.of(RouterConfig()), Metrics())
+        dispatcher = Dispatcher(RouterConfig(), Metrics())
         client = DisconnectListener()
         client.leave()
         answer = _begin(dispatcher, "r", client)

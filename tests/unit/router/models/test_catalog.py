@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 
 from common.base.errors import BadRequest, ConfigError, NotFound, Unavailable
+from common.config.service_configs import RouterConfig
 from common.control.identities import Adapter, PeerRef
 from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.models import registered_model, served_model
-from router.models.catalog import ModelCatalog
+from router.models.catalog import REMEMBERED_S, ModelCatalog
 from router.models.served_model import LoadOptions, ServedModel
 
 LAYOUT = KVLayout("f", KVSpec.uniform(1, 1, 16, "float32"))
@@ -56,7 +57,11 @@ def record(
 
 
 def play(
-    monkeypatch: pytest.MonkeyPatch, scene: Callable[[ModelCatalog, Folders], Awaitable[None]], **settings: Any
+    monkeypatch: pytest.MonkeyPatch,
+    scene: Callable[[ModelCatalog, Folders], Awaitable[None]],
+    *,
+    remembered_s: float = REMEMBERED_S,
+    **settings: Any,
 ) -> None:
     """Run `scene` with a catalog of these settings, whose configured model is loaded."""
     folders = Folders(digests=settings.pop("digests", {}))
@@ -64,7 +69,7 @@ def play(
     monkeypatch.setattr(served_model, "load_pooling", lambda info, options: folders.load(info.path, info.name, options))
 
     async def main() -> None:
-        catalog = ModelCatalog(**{"model": None, "served_model_name": None, "chat_template": None, **settings})
+        catalog = ModelCatalog(RouterConfig(**settings), remembered_s=remembered_s)
         try:
             await catalog.load_configured()
             await scene(catalog, folders)
@@ -465,7 +470,7 @@ def test_a_model_that_cannot_be_preloaded_is_loaded_when_its_node_comes(monkeypa
 
     async def main() -> None:
         monkeypatch.setattr(served_model, "load", fails)
-        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None, preload="/m/a")
+        catalog = ModelCatalog(RouterConfig(preload="/m/a"))
         await catalog.load_configured()
         async with asyncio.timeout(10):
             while not tries:

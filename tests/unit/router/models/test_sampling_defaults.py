@@ -12,6 +12,7 @@ from support.stub_node import make_model_folder
 
 from common.base.errors import BadRequest, ConfigError
 from common.config.router_options import GenerationConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import SamplingParams
 from common.model.hub import DEMO_MODEL_PATH
 from router.http.openai.build_request import Caller, _generation_request
@@ -46,9 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(folder: Path, generation_config: GenerationConfig = "auto") -> ServedModel:
     async def scene() -> ServedModel:
-        catalog = ModelCatalog(
-            model=str(folder), served_model_name=None, chat_template=None, generation_config=generation_config
-        )
+        catalog = ModelCatalog(RouterConfig(model=str(folder), generation_config=generation_config))
         await catalog.load_configured()
         return catalog.get(None)
 

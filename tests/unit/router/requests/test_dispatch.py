@@ -21,7 +21,7 @@ from router.http.openai.samples import samples
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.policy import Query
-from router.requests.dispatch import Dispatcher, DispatchOptions
+from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.placement import Placement
 from router.requests.queued_request import Tenant
@@ -34,7 +34,7 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
     """Run a scene that ends every request; then no part of the router may know one."""
 
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchOptions.of(RouterConfig(max_waiting=max_waiting)), Metrics(), clock=clock)
+        dispatcher = Dispatcher(RouterConfig(max_waiting=max_waiting), Metrics(), clock=clock)
         seen: set[str] = set()
         deadlines = dispatcher.state("m").deadlines
         add = deadlines.add

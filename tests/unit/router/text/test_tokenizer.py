@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import router.models.served_model
 from common.base.errors import BadRequest, ConfigError, Unavailable
+from common.config.service_configs import RouterConfig
 from common.model.fingerprint import tokenizer_digest
 from router.http.openai.chat_messages import Message
 from router.models.catalog import ModelCatalog
@@ -305,7 +306,7 @@ def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pyt
 
     async def main() -> None:
         node = StubNode("decode", "d0", "/models/odd", automatic=False)
-        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
+        catalog = ModelCatalog(RouterConfig())
         try:
             catalog.accept([node.record])
             async with asyncio.timeout(20):
@@ -337,7 +338,7 @@ def test_nodes_with_another_tokenizer_are_ignored_and_named(
             replace(record, model=replace(record.model, tokenizer=digest))
             for record, digest in zip(records, digests, strict=True)
         ]
-        catalog = ModelCatalog(model=str(folder), served_model_name=None, chat_template=None)
+        catalog = ModelCatalog(RouterConfig(model=str(folder)))
         try:
             await catalog.load_configured()
             accepted = catalog.accept(records)
@@ -356,7 +357,7 @@ def test_a_router_without_the_nodes_tokenizer_says_so_to_clients(folder: Path) -
 
     async def main() -> None:
         node = StubNode("decode", "d0", str(folder), automatic=False)
-        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
+        catalog = ModelCatalog(RouterConfig())
 
         def problem() -> str:
             with pytest.raises(Unavailable) as told:
