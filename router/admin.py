@@ -51,7 +51,7 @@ class RouterAdmin:
             AdminRoute("GET", "/status", lambda call: self.status()),
             AdminRoute("GET", "/nodes", self._nodes),
             AdminRoute("GET", "/requests", self._requests),
-            AdminRoute("GET", "/requests/{request_id:path}", self._request),
+            AdminRoute("GET", "/requests/{request_id:path}", lambda call: self.story(call.path["request_id"])),
             AdminRoute("POST", "/route", self.explain_route),
             AdminRoute("POST", "/blocks", self.find_blocks),
             AdminRoute("POST", "/restart", self._begin_restart),
@@ -138,27 +138,58 @@ class RouterAdmin:
         return incarnation if node is None else node.node_id
 
     def _nodes(self, call: Call) -> Mapping[str, Any]:
-        dispatcher, now_s = self._router.dispatcher, monotonic()
-        nodes = sorted(dispatcher.nodes.known(), key=lambda node: (node.record.role, node.node_id))
+        table = self._router.dispatcher.nodes
         described = [
             {
-                **describe_node(node, now_s),
-                "breaker": dataclasses.asdict(dispatcher.breakers.view(node.incarnation)),
-                "index_blocks": self._router.index.tiers(node.incarnation),
-                "routing": _routing(
-                    dispatcher.nodes.fleets(node.record.model.name).by_role[node.record.role], node.incarnation
-                ),
+                **self.describe(node),
+                "routing": _routing(table.fleets(node.record.model.name).by_role[node.record.role], node.incarnation),
             }
-            for node in nodes
+            for node in sorted(table.known(), key=lambda node: (node.record.role, node.node_id))
         ]
         return {"time": time.time(), "lease_s": self._router.dispatcher.config.lease_s, "nodes": described}
+
+    def describe(self, node: Node) -> dict[str, Any]:
+        """Everything that this router knows about a node, as plain data."""
+        record = node.record
+        return {
+            "node_id": node.node_id,
+            "incarnation": node.incarnation,
+            "role": record.role,
+            "state": node_state(node),
+            "usable": node.usable,
+            "draining": node.load.draining,
+            "model": record.model.name,
+            "task": record.model.task,
+            "adapters": [adapter.name for adapter in record.adapters],
+            "fingerprint": record.layout.fingerprint,
+            "kv": f"{record.layout.spec.dtype}, {record.layout.spec.bytes_per_block} bytes per block",
+            "tokenizer": record.model.tokenizer,
+            "max_model_len": record.model.max_model_len,
+            "layout": {
+                "tensor_parallel": record.layout.tp_size,
+                "pipeline_parallel": record.layout.pp_size,
+                "context_parallel": record.layout.cp_size,
+                "data_parallel": record.layout.dp_size,
+                "layers_per_stage": list(record.layout.pp_layers),
+            },
+            "control_address": record.peer.control_address,
+            "data_addresses": record.peer.data_addresses,
+            "admin_address": record.admin_address,
+            "started_at": record.started_at,
+            "answered_s_ago": None if node.last_pong_s is None else round(monotonic() - node.last_pong_s, 3),
+            "unreported": len(node.unreported),
+            "load": dataclasses.asdict(node.load),
+            "breaker": dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation)),
+            "index_blocks": {"device": self._router.index.num_blocks(node.incarnation)},
+        }
 
     def _requests(self, call: Call) -> Mapping[str, Any]:
         limit = checked_limit(call.query.get("limit", "20"), _MAX_LISTED)
         return {"requests": self._router.dispatcher.stories.recent(limit)}
 
-    def _request(self, call: Call) -> Mapping[str, Any]:
-        story = self._router.dispatcher.stories.get(call.path["request_id"])
+    def story(self, request_id: str) -> Mapping[str, Any]:
+        """What happened to a request. Raises: NotFound."""
+        story = self._router.dispatcher.stories.get(request_id)
         if story is None:
             raise NotFound("this router does not know the request: another router served it, or it is too long ago")
         return story
@@ -264,37 +295,3 @@ def node_state(node: Node) -> str:
     if node.load.draining:
         return "draining"
     return "not listed in Redis any more"
-
-
-def describe_node(node: Node, now_s: float) -> dict[str, Any]:
-    """Everything that this router knows about a node, as plain data. `now_s`: now, by `common.base.clock.monotonic`."""
-    record = node.record
-    return {
-        "node_id": node.node_id,
-        "incarnation": node.incarnation,
-        "role": record.role,
-        "state": node_state(node),
-        "usable": node.usable,
-        "draining": node.load.draining,
-        "model": record.model.name,
-        "task": record.model.task,
-        "adapters": [adapter.name for adapter in record.adapters],
-        "fingerprint": record.layout.fingerprint,
-        "kv": f"{record.layout.spec.dtype}, {record.layout.spec.bytes_per_block} bytes per block",
-        "tokenizer": record.model.tokenizer,
-        "max_model_len": record.model.max_model_len,
-        "layout": {
-            "tensor_parallel": record.layout.tp_size,
-            "pipeline_parallel": record.layout.pp_size,
-            "context_parallel": record.layout.cp_size,
-            "data_parallel": record.layout.dp_size,
-            "layers_per_stage": list(record.layout.pp_layers),
-        },
-        "control_address": record.peer.control_address,
-        "data_addresses": record.peer.data_addresses,
-        "admin_address": record.admin_address,
-        "started_at": record.started_at,
-        "answered_s_ago": None if node.last_pong_s is None else round(now_s - node.last_pong_s, 3),
-        "unreported": len(node.unreported),
-        "load": dataclasses.asdict(node.load),
-    }

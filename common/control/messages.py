@@ -314,8 +314,6 @@ class TransferAbort(StrictFields):
 Role = Literal["prefill", "decode"]
 Task = Literal["generate", "embed", "score"]
 """What a model does: generate text, embed texts, or score pairs of texts (a cross-encoder)."""
-Tier = Literal["device", "host", "disk"]
-"""Memory tier of a node that contains a block; `device` is the memory in which the node computes."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Keeps the prefix index equal to what the nodes publish in Redis: a snapshot of each node, then its stream.
 
 Runs on the router's event loop. The entries of a node's stream are numbered without gaps; after a gap a new snapshot is
-read. While Redis is unavailable the index stays as it is. See `common.cluster.kv_event_publisher` for the other end and docs/redis.md for the keys.
+read. While Redis is unavailable the index stays as it is. `common.cluster.kv_event_publisher` is the other end, docs/redis.md
+has the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from common.base.clock import Clock, monotonic, until_next
 from common.base.sentences import counted
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
-from common.control.messages import NodeLoad, NodeRecord, Tier
+from common.control.messages import NodeLoad, NodeRecord
 from router.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ SILENCE_S = 10.0
 _CHECK_S = 1.0
 _MOST_DIGITS = 18
 """Digits of a time that are converted."""
-_TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "disk"}
 
 
 @dataclass
@@ -204,17 +204,16 @@ class KvEventSubscriber:
             is_time = at.isdigit() and len(at) <= _MOST_DIGITS
             if is_time:  # one writer's malformed entry must not stop the reading of all streams
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
-            tier = _TIERS.get(fields.get(b"tier", b"device"))
-            if tier is None:
+            if fields.get(b"tier", b"device") != b"device":
                 log.error("node %s published blocks of an unknown tier", stream.node_id)
-            elif self._store(stream, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
+            elif self._store(stream, fields.get(b"stored", b""), fields.get(b"removed", b"")):
                 await asyncio.sleep(0)
 
-    def _store(self, stream: NodeStream, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
+    def _store(self, stream: NodeStream, stored: bytes, removed: bytes) -> int:
         """Store and remove the blocks of one entry. Returns their number."""
         try:
-            self._index.removed(stream.incarnation, removed, tier)
-            self._index.stored(stream.incarnation, stored, tier)
+            self._index.removed(stream.incarnation, removed)
+            self._index.stored(stream.incarnation, stored)
         except ValueError as error:
             log.error("node %s published malformed block hashes: %s", stream.node_id, error)
         count = (len(stored) + len(removed)) // 16

@@ -3,8 +3,8 @@
 Runs on the router's event loop. Its inputs are the KV events that nodes publish (`router.index.kv_event_subscriber`) and the
 router's own decisions.
 
-A holder is an incarnation and a tier of its memory. Every holder has a *slot*, one bit; a set of holders is a mask of
-slots, and every mask in use has a number. Tables map 64 bits of a block's hash to such a number: one table for published
+Every incarnation has a *slot*, one bit; a set of holders of a block is a mask of slots, and every mask in use has a number.
+Tables map 64 bits of a block's hash to such a number: one table for published
 blocks, two for blocks that this router expects. (Two blocks that share these 64 bits are confused: one wrong estimate in
 many years, which the node itself corrects.) When an incarnation is dropped, its bits are removed from the mask of live
 slots at once; `tidy` cleans the tables in small steps, and only then are its slots reused. The same round frees the
@@ -20,7 +20,6 @@ import numpy as np
 from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError
 from common.base.hashing import HASH_BYTES, BlockHash
-from common.control.messages import Tier
 from router.index.block_table import SEGMENT, BlockTable, KeyArray, Values
 from router.index.prefix_hits import PrefixHits
 
@@ -81,9 +80,7 @@ class PrefixIndex:
         """Blocks expected before that."""
         self._turned_s = clock()
         self._slots: dict[str, int] = {}
-        """Slot of the device tier of each known incarnation. The dict is replaced, never changed in place."""
-        self._lower: dict[tuple[str, Tier], int] = {}
-        """The slots of other tiers."""
+        """Slot of each known incarnation. The dict is replaced, never changed in place."""
         self._names: list[str] = []
         self._held: list[int] = []
         """Blocks of each slot."""
@@ -107,9 +104,9 @@ class PrefixIndex:
 
     # -- published by nodes
 
-    def stored(self, incarnation: str, hashes: Hashes, tier: Tier = "device") -> None:
+    def stored(self, incarnation: str, hashes: Hashes) -> None:
         """`incarnation` now holds these blocks."""
-        slot = self._slot(incarnation, tier)
+        slot = self._slot(incarnation)
         if not len(hashes):
             return
         keys = block_keys(hashes)
@@ -117,9 +114,9 @@ class PrefixIndex:
         news = self._table.put(keys, self._with(1 << slot), self._use)  # may evict, which changes `_held`
         self._held[slot] += news
 
-    def removed(self, incarnation: str, hashes: Hashes, tier: Tier = "device") -> None:
+    def removed(self, incarnation: str, hashes: Hashes) -> None:
         """`incarnation` no longer holds these blocks. Unknown blocks are ignored."""
-        slot = self._slots.get(incarnation) if tier == "device" else self._lower.get((incarnation, tier))
+        slot = self._slots.get(incarnation)
         if slot is None or not len(hashes):
             return
         keys, less = block_keys(hashes), self._without(1 << slot)
@@ -135,13 +132,12 @@ class PrefixIndex:
 
     def drop(self, incarnation: str) -> None:
         """`incarnation` no longer holds anything. The cost does not depend on its number of blocks; `tidy` cleans up."""
-        if incarnation not in self._slots:
+        slot = self._slots.get(incarnation)
+        if slot is None:
             return
-        lower = [holder for holder in self._lower if holder[0] == incarnation]
-        for slot in [self._slots[incarnation], *(self._lower.pop(holder) for holder in lower)]:
-            self._living ^= 1 << slot
-            self._dead |= 1 << slot
-            self._held[slot] = 0
+        self._living ^= 1 << slot
+        self._dead |= 1 << slot
+        self._held[slot] = 0
         self._slots = {name: slot for name, slot in self._slots.items() if name != incarnation}
 
     # -- used by this router
@@ -149,15 +145,13 @@ class PrefixIndex:
     def expect(self, incarnation: str, hashes: Hashes, *others: str) -> None:
         """These incarnations just got work after which they will hold these blocks: count them as held for some seconds."""
         self._turn()
-        mask = 1 << self._slot(incarnation, "device")
+        mask = 1 << self._slot(incarnation)
         for other in others:
-            mask |= 1 << self._slot(other, "device")
+            mask |= 1 << self._slot(other)
         self._fresh.put(block_keys(hashes), self._with(mask), self._use)
 
     def match(self, hashes: Hashes, *, touch: bool = True) -> PrefixHits:
-        """How many leading blocks each incarnation holds, in any tier. Without `touch` the look-up does not count as a use
-        of the blocks.
-        """
+        """How many leading blocks each incarnation holds. Without `touch` the look-up does not count as a use of the blocks."""
         self._turn()
         if touch:
             self._count_use()
@@ -165,8 +159,6 @@ class PrefixIndex:
         tables = [table for table in (self._table, self._fresh, self._fading) if table.live]
         alive = self._living if tables else 0
         found: list[tuple[int, int]] = []
-        for slot in self._lower.values():
-            alive &= ~(1 << slot)
         runs = self._few_runs if len(keys) <= self._few else self._runs
         for start, mask in runs(keys, tables, self._use if touch else None) if alive else ():
             lost = alive & ~mask
@@ -190,7 +182,7 @@ class PrefixIndex:
                 mask |= masks[table.look(key, use)]
             if mask != last:
                 last = mask
-                runs.append((start, self._any_tier(mask) if self._lower else mask))
+                runs.append((start, mask))
                 if not mask:
                     break
         return runs
@@ -203,14 +195,7 @@ class PrefixIndex:
             mask = 0
             for row in numbers:
                 mask |= self._masks[int(row[start])]
-            yield start, self._any_tier(mask)
-
-    def _any_tier(self, mask: int) -> int:
-        """`mask`, plus the device slot of each incarnation whose slot of another tier it contains."""
-        for (incarnation, _), slot in self._lower.items():
-            if mask >> slot & 1:
-                mask |= 1 << self._slots[incarnation]
-        return mask
+            yield start, mask
 
     def tidy(self) -> bool:
         """Clean up after drops and when there are many masks, for a few milliseconds at most. Returns whether more work is
@@ -235,15 +220,9 @@ class PrefixIndex:
         return self._table.live
 
     def num_blocks(self, incarnation: str) -> int:
-        """Number of blocks that `incarnation` is known to hold in the tier `device`."""
+        """Number of blocks that `incarnation` is known to hold."""
         slot = self._slots.get(incarnation)
         return 0 if slot is None else self._held[slot]
-
-    def tiers(self, incarnation: str) -> dict[Tier, int]:
-        """Number of blocks that `incarnation` is known to hold, by tier."""
-        found: dict[Tier, int] = {"device": self.num_blocks(incarnation)}
-        found.update({tier: self._held[slot] for (name, tier), slot in self._lower.items() if name == incarnation})
-        return found
 
     def groups(self, most: int) -> list[tuple[int, list[str]]]:
         """How many published blocks each set of incarnations holds, of the `most` largest sets: (blocks, holders). Of a large
@@ -259,10 +238,7 @@ class PrefixIndex:
             if mask:
                 by_mask[mask] = by_mask.get(mask, 0) + int(numbers[number])
         largest = sorted(by_mask.items(), key=lambda item: -item[1])[:most]
-        return [
-            (blocks * used // counted, list(dict.fromkeys(self._names[slot] for slot in _bits(mask))))
-            for mask, blocks in largest
-        ]
+        return [(blocks * used // counted, [self._names[slot] for slot in _bits(mask)]) for mask, blocks in largest]
 
     @property
     def incarnations(self) -> list[str]:
@@ -309,18 +285,10 @@ class PrefixIndex:
 
     # -- slots
 
-    def _slot(self, incarnation: str, tier: Tier) -> int:
+    def _slot(self, incarnation: str) -> int:
         slot = self._slots.get(incarnation)
-        if slot is None:
-            slot = self._new_slot(incarnation)
-            self._slots = {**self._slots, incarnation: slot}
-        if tier == "device":
+        if slot is not None:
             return slot
-        if (incarnation, tier) not in self._lower:
-            self._lower[incarnation, tier] = self._new_slot(incarnation)
-        return self._lower[incarnation, tier]
-
-    def _new_slot(self, incarnation: str) -> int:
         if self._free_slots:
             slot = self._free_slots.pop()
             self._names[slot] = incarnation
@@ -329,6 +297,7 @@ class PrefixIndex:
             self._names.append(incarnation)
             self._held.append(0)
         self._living |= 1 << slot
+        self._slots = {**self._slots, incarnation: slot}
         return slot
 
     def _turn(self) -> None:

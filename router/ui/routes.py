@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -13,11 +12,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.base.clock import monotonic
 from common.base.errors import Forbidden, NotFound, Unavailable
 from common.cluster.membership import Directory
 from common.control.admin_server import Call, read_object
-from router.admin import RouterAdmin, checked_limit, describe_node, node_state
+from router.admin import RouterAdmin, checked_limit, node_state
 from router.findings import ServiceReport, find
 from router.nodes.node import Node
 from router.planner.loop import PlannerLoop
@@ -122,9 +120,7 @@ class DashboardRoutes:
         return [finding._asdict() for finding in find([router], nodes, "")]
 
     async def _report(self, node: Node) -> ServiceReport:
-        known = describe_node(node, monotonic())
-        known["breaker"] = dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation))
-        report = ServiceReport(node.node_id, node.record.role, known=known)
+        report = ServiceReport(node.node_id, node.record.role, known=self._admin.describe(node))
         try:
             report.status = await self._nodes.ask(node, "GET", "/status")
             report.facts = await self._nodes.ask(node, "POST", "/facts")
@@ -137,17 +133,12 @@ class DashboardRoutes:
         return json_response({"requests": self._router.dispatcher.stories.recent(limit)})
 
     async def _request(self, request: Request) -> Response:
-        story = self._router.dispatcher.stories.get(request.path_params["request_id"])
-        if story is None:
-            raise NotFound("this router does not know the request: another router served it, or it is too long ago")
-        return json_response(story)
+        return json_response(self._admin.story(request.path_params["request_id"]))
 
     async def _node(self, request: Request, access: Access) -> Response:
         """The router's view of a node, and for operators also the node's own report."""
         node = self._nodes.find(request.path_params["name"])
-        about = describe_node(node, monotonic())
-        about["breaker"] = dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation))
-        about["index_blocks"] = self._router.index.tiers(node.incarnation)
+        about = self._admin.describe(node)
         about["own"], about["own_missing"] = None, "the node's own status is shown to operators: give the admin token"
         if access.may_operate(request.scope):
             try:

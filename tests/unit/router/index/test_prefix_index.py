@@ -105,25 +105,6 @@ def test_it_grows_and_gives_up_the_oldest_segment_by_segment(few: int) -> None:
         assert index.match(blob) == {}
 
 
-def test_an_incarnation_holds_a_prefix_in_whatever_tiers_its_blocks_are() -> None:
-    index, prompt = PrefixIndex(), names(9)
-    index.stored("a", prompt[:3])
-    index.stored("a", prompt[3:8], "host")
-    index.stored("b", prompt[:2], "host")
-    assert index.match(prompt) == {"a": 8, "b": 2}
-    assert (index.tiers("a"), index.tiers("b")) == ({"device": 3, "host": 5}, {"device": 0, "host": 2})
-    index.removed("a", prompt[3:5], "host")
-    assert index.match(prompt) == {"a": 3, "b": 2}
-    index.drop("b")
-    assert index.match(prompt) == {"a": 3}
-    while index.tidy():
-        pass
-    assert len(index) == 6
-    index.stored("c", prompt[:1])
-    index.stored("d", prompt[:2])
-    assert index.match(prompt) == {"a": 3, "c": 1, "d": 2}
-
-
 @pytest.mark.parametrize("few", [0, 1024])
 def test_hits_are_a_mapping_and_a_column(few: int) -> None:
     index, prompt = PrefixIndex(few=few), names(5)
