@@ -1,16 +1,16 @@
 """A circuit breaker per node: a node that fails repeatedly gets no new requests for a while. Pure; the clock is injected.
 
-               `failures` in a row                open_s passed
+              `FAILURES` in a row              its time has passed
     CLOSED ------------------------> OPEN ------------------------> HALF_OPEN
        ^                               ^                               |
-       |                               |   a failure (open_s doubles)  |
+       |                               |  a failure (its time doubles) |
        |                               +-------------------------------+
-       |                       `successes` in a row                    |
+       |                       `SUCCESSES` in a row                    |
        +---------------------------------------------------------------+
 
 Each leg counts once: as a success when its first tokens arrive, as a failure when its node caused the attempt to end.
 Failures at about the same time count as one, because a failed step or a broken link ends many attempts at once. A
-half-open node gets one attempt per `probe_every_s`. A node that is not admitted is still used if there is no other.
+half-open node gets one attempt per `PROBE_EVERY_S`. A node that is not admitted is still used if there is no other.
 
 Runs on the router's event loop; a new incarnation of a node starts closed.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import AdapterMissing, ClientError, DeadlineExceeded, HandshakeRefused, KvRelayError, Overloaded
@@ -27,58 +27,45 @@ from common.base.errors import AdapterMissing, ClientError, DeadlineExceeded, Ha
 _NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing
 
 
-class BreakerState(Enum):
+FAILURES, SUCCESSES = 3, 2
+"""Consecutive failures that open a breaker, and consecutive successes that close a half-open one."""
+_OPEN_S, MAX_OPEN_S = 5.0, 60.0
+PROBE_EVERY_S = 1.0
+_BURST_S = 0.25
+"""Failures within this time of the last counted one belong to the same event."""
+
+
+class BreakerState(StrEnum):
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
 
 
-@dataclass(frozen=True)
-class BreakerSettings:
-    """When a breaker opens and how it closes again."""
-
-    failures: int = 3
-    """Consecutive failures that open it."""
-    successes: int = 2
-    """Consecutive successes that close a half-open one."""
-    open_s: float = 5.0
-    max_open_s: float = 60.0
-    probe_every_s: float = 1.0
-    burst_s: float = 0.25
-    """Failures within this time of the last counted one belong to the same event."""
-
-
 @dataclass
-class _Breaker:
-    state: BreakerState = BreakerState.CLOSED
-    failures: int = 0
-    successes: int = 0
-    opened: int = 0
-    """Times it opened without closing in between."""
-    opened_s: float = 0.0
-    failed_s: float = float("-inf")
-    probed_s: float = float("-inf")
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class BreakerView:
     """One node's breaker, for metrics and operators."""
 
-    state: str
-    failures: int
+    state: BreakerState = BreakerState.CLOSED
+    failures: int = 0
     """Consecutive failures."""
-    opened: int
-    """Times it opened since it was last closed."""
-    reason: str
+    opened: int = 0
+    """Times that it opened since it was last closed."""
+    reason: str = ""
     """Reason of the last failure."""
+
+
+@dataclass
+class _Breaker(BreakerView):
+    successes: int = 0
+    opened_s: float = 0.0
+    failed_s: float = float("-inf")
+    probed_s: float = float("-inf")
 
 
 class Breakers:
     """The breakers of all nodes, by incarnation. Nodes without failures take no memory."""
 
-    def __init__(self, settings: BreakerSettings | None = None, *, clock: Clock = monotonic) -> None:
-        self._settings = settings or BreakerSettings()
+    def __init__(self, *, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._breakers: dict[str, _Breaker] = {}
         self.times_opened = 0
@@ -93,12 +80,12 @@ class Breakers:
         breaker = self._breakers.setdefault(incarnation, _Breaker())
         now = self._clock()
         breaker.reason = error.message[:200]
-        if now - breaker.failed_s < self._settings.burst_s:
+        if now - breaker.failed_s < _BURST_S:
             return
         breaker.failed_s, breaker.successes = now, 0
         breaker.failures += 1
         half_open = self._state(breaker, now) is BreakerState.HALF_OPEN
-        if half_open or (breaker.state is BreakerState.CLOSED and breaker.failures >= self._settings.failures):
+        if half_open or (breaker.state is BreakerState.CLOSED and breaker.failures >= FAILURES):
             breaker.state, breaker.opened_s = BreakerState.OPEN, now
             breaker.opened += 1
             self.times_opened += 1
@@ -112,11 +99,11 @@ class Breakers:
             del self._breakers[incarnation]
         elif breaker.state is BreakerState.HALF_OPEN:
             breaker.successes += 1
-            if breaker.successes >= self._settings.successes:
+            if breaker.successes >= SUCCESSES:
                 del self._breakers[incarnation]
 
     def chosen(self, incarnation: str) -> None:
-        """An attempt goes to this node; a half-open node then gets no other attempt for `probe_every_s`."""
+        """An attempt goes to this node; a half-open node then gets no other attempt for `PROBE_EVERY_S`."""
         breaker = self._breakers.get(incarnation)
         if breaker is not None:
             breaker.probed_s = self._clock()
@@ -126,9 +113,7 @@ class Breakers:
         if not self._breakers:
             return frozenset()
         now = self._clock()
-        return frozenset(
-            incarnation for incarnation, breaker in self._breakers.items() if not self._admits(breaker, now)
-        )
+        return frozenset(name for name, breaker in self._breakers.items() if not self._admits(breaker, now))
 
     def keep(self, incarnations: Set[str]) -> None:
         """Forget all other nodes: they are gone."""
@@ -139,22 +124,17 @@ class Breakers:
         """The state of one node's breaker."""
         breaker = self._breakers.get(incarnation, _Breaker())
         state = self._state(breaker, self._clock())
-        return BreakerView(state.value, breaker.failures, breaker.opened, breaker.reason)
+        return BreakerView(state, breaker.failures, breaker.opened, breaker.reason)
 
     def _admits(self, breaker: _Breaker, now: float) -> bool:
-        match self._state(breaker, now):
-            case BreakerState.CLOSED:
-                return True
-            case BreakerState.OPEN:
-                return False
-            case BreakerState.HALF_OPEN:
-                return now - breaker.probed_s >= self._settings.probe_every_s
+        state = self._state(breaker, now)
+        probes = state is BreakerState.HALF_OPEN and now - breaker.probed_s >= PROBE_EVERY_S
+        return probes or state is BreakerState.CLOSED
 
     def _state(self, breaker: _Breaker, now: float) -> BreakerState:
         """The current state: an open breaker becomes half-open once its time has passed."""
         if breaker.state is BreakerState.OPEN:
-            settings = self._settings
-            open_s = min(settings.max_open_s, settings.open_s * 2 ** min(breaker.opened - 1, 16))
+            open_s = min(MAX_OPEN_S, _OPEN_S * 2 ** min(breaker.opened - 1, 16))
             if now - breaker.opened_s >= open_s:
                 breaker.state, breaker.successes = BreakerState.HALF_OPEN, 0
                 breaker.probed_s = float("-inf")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import router.requests.placed_request
 from common.control.messages import DecodeRequest
-from router.nodes.breaker import BreakerSettings
+from router.nodes import breaker
 
 ANSWER = "it goes on, and on, until the STOP that nobody sees"
 
@@ -56,10 +56,11 @@ def ask(bench: Bench, **more: Any) -> Any:
 
 @pytest.mark.parametrize("fault", ["leg", "prefill_too"])
 def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
-    model_folder: Path, tokenizer: Tokenizer, fault: str
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tokenizer: Tokenizer, fault: str
 ) -> None:
+    monkeypatch.setattr(breaker, "FAILURES", 1000)
+
     async def scene(bench: Bench) -> None:
-        bench.stack.router.dispatcher.breakers._settings = BreakerSettings(failures=1000)
         other = StubNode("decode", "d1", str(model_folder), script=bench.decode.script, cached_tokens=99)
         bench.stack.list_nodes(bench.prefill, bench.decode, other)
         await bench.stack.usable(1, 2)
@@ -104,11 +105,13 @@ def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
     play(model_folder, scene, config=config, script=script_of(ANSWER, tokenizer), cached_tokens=7)
 
 
-def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, tokenizer: Tokenizer) -> None:
+def test_stream_goes_on_where_its_tokens_mean_the_same(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tokenizer: Tokenizer
+) -> None:
     """Other weights under the same model name, as during a rolling update, would continue the answer differently."""
+    monkeypatch.setattr(breaker, "FAILURES", 1000)
 
     async def scene(bench: Bench) -> None:
-        bench.stack.router.dispatcher.breakers._settings = BreakerSettings(failures=1000)
         others = [
             StubNode("decode", f"d{n}", str(model_folder), script=bench.decode.script, fingerprint=fingerprint)
             for n, fingerprint in ((1, "new"), (2, "stub"), (3, "new"))
