@@ -74,7 +74,7 @@ class PoolPart(RunningRequest[PoolFlow]):
         if node is None:
             return self._no_node(Unavailable(f"no node of {work.model} is available now; try again"))
         if choose.is_new:
-            waits = self._enter_queue(None, work.num_tokens, max_tokens=0)
+            waits = self._enter_queue(None, self._queued(work.num_tokens))
             if waits is not None:
                 return waits
         return f.Found(node.record.peer, None, self._timeout_s())

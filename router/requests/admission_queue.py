@@ -6,7 +6,6 @@ Runs on the router's event loop. No node has seen a request that waits here, so 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from router.policy import Decision, Fleet, with_adapter
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.fair_queue import FairQueue
 from router.requests.full_queue import begun_of_others, victims
-from router.requests.queued_request import NOBODY, QueuedRequest, Siblings, Tenant
+from router.requests.queued_request import QueuedRequest, Siblings, Tenant
 from router.requests.slot_shares import SlotShares
 
 CallSoon = Callable[[Callable[[], None]], object]
@@ -77,27 +76,22 @@ class AdmissionQueue:
 
     def enter(
         self,
-        request_id: str,
+        request: QueuedRequest,
         decision: Decision | None,
         *,
-        prompt_tokens: int,
-        max_tokens: int,
         admit: Callable[[], None],
         refuse: Callable[[Overloaded], None],
-        priority: int = 0,
-        tenant: Tenant = NOBODY,
-        siblings: Siblings | None = None,
-        adapter: Adapter | None = None,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
-        Without a decision, or once a sibling was admitted, no objective applies. `adapter`: the adapter that it needs. A tenant
-        that has less than its share of the decode nodes' slots waits for no tenant that has more.
+        Without a decision, or once a sibling was admitted, no objective applies. A tenant that has less than its share of the
+        decode nodes' slots waits for no tenant that has more.
 
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
-        self._followers.pop(request_id, None)
-        ahead, ahead_s = len(self._queue), wait_s(self._queue.tokens_ahead(priority, tenant), prefill, decode)
+        tenant, siblings, adapter = request.tenant, request.siblings, request.adapter
+        self._followers.pop(request.request_id, None)
+        ahead, ahead_s = len(self._queue), wait_s(self._queue.tokens_ahead(request.priority, tenant), prefill, decode)
         reason, takes_its_share = self._crowded(adapter) or ("others wait before it" if ahead else ""), False
         if reason and self.has_free_share(tenant) and tenant.name not in self._queue.counts:
             reason = self._crowded(adapter, within_share=True)
@@ -105,20 +99,17 @@ class AdmissionQueue:
         if decision is not None and not takes_its_share and not (siblings is not None and siblings.admitted):
             self._objectives.check(decision, prefill, decode, ahead_s)
         if not reason:
-            self._slots.add(request_id, tenant.name)
+            self._slots.add(request.request_id, tenant.name)
             return None
-        answer_tokens = min(max_tokens, int(decode.costs.output_tokens))
-        deadline_s = self._clock() + self._max_wait_s
-        self._queue.push(
-            QueuedRequest(request_id, prompt_tokens, answer_tokens, deadline_s, priority, tenant, siblings, adapter)
-        )
-        self._waiters[request_id] = _Waiter(tenant.name, admit, refuse)
+        answer_tokens = min(request.answer_tokens, int(decode.costs.output_tokens))
+        self._queue.push(request._replace(answer_tokens=answer_tokens, deadline_s=self._clock() + self._max_wait_s))
+        self._waiters[request.request_id] = _Waiter(tenant.name, admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
-    def follow(self, request_id: str, *, priority: int, tenant: Tenant, siblings: Siblings) -> None:
+    def follow(self, request: QueuedRequest) -> None:
         """A new request waits for a sibling before it enters: until then it counts as one of its tenant's."""
-        self._followers[request_id] = QueuedRequest(request_id, 0, 0, math.inf, priority, tenant, siblings)
+        self._followers[request.request_id] = request
 
     def has_free_share(self, tenant: Tenant, count: int = 1) -> bool:
         """Whether `count` more requests of this tenant are within its share of the decode nodes' slots."""

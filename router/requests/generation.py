@@ -150,7 +150,8 @@ class Generation(RunningRequest[Flow]):
             why = Unavailable("every decode node that is left is draining; try again later") if draining else error
             return self._no_node(why)
         if choose.is_new:
-            waits = self._enter_queue(decision, query.num_tokens, engine.sampling.max_tokens, engine.adapter)
+            request = self._queued(query.num_tokens, engine.sampling.max_tokens, engine.adapter)
+            waits = self._enter_queue(decision, request)
             if waits is not None:
                 return waits
         return self.choice.found(self._timeout_s())
@@ -158,9 +159,7 @@ class Generation(RunningRequest[Flow]):
     def _await_sample(self, choose: f.Choose) -> f.SampleAwaited:
         self.story.add("shares_prompt", "waits for the first sample of its prompt")
         if choose.is_new:
-            self._router.admission_queue.follow(
-                self.request_id, priority=self._priority, tenant=self.tenant, siblings=self.flow.siblings
-            )
+            self._router.admission_queue.follow(self._queued())
         return f.SampleAwaited()
 
     def admit(self) -> None:

@@ -179,21 +179,14 @@ class PlacedRequest:
         self.state = State.AWAITING_NODE
         return [f.AwaitNode(self._node_deadline_s - event.now_s, event.error)]
 
-    def _on_queued(self, _: f.Queued) -> f.Instructions:
-        self.state = State.QUEUED
-        return []
-
-    def _on_sample_awaited(self, _: f.SampleAwaited) -> f.Instructions:
-        self.state = State.AWAITING_SAMPLE
+    def _wait(self, state: State) -> f.Instructions:
+        self.state = state
         return []
 
     def _on_turn(self, _: f.Ready) -> f.Instructions:
         """It leaves the admission queue."""
         self.admitted = self.siblings.admitted = True
         self._node_deadline_s = None  # nodes were found when it was queued
-        return self._choose()
-
-    def _on_ready(self, _: f.Ready) -> f.Instructions:
         return self._choose()
 
     # -- failures
@@ -275,21 +268,14 @@ class PlacedRequest:
         self.state = State.DONE
         return [*instructions, last]
 
-    def _on_give_up(self, event: f.GiveUp) -> f.Instructions:
-        return self._end(f.Fail(event.error))
-
-    def _on_client_gone(self, _: f.ClientGone) -> f.Instructions:
-        return self._end(f.Cancelled())
-
-    def _on_stop_found(self, _: f.StopFound) -> f.Instructions:
-        return self._end(f.Finish("stop"))
-
-    _ENDINGS: ClassVar[Row] = {f.ClientGone: _on_client_gone, f.GiveUp: _on_give_up, f.StopFound: _on_stop_found}
+    _ENDINGS: ClassVar[Row] = {
+        f.ClientGone: lambda self, _: self._end(f.Cancelled()),
+        f.GiveUp: lambda self, event: self._end(f.Fail(event.error)),
+        f.StopFound: lambda self, _: self._end(f.Finish("stop")),
+    }
     _WITHOUT_NODES: ClassVar[Row] = {
         **_ENDINGS,
-        f.Chunk: ignored("it is a late message of an older attempt"),
-        f.Pooled: ignored("it is a late message of an older attempt"),
-        f.LegFailed: ignored("it is a late message of an older attempt"),
+        **dict.fromkeys((f.Chunk, f.Pooled, f.LegFailed), ignored("it is a late message of an older attempt")),
         f.NodeLost: ignored("no node works on the request"),
     }
     _WITH_NODES: ClassVar[Row] = {**_ENDINGS, f.LegFailed: _on_leg_failed, f.NodeLost: _on_node_lost}
@@ -298,12 +284,13 @@ class PlacedRequest:
             **_WITHOUT_NODES,
             f.Found: _on_found,
             f.NoNode: _on_no_node,
-            f.Queued: _on_queued,
-            f.SampleAwaited: _on_sample_awaited,
+            f.Queued: lambda self, _: self._wait(State.QUEUED),
+            f.SampleAwaited: lambda self, _: self._wait(State.AWAITING_SAMPLE),
         },
         State.QUEUED: {**_WITHOUT_NODES, f.Ready: _on_turn},
-        State.AWAITING_SAMPLE: {**_WITHOUT_NODES, f.Ready: _on_ready},
-        State.AWAITING_NODE: {**_WITHOUT_NODES, f.Ready: _on_ready},
-        State.BACKING_OFF: {**_WITHOUT_NODES, f.Ready: _on_ready},
+        **dict.fromkeys(
+            (State.AWAITING_SAMPLE, State.AWAITING_NODE, State.BACKING_OFF),
+            {**_WITHOUT_NODES, f.Ready: lambda self, _: self._choose()},
+        ),
         State.DONE: dict.fromkeys(get_args(f.Event), ignored("the request has ended")),
     }

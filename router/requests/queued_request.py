@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import NamedTuple
 
 from common.control.messages import Adapter
@@ -41,13 +42,13 @@ class Siblings:
 
 
 class QueuedRequest(NamedTuple):
-    """A request that waits in the router."""
+    """A request that waits in the router, or is about to."""
 
     request_id: str
-    prompt_tokens: int
-    answer_tokens: int
-    """Estimated length of the answer."""
-    deadline_s: float
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    """Estimated length of the answer; before the request is queued, its limit."""
+    deadline_s: float = math.inf
     priority: int = 0
     tenant: Tenant = NOBODY
     siblings: Siblings | None = None

@@ -6,6 +6,7 @@ Runs on the router's event loop. The dispatcher feeds events.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,7 +17,7 @@ from common.control.messages import Abort, Adapter
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.placed_request import PlacedRequest
-from router.requests.queued_request import Tenant
+from router.requests.queued_request import QueuedRequest, Tenant
 from router.requests.router_state import RouterState
 from router.requests.story import Story
 
@@ -169,23 +170,18 @@ class RunningRequest(Generic[_Flow]):
 
     # -- answers to `Choose`
 
-    def _enter_queue(
-        self, decision: Decision | None, prompt_tokens: int, max_tokens: int, adapter: Adapter | None = None
-    ) -> f.Queued | f.GiveUp | None:
+    def _queued(self, prompt_tokens: int = 0, max_tokens: int = 0, adapter: Adapter | None = None) -> QueuedRequest:
+        """The request as the admission queue knows it."""
+        siblings = self.flow.siblings
+        return QueuedRequest(
+            self.request_id, prompt_tokens, max_tokens, math.inf, self._priority, self.tenant, siblings, adapter
+        )
+
+    def _enter_queue(self, decision: Decision | None, request: QueuedRequest) -> f.Queued | f.GiveUp | None:
         """None if a new request may go to the nodes at once; otherwise it waits in the admission queue, or is refused."""
+        queue = self._router.admission_queue
         try:
-            entry = self._router.admission_queue.enter(
-                self.request_id,
-                decision,
-                prompt_tokens=prompt_tokens,
-                max_tokens=max_tokens,
-                admit=self.on_ready,
-                refuse=self.on_refused,
-                priority=self._priority,
-                tenant=self.tenant,
-                siblings=self.flow.siblings,
-                adapter=adapter,
-            )
+            entry = queue.enter(request, decision, admit=self.on_ready, refuse=self.on_refused)
         except Overloaded as error:
             self.story.add("refused", error.message, decision)
             return f.GiveUp(error)

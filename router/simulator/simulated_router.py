@@ -25,6 +25,7 @@ from router.policy.fleet import ANY_CONTEXT
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.placement import Placement, Placer
+from router.requests.queued_request import QueuedRequest
 from router.simulator.events import Events
 from router.simulator.hardware import Shape
 from router.simulator.node import SimulatedNode
@@ -195,10 +196,8 @@ class SimulatedRouter:
 
     def _enter_queue(self, request: SimRequest, placement: Placement) -> bool:
         entry = self._queue.enter(
-            request.key.request_id,
+            QueuedRequest(request.key.request_id, request.input_tokens, request.output_tokens),
             placement.decision,
-            prompt_tokens=request.input_tokens,
-            max_tokens=request.output_tokens,
             admit=lambda: self._place(request, admitted=True),
             refuse=lambda _: self._refuse(request, "429: no node had room in time"),
         )

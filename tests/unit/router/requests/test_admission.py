@@ -20,7 +20,7 @@ from router.policy import POLICIES, Decision, Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import TokensAhead
-from router.requests.queued_request import Siblings, Tenant
+from router.requests.queued_request import QueuedRequest, Siblings, Tenant
 from router.requests.slot_shares import fair_share
 
 
@@ -127,15 +127,8 @@ def test_an_objective_refuses_nobody_for_the_queue_of_another_tenant() -> None:
     decision = place(Query(1000), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=Memory())
 
     def enter(number: int, tenant: str) -> QueueEntry | None:
-        return queue.enter(
-            f"{tenant}{number}",
-            decision,
-            prompt_tokens=1000,
-            max_tokens=1,
-            admit=lambda: None,
-            refuse=lambda _: None,
-            tenant=Tenant(tenant),
-        )
+        request = QueuedRequest(f"{tenant}{number}", 1000, 1, tenant=Tenant(tenant))
+        return queue.enter(request, decision, admit=lambda: None, refuse=lambda _: None)
 
     def fill(tenant: str) -> None:
         for number in range(100):
@@ -158,15 +151,8 @@ def test_requests_wait_for_the_nodes_of_their_adapter_and_hold_back_no_others() 
     admitted: list[str] = []
 
     def enter(name: str, adapter: Adapter | None) -> QueueEntry | None:
-        return queue.enter(
-            name,
-            None,
-            prompt_tokens=10,
-            max_tokens=1,
-            admit=lambda: admitted.append(name),
-            refuse=lambda _: None,
-            adapter=adapter,
-        )
+        request = QueuedRequest(name, 10, 1, adapter=adapter)
+        return queue.enter(request, None, admit=lambda: admitted.append(name), refuse=lambda _: None)
 
     def release() -> list[str]:
         queue.release_soon()
@@ -201,15 +187,8 @@ class Full:
     def enter(self, tenant: str, count: int, decision: Decision | None = None) -> None:
         for number in range(count):
             name = f"{tenant}-{number}"
-            entry = self.queue.enter(
-                name,
-                decision,
-                prompt_tokens=10,
-                max_tokens=1900,
-                admit=partial(self._sent, name),
-                refuse=lambda _: None,
-                tenant=Tenant(tenant),
-            )
+            request = QueuedRequest(name, 10, 1900, tenant=Tenant(tenant))
+            entry = self.queue.enter(request, decision, admit=partial(self._sent, name), refuse=lambda _: None)
             if entry is None:
                 self._sent(name)
 
@@ -279,20 +258,12 @@ def test_those_that_wait_for_a_sibling_count_until_they_enter_or_are_over() -> N
     queue, siblings = room_for_none(prefill, decode, Objectives()), Siblings()
 
     def enter(name: str) -> None:
-        queue.enter(
-            name,
-            None,
-            prompt_tokens=10,
-            max_tokens=1,
-            admit=lambda: None,
-            refuse=lambda _: None,
-            tenant=Tenant("a"),
-            siblings=siblings,
-        )
+        request = QueuedRequest(name, 10, 1, tenant=Tenant("a"), siblings=siblings)
+        queue.enter(request, None, admit=lambda: None, refuse=lambda _: None)
 
     enter("a0")
     for name in ("a1", "a2"):
-        queue.follow(name, priority=0, tenant=Tenant("a"), siblings=siblings)
+        queue.follow(QueuedRequest(name, tenant=Tenant("a"), siblings=siblings))
     assert queue.victims(Tenant("b"), 3, 0) == ["a0"]
     assert len(queue) == 1
     siblings.admitted = True
