@@ -33,22 +33,18 @@ class Counter(Collector):
 
     def __init__(self, name: str, text: str, label_names: Iterable[str] = (), *, registry: CollectorRegistry) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)
-        self._series: dict[tuple[str, ...], CounterSeries] = {}
+        self.series: dict[tuple[str, ...], CounterSeries] = {}
         if not self._label_names:
             self.labels()
         registry.register(self)
 
     def labels(self, *values: str) -> CounterSeries:
         """The series with these label values, made at its first use."""
-        return self._series.setdefault(values, CounterSeries())
-
-    def series(self) -> Iterable[CounterSeries]:
-        """All series."""
-        return self._series.values()
+        return self.series.setdefault(values, CounterSeries())
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
-        for values, count in self._series.items():
+        for values, count in self.series.items():
             family.add_metric(values, count.value, created=count.created_s)
         return [family]
 
@@ -85,27 +81,19 @@ class Histogram(Collector):
         registry: CollectorRegistry,
     ) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)
-        self._bounds = tuple(map(float, buckets))
-        self._series: dict[tuple[str, ...], HistogramSeries] = {}
+        self.bounds = tuple(map(float, buckets))
+        """Upper bounds of the buckets, without infinity."""
+        self.series: dict[tuple[str, ...], HistogramSeries] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> HistogramSeries:
         """The series with these label values, made at its first use."""
-        return self._series.setdefault(values, HistogramSeries(self._bounds))
-
-    def series(self) -> Iterable[HistogramSeries]:
-        """All series."""
-        return self._series.values()
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        """Upper bounds of the buckets, without infinity."""
-        return self._bounds
+        return self.series.setdefault(values, HistogramSeries(self.bounds))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
-        for values, series in self._series.items():
+        bounds = [floatToGoString(bound) for bound in (*self.bounds, math.inf)]
+        for values, series in self.series.items():
             family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.sum)
             labels = dict(zip(self._label_names, values, strict=True))
             family.add_sample(f"{self._name}_created", labels, series.created_s)

@@ -1,22 +1,18 @@
 """Prometheus metrics of the router, in a separate registry. Metrics that mean the same as in vLLM have vLLM's names.
 
-Updated on the router's event loop; node metrics are read from the last pongs at each scrape.
+Updated on the router's event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from common.base.errors import KvRelayError
 from common.control.messages import AttemptStats, FinishReason, Role
-from router.counters import Counter, Histogram, HistogramSeries
-from router.node_metrics import NodeCollector
-from router.nodes.breaker import Breakers
-from router.nodes.node import Node
+from router.counters import Counter, Histogram
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -40,55 +36,21 @@ class Finished:
     preemptions: int = 0
 
 
-class _RequestHistograms(NamedTuple):
-    """What requests ask for, and what becomes of them."""
-
-    n: Histogram
-    max_tokens: Histogram
-    preemptions: Histogram
-    inference_s: Histogram
-
-    @staticmethod
-    def make(histogram: Callable[..., Histogram]) -> _RequestHistograms:
-        """All of them, made by `histogram(name, text, buckets)`."""
-        return _RequestHistograms(
-            histogram("vllm:request_params_n", "Answers that a request asks for.", _COUNTS),
-            histogram("vllm:request_params_max_tokens", "Tokens that a request allows for an answer.", _TOKENS),
-            histogram("vllm:request_num_preemptions", "Preemptions of a request.", _COUNTS),
-            histogram("vllm:request_inference_time_seconds", "Time from a request's first step to its last token."),
-        )
-
-    def labels(self, name: str) -> _RequestSeries:
-        """Those of one model."""
-        return _RequestSeries(*(each.labels(name) for each in self))
-
-
-class _RequestSeries(NamedTuple):
-    """The same of one model."""
-
-    n: HistogramSeries
-    max_tokens: HistogramSeries
-    preemptions: HistogramSeries
-    inference_s: HistogramSeries
-
-
 class Metrics:
     """All metrics of one router process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        registry = self.registry
-        named = ["model_name"]
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
-            return Histogram(name, text, named, buckets=buckets, registry=registry)
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
 
-        success = ["model_name", "finished_reason"]
-        self.success = Counter("vllm:request_success", "Requests answered.", success, registry=registry)
-        self.prompt_tokens = Counter(
-            "vllm:prompt_tokens", "Prompt tokens of answered requests.", named, registry=registry
-        )
-        self.generated = Counter("vllm:generation_tokens", "Tokens sent to clients.", named, registry=registry)
+        self.success = counter("vllm:request_success", "Requests answered.", "model_name", "finished_reason")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.", "model_name")
+        self.generated = counter("vllm:generation_tokens", "Tokens sent to clients.", "model_name")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
         self.itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_S)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
@@ -103,34 +65,25 @@ class Metrics:
         self.request_max = histogram(
             "vllm:request_max_num_generation_tokens", "Tokens that a request may have generated.", _TOKENS
         )
-        self.of_requests = _RequestHistograms.make(histogram)
-        self.pooled = Counter(
-            "kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", named, registry=registry
+        self.request_n = histogram("vllm:request_params_n", "Answers that a request asks for.", _COUNTS)
+        self.request_max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Tokens that a request allows for an answer.", _TOKENS
         )
-        self.failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
-        self.cancelled = Counter(
-            "kvrelay_request_cancelled", "Requests whose client disconnected.", registry=registry
-        ).labels()
-        self.relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry).labels()
-        self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
-        self.retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
-        self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
-        self._refused = Counter(
-            "vllm:num_requests_rejected", "Requests refused, by the error's code.", ["reason"], registry=registry
+        self.preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", _COUNTS)
+        self.inference = histogram(
+            "vllm:request_inference_time_seconds", "Time from a request's first step to its last token."
         )
-        self._ignored_fields = Counter(
-            "kvrelay_ignored_fields", "Fields of requests that no known API has, and were ignored.", registry=registry
-        ).labels()
-        self._pending = Gauge(
-            "kvrelay_requests_pending", "Generations of this router that have not ended.", registry=registry
-        )
-        self._pending_first = Gauge(
-            "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
-        )
-        self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
-        text = "Nodes that answer this router although Redis has no record of them."
-        self._unrenewed = Gauge("kvrelay_nodes_unrenewed", text, registry=registry)
-        self.attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
+        self.pooled = counter("kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", "model_name")
+        self.failed = counter("kvrelay_request_failed", "Requests that failed.", "code")
+        self.cancelled = counter("kvrelay_request_cancelled", "Requests whose client disconnected.").labels()
+        self.relayed = counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.").labels()
+        attempts = counter("kvrelay_attempts", "Attempts placed, by prefill mode.", "mode")
+        self.attempts_by_mode = {mode: attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
+        self.retries = counter("kvrelay_retries", "Attempts beyond a request's first.").labels()
+        self._http_errors = counter("kvrelay_http_errors", "Error responses, by status.", "status")
+        self._refused = counter("vllm:num_requests_rejected", "Requests refused, by the error's code.", "reason")
+        text = "Fields of requests that no known API has, and were ignored."
+        self._ignored_fields = counter("kvrelay_ignored_fields", text).labels()
         self._desired: dict[str, Gauge] = {}
         self._by_model: dict[str, ModelMetrics] = {}
 
@@ -141,22 +94,19 @@ class Metrics:
             found = self._by_model[name] = ModelMetrics(self, name)
         return found
 
-    def watch_nodes(
-        self,
-        nodes: Callable[[], Iterable[Node]],
-        breakers: Breakers,
-        roles: Callable[[], Iterable[tuple[str, Role]]],
-    ) -> None:
-        """Export the nodes that `nodes` returns at each scrape, and for the (model, role) pairs of `roles` how many are
-        usable, even if none is.
-        """
-        self.registry.register(NodeCollector(nodes, breakers, roles))
-
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int], held: Callable[[], int]) -> None:
         """Export the router's own queue lengths."""
-        self._pending.set_function(running)
-        self._pending_first.set_function(waiting)
-        self._held.set_function(held)
+        self._watch("kvrelay_requests_pending", "Generations of this router that have not ended.", running)
+        self._watch("kvrelay_requests_waiting", "Generations that have no token yet.", waiting)
+        self._watch("kvrelay_requests_held", "Generations in the admission queue.", held)
+
+    def watch_records(self, unrenewed: Callable[[], int]) -> None:
+        """Export how many nodes answer although their records in Redis have ended."""
+        text = "Nodes that answer this router although Redis has no record of them."
+        self._watch("kvrelay_nodes_unrenewed", text, unrenewed)
+
+    def _watch(self, name: str, text: str, read: Callable[[], int]) -> None:
+        Gauge(name, text, registry=self.registry).set_function(read)
 
     def export_desired(self, role: str, count: int) -> None:
         """Export how many nodes of a role the cluster is to have. Before the first call there is no such metric: an autoscaler
@@ -165,10 +115,6 @@ class Metrics:
             text = f"{role.capitalize()} nodes that the cluster is to have."
             self._desired[role] = Gauge(f"kvrelay_desired_{role}_nodes", text, registry=self.registry)
         self._desired[role].set(count)
-
-    def watch_records(self, unrenewed: Callable[[], int]) -> None:
-        """Export how many nodes answer although their records in Redis have ended."""
-        self._unrenewed.set_function(unrenewed)
 
     def ignored_fields(self, count: int) -> None:
         self._ignored_fields.value += count
@@ -207,7 +153,9 @@ class ModelMetrics:
         self._request_prompt = metrics.request_prompt.labels(name)
         self._request_generated = metrics.request_generated.labels(name)
         self._request_max = metrics.request_max.labels(name)
-        self._of_requests = metrics.of_requests.labels(name)
+        self._request_n = metrics.request_n.labels(name)
+        self._request_max_tokens = metrics.request_max_tokens.labels(name)
+        self._preemptions, self._inference = metrics.preemptions.labels(name), metrics.inference.labels(name)
         self._queue, self._prefill = metrics.queue.labels(name), metrics.prefill.labels(name)
         self._pooled = metrics.pooled.labels(name)
 
@@ -219,7 +167,7 @@ class ModelMetrics:
 
     def asked(self, answers: int) -> None:
         """A request for this many answers to each prompt was accepted."""
-        self._of_requests.n.observe(answers)
+        self._request_n.observe(answers)
 
     def first_tokens(self, count: int, ttft_s: float) -> None:
         """The first `count` tokens of a request were sent to the client, `ttft_s` after its arrival."""
@@ -257,9 +205,9 @@ class ModelMetrics:
         if numbers.max_tokens:
             self._request_generated.observe(numbers.tokens)
             self._request_max.observe(numbers.max_tokens)
-            self._of_requests.max_tokens.observe(numbers.max_tokens)
-            self._of_requests.inference_s.observe(numbers.prefill_s + numbers.decode_s)
-            self._of_requests.preemptions.observe(numbers.preemptions)
+            self._request_max_tokens.observe(numbers.max_tokens)
+            self._inference.observe(numbers.prefill_s + numbers.decode_s)
+            self._preemptions.observe(numbers.preemptions)
         if numbers.tokens > 1:
             self._decode.observe(numbers.decode_s)
             self._per_token.observe(numbers.decode_s / (numbers.tokens - 1))

@@ -11,6 +11,7 @@ from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.models.catalog import ModelCatalog
+from router.node_metrics import NodeCollector
 from router.requests.dispatch import Dispatcher
 from router.requests.request import TraceContext
 from router.tracing.exporter import Traces
@@ -29,18 +30,14 @@ class Router:
         self.metrics = Metrics()
         self.catalog = ModelCatalog(config)
         self.index = PrefixIndex(config.index_blocks)
-        self.dispatcher = Dispatcher(config, self.metrics, index=self.index)
-        self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
-        if self._traces is not None:
-            traces = self._traces
-            self.dispatcher.stories.on_end = lambda story: traces.record(story.plain(), story.trace or NO_TRACE)
-        self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers, lambda: self.catalog.roles)
+        self.dispatcher = dispatcher = Dispatcher(config, self.metrics, index=self.index)
+        self._traces = traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        if traces is not None:
+            dispatcher.stories.on_end = lambda story: traces.record(story.plain(), story.trace or NO_TRACE)
         self.subscriber: KvEventSubscriber | None = None
-        self.metrics.watch_queue(
-            lambda: self.dispatcher.running,
-            lambda: self.dispatcher.waiting,
-            lambda: self.dispatcher.queued,
-        )
+        nodes = NodeCollector(dispatcher.nodes.known, dispatcher.breakers, lambda: self.catalog.roles)
+        self.metrics.registry.register(nodes)
+        self.metrics.watch_queue(lambda: dispatcher.running, lambda: dispatcher.waiting, lambda: dispatcher.queued)
 
     def set_nodes(self, records: list[NodeRecord]) -> None:
         """Use these nodes and no others: the ones that membership lists now."""

@@ -165,10 +165,10 @@ def _rate(now: int, before: int, seconds: float) -> int:
 
 
 def _counter(counter: Counter) -> float:
-    return sum(series.value for series in counter.series())
+    return sum(series.value for series in counter.series.values())
 
 
 def _histogram(histogram: Histogram) -> Mapping[str, Any]:
-    series = list(histogram.series())
+    series = list(histogram.series.values())
     counts = [sum(column) for column in zip(*(each.counts for each in series), strict=True)] if series else []
     return {"bounds": histogram.bounds, "counts": counts, "sum": sum(each.sum for each in series)}

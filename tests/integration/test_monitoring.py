@@ -21,6 +21,7 @@ from support.router_bench import LONG, Bench, play
 from support.system import running_system
 
 from router.metrics import Metrics
+from router.node_metrics import NodeCollector
 from router.nodes.breaker import Breakers
 
 MONITORING = ROOT / "compose" / "monitoring"
@@ -80,7 +81,7 @@ def test_what_every_router_reports_about_a_node_counts_once() -> None:
         "kvrelay_breakers_opened",
         "kvrelay_unlisted_transitions",
     }
-    metrics.watch_nodes(list, Breakers(), list)
+    metrics.registry.register(NodeCollector(list, Breakers(), list))
     of_nodes = {family.name for family in metrics.registry.collect()} - own
     assert "kvrelay_usable_nodes" in of_nodes
     for title, query in queries().items():

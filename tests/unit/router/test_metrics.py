@@ -8,6 +8,7 @@ from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef, Ro
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.metrics import Metrics
+from router.node_metrics import NodeCollector
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 
@@ -22,7 +23,7 @@ def test_counters_of_a_node_that_is_listed_again_do_not_fall_to_0_before_it_answ
     known = [node()]
     known[0].load = NodeLoad(kv_blocks_total=10, prompt_tokens=1_000_000)
     metrics = Metrics()
-    metrics.watch_nodes(lambda: known, Breakers(), list)
+    metrics.registry.register(NodeCollector(lambda: known, Breakers(), list))
     line = 'kvrelay_node_prompt_tokens_total{model_name="m",node="d0",role="decode"}'
     assert f"{line} 1e+06" in metrics.render().decode()
     known[0] = node()  # the same incarnation: the router had forgotten it
@@ -36,7 +37,7 @@ def test_a_model_without_nodes_has_none_usable_as_long_as_it_is_known() -> None:
     known[0].load = NodeLoad(kv_blocks_total=10)
     roles: list[tuple[str, Role]] = [("m", "decode"), ("m", "prefill")]
     metrics = Metrics()
-    metrics.watch_nodes(lambda: known, Breakers(), lambda: roles)
+    metrics.registry.register(NodeCollector(lambda: known, Breakers(), lambda: roles))
     known[0].last_pong_s, known[0].link = 1.0, cast("Any", object())
     assert 'kvrelay_usable_nodes{model_name="m",role="decode"} 1.0' in metrics.render().decode()
     known.clear()
