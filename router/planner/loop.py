@@ -67,9 +67,6 @@ redis.call('HSET', KEYS[1], 'plan', ARGV[2])
 return 1
 """
 
-Counted = Callable[[str, int], None]
-"""Called with a role and the nodes of it that the cluster is to have."""
-
 
 @dataclass(frozen=True)
 class StoredPlan:
@@ -88,8 +85,11 @@ _STORED = TypeAdapter(StoredPlan)
 class PlannerLoop:
     """Measures, and plans while this router holds the lease."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, publish: Counted) -> None:
-        """`publish`: exports the numbers of `desired`, for `--planner publish`. Raises: ConfigError for a malformed Redis URL."""
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, publish: Callable[[str, int], None]) -> None:
+        """`publish`: exports a role and the nodes of it that the cluster is to have, for `--planner publish`.
+
+        Raises: ConfigError for a malformed Redis URL.
+        """
         self._client = connect(config.redis_url)
         self._keys = Keys(config.cluster)
         self._mode = config.planner
@@ -99,18 +99,14 @@ class PlannerLoop:
         self._limits = Limits(config.planner_max_nodes)
         self._dispatcher = dispatcher
         self._meter = DemandMeter()
-        self._latest: StoredPlan | None = None
+        self.latest: StoredPlan | None = None
+        """The last plan of the cluster, by whichever router."""
         self._leads = False
         self._trouble = ""
 
-    @property
-    def latest(self) -> StoredPlan | None:
-        """The last plan of the cluster, by whichever router."""
-        return self._latest
-
     def shown(self) -> Mapping[str, Any]:
-        """The last plan of the cluster, by whichever router, for operators."""
-        latest = self._latest
+        """`latest` and this router's part in it, for operators."""
+        latest = self.latest
         return {
             "mode": self._mode,
             "this_router_plans": self._leads,
@@ -145,7 +141,7 @@ class PlannerLoop:
         router_id = self._dispatcher.nodes.router_id
         answer = await self._eval(_LEAD, router_id, _LEASE_S, _KEEP_S)
         self._leads, now_s, desired = bool(answer[0]), float(answer[1]), cast("bytes | None", answer[3])
-        self._latest, self._trouble = _stored(answer[2]), ""
+        self.latest, self._trouble = _stored(answer[2]), ""
         counts = parsed_counts(desired)
         wanted = None if counts is None else NodeCounts(counts.get("prefill", 0), counts.get("decode", 1))
         if self._mode == "publish":
@@ -157,7 +153,7 @@ class PlannerLoop:
             self._trouble = f"the nodes have {len(models)} models, and only one can be planned for"
             return
         observed = self._observe(now_s, models.pop(), nodes, wanted)
-        memory = PlanMemory() if self._latest is None else self._latest.memory
+        memory = PlanMemory() if self.latest is None else self.latest.memory
         if wanted is None:  # nodes that come and go are no numbers that somebody set
             memory = replace(memory, wanted=None)
         trades_only = self._applies and counts is not None and TOTAL in counts
@@ -198,9 +194,9 @@ class PlannerLoop:
         done = await self._eval(_STORE, self._dispatcher.nodes.router_id, _STORED.dump_json(stored), before, after)
         if not done:
             return  # somebody else planned or scaled at this moment: the next tick sees it
-        if changes and (self._latest is None or self._latest.counts != decision.counts):
+        if changes and (self.latest is None or self.latest.counts != decision.counts):
             log.info("%s: %s", "the shape changes" if after else "advice", decision.why)
-        self._latest = stored
+        self.latest = stored
 
     async def _eval(self, script: str, *arguments: str | bytes | float) -> Any:
         keys = (self._keys.planner, self._keys.desired)

@@ -80,8 +80,6 @@ class ShapeDecision:
     """One sentence: what was measured, what it needs, why something changes or nothing."""
     memory: PlanMemory
     """For the next plan, whether or not this one is applied."""
-    need: Need | None = None
-    """None if it is not known."""
 
 
 def plan(observed: Observed, objectives: Objectives, limits: Limits, memory: PlanMemory) -> ShapeDecision:
@@ -101,7 +99,7 @@ def plan(observed: Observed, objectives: Objectives, limits: Limits, memory: Pla
     if stays:
         return _unchanged(observed, memory, needed, stays)
     why = f"{_measured(observed, needed)}: changed to {counts}, because {_cause(observed, needed, counts)}"
-    return ShapeDecision(counts, why, replace(memory, proposed=counts), needed)
+    return ShapeDecision(counts, why, replace(memory, proposed=counts))
 
 
 def _remember(observed: Observed, memory: PlanMemory) -> PlanMemory:
@@ -185,8 +183,7 @@ def _moves(before: NodeCounts, after: NodeCounts) -> int:
 def _not_worth(observed: Observed, needed: Need, counts: NodeCounts) -> str:
     if counts.total < observed.wanted.total:
         return ""
-    now = needed.pressure(_effective(observed, observed.wanted))
-    then = needed.pressure(_effective(observed, counts))
+    now, then = (needed.pressure(_effective(observed, each)) for each in (observed.wanted, counts))
     if now < _TIGHT:
         return "that is enough"
     return f"{counts} would hardly be better" if then > now * _GAIN else ""
@@ -207,29 +204,21 @@ def _cooling(observed: Observed, counts: NodeCounts, memory: PlanMemory) -> str:
 
 def _unchanged(observed: Observed, memory: PlanMemory, needed: Need | None, reason: str) -> ShapeDecision:
     why = f"{_measured(observed, needed)}: unchanged, because {reason}"
-    return ShapeDecision(observed.wanted, why, memory, needed)
+    return ShapeDecision(observed.wanted, why, memory)
 
 
 def _measured(observed: Observed, needed: Need | None) -> str:
     demand = observed.demand
     rates = f"{demand.prompt_tokens_s:,.0f} prompt tokens/s to compute and {demand.generated_tokens_s:,.0f} tokens/s to generate"
-    if needed is None:
-        return f"{observed.wanted} with {rates}"
-    return (
-        f"{observed.wanted} with {rates}, which need {needed.prefill:.1f} prefill and {needed.decode:.1f} decode nodes"
-    )
+    needs = "" if needed is None else f", which need {needed.prefill:.1f} prefill and {needed.decode:.1f} decode nodes"
+    return f"{observed.wanted} with {rates}{needs}"
 
 
 def _cause(observed: Observed, needed: Need, counts: NodeCounts) -> str:
     if counts.total < observed.wanted.total:
         return "fewer nodes suffice, or no more are allowed"
-    have = _effective(observed, observed.wanted)
-    role = "prefill" if _ratio_of(needed, have, 0) >= _ratio_of(needed, have, 1) else "decode"
-    return f"{role} nodes are short"
-
-
-def _ratio_of(needed: Need, have: NodeCounts, role: int) -> float:
-    return needed[role] / have[role] if have[role] else math.inf
+    prefill, decode = needed.ratios(_effective(observed, observed.wanted))
+    return f"{'prefill' if prefill >= decode else 'decode'} nodes are short"
 
 
 def _time(seconds: float) -> str:

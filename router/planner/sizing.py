@@ -41,9 +41,13 @@ class Need(NamedTuple):
     prefill: float
     decode: float
 
+    def ratios(self, counts: NodeCounts) -> tuple[float, float]:
+        """Need over nodes, by role."""
+        return _ratio(self.prefill, counts.prefill), _ratio(self.decode, counts.decode)
+
     def pressure(self, counts: NodeCounts) -> float:
-        """The highest ratio of need to nodes; above 1 the objectives are at risk."""
-        return max(_ratio(self.prefill, counts.prefill), _ratio(self.decode, counts.decode))
+        """The highest ratio; above 1 the objectives are at risk."""
+        return max(self.ratios(counts))
 
 
 def _ratio(need: float, count: int) -> float:
