@@ -44,9 +44,9 @@ class RegisteredModel:
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
         self.adapters: list[Adapter] = []
+        """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.adapter_paths: dict[str, str] = {}
         """Where a node has read each from, by name."""
-        """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.roles: set[Role] = set()
         """The roles of all nodes that it has had; with a generating model also decode."""
         self.served: ServedModel | None = None

@@ -5,43 +5,38 @@ A filter that excludes no node returns the fleet itself.
 
 from __future__ import annotations
 
-import numpy as np
-
 from common.control.messages import Adapter
 from router.policy.base import Query
 from router.policy.decision import LegDecision
-from router.policy.fleet import Fleet, stable_hash
+from router.policy.fleet import Fleet
 
 
 def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
     """`fleet` without the nodes to avoid."""
-    rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None] if avoid else []
-    if not rows:
+    if not avoid or not any(each in fleet for each in avoid):
         return fleet
-    mask = np.ones(len(fleet), np.bool_)
-    mask[rows] = False
-    return fleet.select(mask)
+    return fleet.select(row for row, each in enumerate(fleet.incarnations) if each not in avoid)
 
 
 def with_kind(fleet: Fleet, kind: str) -> Fleet:
     """The nodes of `fleet` whose KV is of this kind."""
     if fleet.one_kind and fleet.kv_kinds[0] == kind:
         return fleet
-    return fleet.select(fleet.kind_hash == stable_hash(kind))
+    return fleet.select(row for row, each in enumerate(fleet.kv_kinds) if each == kind)
 
 
 def with_adapter(fleet: Fleet, adapter: Adapter) -> Fleet:
     """The nodes of `fleet` that serve this adapter, with these weights."""
     if adapter in fleet.common_adapters:
         return fleet
-    return fleet.select(np.array([adapter in each for each in fleet.adapters], np.bool_))
+    return fleet.select(row for row, each in enumerate(fleet.adapters) if adapter in each)
 
 
 def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
     """The nodes of `fleet` where a sequence may have `num_tokens` tokens."""
     if fleet.shortest_context >= num_tokens:
         return fleet
-    return fleet.select(np.array([context >= num_tokens for context in fleet.contexts], np.bool_))
+    return fleet.select(row for row, context in enumerate(fleet.contexts) if context >= num_tokens)
 
 
 def targets_of(query: Query, decode: Fleet) -> Fleet:
@@ -57,9 +52,8 @@ def targets_of(query: Query, decode: Fleet) -> Fleet:
     if query.kv_kind:
         able = with_kind(able, query.kv_kind) or able
     able = without(able, query.avoid) or able
-    if query.holder and able.row(query.holder) is not None:
-        able = able.select(np.array([each == query.holder for each in able.incarnations], np.bool_))
-    return able
+    holder = able.row(query.holder) if query.holder else None
+    return able if holder is None else able.select([holder])
 
 
 def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) -> tuple[Fleet, str]:

@@ -138,6 +138,7 @@ class Fleet:
         self.node_ids: list[str] = []
         self.incarnations: list[str] = []
         self.kv_kinds: list[str] = []
+        """Nodes can relay to each other only if their KV kinds are equal."""
         self.contexts: list[int] = []
         """Maximum tokens of one sequence there."""
         self.adapters: list[frozenset[Adapter]] = []
@@ -148,8 +149,6 @@ class Fleet:
         self._weight = 1.0
         """Weight of the next second of work in `recent_work`. It grows, which replaces scaling down all older work."""
         self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        """Nodes can relay to each other only if their KV kinds are equal."""
         self._rows: dict[str, int] = {}
         self._table: FloatArray = np.zeros((len(NAMES), 0))
         """One row per figure."""
@@ -223,9 +222,9 @@ class Fleet:
             del entries[at]
         self._reindex()
 
-    def select(self, mask: npt.NDArray[np.bool_]) -> Fleet:
-        """A read-only copy with the nodes that `mask` selects, as they are now."""
-        rows = [int(row) for row in np.flatnonzero(mask)]
+    def select(self, rows: Iterable[int]) -> Fleet:
+        """A read-only copy with the nodes of these rows, in their order, as they are now."""
+        rows = list(rows)
         other = Fleet(self.role)
         other.costs = self.costs
         other.node_ids = [self.node_ids[row] for row in rows]
@@ -236,7 +235,7 @@ class Fleet:
         other.common_adapters = _common(other.adapters)
         other.shortest_context = min(other.contexts, default=ANY_CONTEXT)
         other._nodes = [self.nodes[row] for row in rows]
-        other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
+        other.node_hash = self.node_hash[rows]
         other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
         self._refresh()
         other._table = self._table[:, rows]
@@ -252,7 +251,6 @@ class Fleet:
         self._hit_slots = None
         self._rows = {incarnation: row for row, incarnation in enumerate(self.incarnations)}
         self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
-        self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
         self.one_kind = len(set(self.kv_kinds)) == 1
         self.shortest_context = min(self.contexts, default=ANY_CONTEXT)
         self.common_adapters = _common(self.adapters)

@@ -72,7 +72,7 @@ def _prefill_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[fl
 def decode_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
     """Seconds of the relay and the whole answer at each node. `hit_blocks`: leading blocks that the node has cached."""
     at, costs, block = fleet.columns, fleet.costs, query.block_size
-    answer = _answer_s(at, costs, _answer_tokens(costs, query))
+    answer = steps_s(at, costs, _answer_tokens(costs, query))
     scores = transfer_s(at, np.maximum(query.num_tokens - hit_blocks * block, 0.0), costs)
     scores += answer
     scores = _pass_over_crowds(scores, at.step_requests)
@@ -93,7 +93,7 @@ def _decode_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[flo
     limit = _crowd_limit(sum([at.step_requests for at in nodes]), len(nodes))
     scores: list[float] = []
     for at, blocks in zip(nodes, hit_blocks, strict=True):
-        answer_s = _answer_s(at, costs, length)
+        answer_s = steps_s(at, costs, length)
         score_s = transfer_s(at, max(num_tokens - blocks * block, 0.0), costs) + answer_s
         if at.step_requests >= limit:
             score_s += _OVERLOADED_S
@@ -149,14 +149,9 @@ def transfer_s(at: Figures[Number], tokens: Number, costs: Costs) -> Number:
     return at.link_slowness * (costs.transfer_base_s + costs.transfer_byte_s * (tokens * at.token_bytes))
 
 
-def step_s(at: Figures[Number], costs: Costs) -> Number:
-    """Seconds of one step of a decode node with one more request."""
-    return _answer_s(at, costs, 1.0)
-
-
-def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
-    """Seconds of `length` steps with one more request."""
-    return at.step_slowness * (length * costs.step_base_s) + at.step_slots * (length * costs.step_seq_s)
+def steps_s(at: Figures[Number], costs: Costs, count: float) -> Number:
+    """Seconds of `count` steps of a decode node with one more request."""
+    return at.step_slowness * (count * costs.step_base_s) + at.step_slots * (count * costs.step_seq_s)
 
 
 def _answer_tokens(costs: Costs, query: Query) -> float:

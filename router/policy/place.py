@@ -71,7 +71,7 @@ def place(
     uncached = max(query.num_tokens - hit_tokens, 1)
     costs = targets.costs if targets.costs.prefills else prefill.costs  # decode nodes have not measured a prefill yet
     local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
-    step_s = kv_aware.step_s(at, targets.costs)
+    step_s = kv_aware.steps_s(at, targets.costs, 1.0)
     by_estimate = policy.estimates and local_prefill_tokens is None
     if query.holder == target.incarnation:
         return Decision(policy.name, "local", "it has the prompt's KV already", target, None, local_s, step_s)
