@@ -73,3 +73,13 @@ class Policy:
     """Among equal scores, the node where this figure is smallest is picked."""
     estimates: bool = False
     """Scores are seconds, so estimates decide between a relay and a local prefill."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router places attempts."""
+
+    policy: Policy
+    local_prefill_tokens: int | None
+    """Decode nodes compute up to this many uncached tokens themselves; None: the policy decides."""
+    memory: Memory = field(default_factory=Memory)

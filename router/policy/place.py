@@ -9,7 +9,7 @@ from __future__ import annotations
 from common.base.errors import ConfigError, Unavailable
 from common.base.sentences import counted
 from router.policy import kv_aware, scorers
-from router.policy.base import Memory, Policy, Query, Scores
+from router.policy.base import Memory, Policy, Query, Routing, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision
 from router.policy.filters import sources_of, targets_of, without
 from router.policy.fleet import FEW, Fleet
@@ -44,16 +44,11 @@ def place(
     query: Query,
     prefill: Fleet,
     decode: Fleet,
+    routing: Routing,
     *,
-    policy: Policy,
-    local_prefill_tokens: int | None,
-    memory: Memory,
     shown_count: int | None = SHOWN_CANDIDATES,
 ) -> Decision:
-    """Pick nodes for one attempt.
-
-    `local_prefill_tokens`: the decode node computes up to this many uncached tokens itself; None: the policy decides.
-    `shown_count`: candidates that the decision names per leg; None: all.
+    """Pick nodes for one attempt. `shown_count`: candidates that the decision names per leg; None: all.
 
     Invariants: a relay is only planned between nodes with compatible KV, and from a node whose context is longer than the
     prompt; a decode node whose context is too short for the whole answer is the last resort.
@@ -61,6 +56,7 @@ def place(
     """
     if not decode.incarnations:
         raise Unavailable("no decode node is available now; try again")
+    policy, local_prefill_tokens, memory = routing.policy, routing.local_prefill_tokens, routing.memory
     memory.turn += 1
     targets = targets_of(query, decode)
     if not targets.incarnations:

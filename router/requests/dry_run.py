@@ -6,10 +6,11 @@ Runs on the router's event loop, for its admin port.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from common.base.errors import Overloaded, Unavailable
-from router.policy import Decision, Fleet, LegDecision, Memory, Policy, Query, place
+from router.policy import Decision, Fleet, LegDecision, Memory, Policy, Query, Routing, place
 from router.requests.admission import Objectives, crowded
 
 
@@ -17,11 +18,8 @@ def dry_run(
     query: Query,
     prefill: Fleet,
     decode: Fleet,
-    *,
-    policy: Policy,
-    local_prefill_tokens: int | None,
-    memory: Memory,
-    objectives: Objectives | None = None,
+    routing: Routing,
+    objectives: Objectives,
     queued: int = 0,
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
@@ -29,19 +27,12 @@ def dry_run(
     `queued`: requests in the admission queue. Nodes that `query` avoids are listed with their scores too, although they are
     used only if there is no other.
     """
-    memory = copy.deepcopy(memory)
+    policy, memory = routing.policy, copy.deepcopy(routing.memory)
     decision: Decision | None = None
     complaint = ""
     try:
-        decision = place(
-            query,
-            prefill,
-            decode,
-            policy=policy,
-            local_prefill_tokens=local_prefill_tokens,
-            memory=copy.deepcopy(memory),
-            shown_count=None,
-        )
+        trial = replace(routing, memory=copy.deepcopy(memory))
+        decision = place(query, prefill, decode, trial, shown_count=None)
     except Unavailable as error:
         complaint = error.message
     memory.turn += 1  # as `place` does first
@@ -60,11 +51,10 @@ def dry_run(
     }
 
 
-def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, queued: int) -> str:
+def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives, queued: int) -> str:
     """Whether a new request would be admitted, queued or refused; its wait for requests ahead of it is not counted."""
     try:
-        if objectives is not None:
-            objectives.check(decision, prefill, decode, ahead_s=0.0)
+        objectives.check(decision, prefill, decode, ahead_s=0.0)
     except Overloaded as error:
         return f"refused: {error.message}"
     why = crowded(prefill, decode) or ("others wait before it" if queued else "")

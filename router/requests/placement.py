@@ -17,7 +17,7 @@ from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Decision, Fleet, Memory, Query, find_policy, place, with_adapter
+from router.policy import Decision, Fleet, Memory, Query, Routing, find_policy, place, with_adapter
 from router.policy.costs import CostModel
 from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.requests.admission import Objectives
@@ -86,13 +86,11 @@ class Placer:
         memory: Memory | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        self.policy = find_policy(policy)
         self.index = index
         self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._nodes = nodes
         self._fleets = fleets
-        self._local_prefill_tokens = local_prefill_tokens
-        self._memory = memory or Memory()
+        self._routing = Routing(find_policy(policy), local_prefill_tokens, memory or Memory())
         self._block_size = block_size
         self._loads: dict[str, NodeLoad] = {}
         for role, model in self.models.items():
@@ -116,15 +114,7 @@ class Placer:
         """
         prefill, decode = self._candidates(query)
         keys = self._look_up(query, names, unproven)
-        decision = place(
-            query,
-            prefill,
-            decode,
-            policy=self.policy,
-            local_prefill_tokens=self._local_prefill_tokens,
-            memory=self._memory,
-            shown_count=shown_count,
-        )
+        decision = place(query, prefill, decode, self._routing, shown_count=shown_count)
         usual = int(decode.costs.output_tokens)
         return Placement(decision, keys, query.num_tokens, min(query.max_new_tokens, usual), self._block_size)
 
@@ -134,16 +124,7 @@ class Placer:
         """
         prefill, decode = self._candidates(query)
         self._look_up(query, names, touch=False)
-        return dry_run(
-            query,
-            prefill,
-            decode,
-            policy=self.policy,
-            local_prefill_tokens=self._local_prefill_tokens,
-            memory=self._memory,
-            objectives=objectives,
-            queued=queued,
-        )
+        return dry_run(query, prefill, decode, self._routing, objectives, queued)
 
     def _candidates(self, query: Query) -> tuple[Fleet, Fleet]:
         """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""

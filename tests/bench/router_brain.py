@@ -20,7 +20,7 @@ from bench.worker import Worker
 from common.base.hashing import HASH_BYTES
 from router.index.prefix_hits import PrefixHits
 from router.index.prefix_index import Hashes, PrefixIndex
-from router.policy import POLICIES, Fleet, Memory, Query, place
+from router.policy import POLICIES, Fleet, Memory, Query, Routing, place
 
 _NODES = 100
 _BATCH = 512
@@ -176,7 +176,7 @@ def _decision_s(policy: str, per_role: int, repeats: int) -> list[float]:
         query = Query(8000, hits=hits, max_new_tokens=300, session=str(rng.random()))
         began = time.thread_time()
         decision = place(
-            query, fleets["prefill"], fleets["decode"], policy=POLICIES[policy], local_prefill_tokens=0, memory=memory
+            query, fleets["prefill"], fleets["decode"], Routing(POLICIES[policy], 0, memory)
         )
         times.append(time.thread_time() - began)
         fleets["decode"].sent(decision.decode.incarnation, tokens=0, blocks=500)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import Unavailable
 from common.control.messages import Role
 from router.index.prefix_hits import PrefixHits
-from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picker, place
+from router.policy import POLICIES, Fleet, Memory, Query, Routing, kv_aware, picker, place
 from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES
 
@@ -82,9 +82,7 @@ def test_placement_rules(
             query,
             prefill,
             decode,
-            policy=POLICIES[policy],
-            local_prefill_tokens=threshold,
-            memory=Memory(random.Random(seed)),
+            Routing(POLICIES[policy], threshold, Memory(random.Random(seed))),
             shown_count=None,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, place
+from router.policy import POLICIES, Fleet, Memory, Query, Routing, kv_aware, place
 from router.policy.costs import CostModel, Line
 
 
@@ -122,7 +122,7 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
             prefill.update(name, slowness=model.factors(name)[0])
         tokens = rng.randrange(300, 700)
         decision = place(
-            Query(tokens), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory
+            Query(tokens), prefill, decode, Routing(POLICIES["kv_aware"], 0, memory)
         )
         assert decision.prefill is not None
         picked = decision.prefill

@@ -12,7 +12,7 @@ import pytest
 
 from common.base.errors import ConfigError, Unavailable
 from common.control.messages import NodeLoad, Role
-from router.policy import POLICIES, Decision, Fleet, Memory, Query, find_policy, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, Routing, find_policy, place
 from router.policy.fleet import ANY_CONTEXT
 
 
@@ -42,9 +42,7 @@ def decide(
         Query(**{"num_tokens": 1000, **query}),  # type: ignore[arg-type]
         fleet("prefill", prefill),
         fleet("decode", decode),
-        policy=POLICIES[policy],
-        local_prefill_tokens=local,
-        memory=Memory(),
+        Routing(POLICIES[policy], local, Memory()),
     )
 
 
@@ -117,7 +115,7 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     prefill, decode = fleet("prefill", nodes), fleet("decode", nodes)
     counts = Counter(
         place(
-            Query(1000), prefill, decode, policy=POLICIES[policy], local_prefill_tokens=0, memory=memory
+            Query(1000), prefill, decode, Routing(POLICIES[policy], 0, memory)
         ).decode.node_id
         for _ in range(300)
     )
@@ -206,7 +204,7 @@ def test_kv_aware_spreads_a_crowd_with_one_prefix() -> None:
     hits, memory, counts = dict[str, int](), Memory(random.Random(0)), Counter[str]()
     for _ in range(200):
         query = Query(1000, hits=dict(hits), max_new_tokens=16)
-        decision = place(query, prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=memory)
+        decision = place(query, prefill, decode, Routing(POLICIES["kv_aware"], 0, memory))
         for made, leg in ((prefill, decision.prefill), (decode, decision.decode)):
             assert leg is not None
             counts[leg.node_id] += 1
@@ -223,7 +221,7 @@ def test_kv_aware_computes_on_the_decode_node_what_is_cheaper_there() -> None:
         fleets[1].update("inc-d", running=load.get("running", 0.0))
         fleets[0].update("inc-p", queued_tokens=load.get("queued", 0.0))
         query = Query(num_tokens, hits=hits or {})
-        return place(query, *fleets, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()).mode
+        return place(query, *fleets, Routing(POLICIES["kv_aware"], None, Memory())).mode
 
     assert mode(20) == "local"
     assert mode(1000) == "relayed"
@@ -248,7 +246,7 @@ def test_a_decode_node_that_reports_no_blocks_has_no_room(count: int) -> None:
     for incarnation in decode.incarnations:
         decode.reported(incarnation, NodeLoad(running=1), in_flight=0, in_flight_tokens=0.0, in_flight_blocks=0.0)
     decision = place(
-        Query(100), Fleet("prefill"), decode, policy=POLICIES["kv_aware"], local_prefill_tokens=None, memory=Memory()
+        Query(100), Fleet("prefill"), decode, Routing(POLICIES["kv_aware"], None, Memory())
     )
     assert decision.mode == "local"
 
@@ -266,9 +264,7 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
             Query(10),
             fleet("prefill", []),
             made,
-            policy=POLICIES["power_of_two"],
-            local_prefill_tokens=0,
-            memory=memory,
+            Routing(POLICIES["power_of_two"], 0, memory),
         )
         assert len(decision.decode.scores) == 2
         counts[decision.decode.node_id] += 1
@@ -279,7 +275,7 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
 def session_node(made: Fleet, session: str) -> str:
     query = Query(10, session=session)
     decision = place(
-        query, fleet("prefill", []), made, policy=POLICIES["session"], local_prefill_tokens=0, memory=Memory()
+        query, fleet("prefill", []), made, Routing(POLICIES["session"], 0, Memory())
     )
     return decision.decode.node_id
 

@@ -16,7 +16,7 @@ from support.mock_clock import MockClock
 
 from common.base.errors import Overloaded
 from common.control.messages import Adapter, Role
-from router.policy import POLICIES, Decision, Fleet, Memory, Query, place
+from router.policy import POLICIES, Decision, Fleet, Memory, Query, Routing, place
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.admission_queue import AdmissionQueue, QueueEntry
 from router.requests.fair_queue import TokensAhead
@@ -34,7 +34,7 @@ def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, 
 
 
 def check(objectives: Objectives, prefill: Fleet, decode: Fleet, ahead_s: float = 0.0) -> None:
-    decision = place(Query(1000), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=Memory())
+    decision = place(Query(1000), prefill, decode, Routing(POLICIES["kv_aware"], 0, Memory()))
     objectives.check(decision, prefill, decode, ahead_s)
 
 
@@ -124,7 +124,7 @@ def test_an_objective_refuses_nobody_for_the_queue_of_another_tenant() -> None:
     prefill, decode = fleets({"waiting": 3, "queued_tokens": 2100}, {})
     objectives = Objectives(ttft_s=5.0)
     queue = room_for_none(prefill, decode, objectives)
-    decision = place(Query(1000), prefill, decode, policy=POLICIES["kv_aware"], local_prefill_tokens=0, memory=Memory())
+    decision = place(Query(1000), prefill, decode, Routing(POLICIES["kv_aware"], 0, Memory()))
 
     def enter(number: int, tenant: str) -> QueueEntry | None:
         request = QueuedRequest(f"{tenant}{number}", 1000, 1, tenant=Tenant(tenant))

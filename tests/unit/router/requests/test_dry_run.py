@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.policy import POLICIES, Fleet, Memory, Query, place
+from router.policy import POLICIES, Fleet, Memory, Query, Routing, place
 from router.requests.admission import Objectives
 from router.requests.dry_run import dry_run
 
@@ -27,9 +27,9 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
     memory = Memory(turn=5)
     query = Query(400, hits={"p2-inc": 3, "d1-inc": 1})
     for _ in range(6):
-        told = dry_run(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
-        assert told == dry_run(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
-        made = place(query, prefill, decode, policy=POLICIES[policy], local_prefill_tokens=32, memory=memory)
+        told = dry_run(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
+        assert told == dry_run(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
+        made = place(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
         assert (told["mode"], told["reason"]) == (made.mode, made.reason)
         assert told["decode"][0]["node"] == made.decode.node_id
         assert told["decode"][0]["picked"]
@@ -43,12 +43,10 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
 def test_avoided_nodes_and_empty_fleets_are_shown_as_such() -> None:
     prefill, decode = fleets(2)
     query = Query(400, avoid=frozenset({"d0-inc"}))
-    told = dry_run(query, prefill, decode, policy=POLICIES["least_load"], local_prefill_tokens=32, memory=Memory())
+    told = dry_run(query, prefill, decode, Routing(POLICIES["least_load"], 32, Memory()), Objectives())
     assert {row["node"]: row["avoided"] for row in told["decode"]} == {"d0": True, "d1": False}
     assert told["decode"][0]["node"] == "d1"
-    nobody = dry_run(
-        query, prefill, Fleet("decode"), policy=POLICIES["least_load"], local_prefill_tokens=32, memory=Memory()
-    )
+    nobody = dry_run(query, prefill, Fleet("decode"), Routing(POLICIES["least_load"], 32, Memory()), Objectives())
     assert (nobody["mode"], nobody["decode"]) == (None, [])
     assert "no decode node" in nobody["reason"]
     assert len(nobody["prefill"]) == 2
@@ -57,16 +55,9 @@ def test_avoided_nodes_and_empty_fleets_are_shown_as_such() -> None:
 def test_it_says_whether_the_request_would_wait_or_be_refused() -> None:
     prefill, decode = fleets(2)
 
-    def admission(**more: object) -> str:
-        told = dry_run(
-            Query(400),
-            prefill,
-            decode,
-            policy=POLICIES["kv_aware"],
-            local_prefill_tokens=32,
-            memory=Memory(),
-            **more,  # type: ignore[arg-type]
-        )
+    def admission(objectives: Objectives | None = None, queued: int = 0) -> str:
+        routing = Routing(POLICIES["kv_aware"], 32, Memory())
+        told = dry_run(Query(400), prefill, decode, routing, objectives or Objectives(), queued)
         return told["admission"]
 
     assert admission() == "at once"
