@@ -29,7 +29,7 @@ def test_it_says_what_place_decides_and_leaves_the_memory_alone(policy: str) -> 
     for _ in range(6):
         told = dry_run(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
         assert told == dry_run(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
-        made = place(query, prefill, decode, Routing(POLICIES[policy], 32, memory), Objectives())
+        made = place(query, prefill, decode, Routing(POLICIES[policy], 32, memory))
         assert (told["mode"], told["reason"]) == (made.mode, made.reason)
         assert told["decode"][0]["node"] == made.decode.node_id
         assert told["decode"][0]["picked"]
