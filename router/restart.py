@@ -25,11 +25,6 @@ class Restart:
         self._refuse_s = self._until_s = math.inf
         """When new requests are refused, and when the process ends even if some still run."""
 
-    @property
-    def active(self) -> bool:
-        """Whether the router is about to end."""
-        return self._asked.is_set()
-
     def begin(self, grace_s: float, timeout_s: float) -> None:
         """Fail health checks now and refuse requests after `grace_s`; end `timeout_s` later even if some still run. Asked again,
         the shorter times count."""

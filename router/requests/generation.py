@@ -106,16 +106,6 @@ class Generation(RunningRequest[Flow]):
         return self._prompt_logprobs if shared is None else shared.prompt_logprobs
 
     @property
-    def drafted(self) -> int:
-        """Draft tokens that decode nodes verified."""
-        return self.flow.drafted
-
-    @property
-    def accepted(self) -> int:
-        """How many of `drafted` were right."""
-        return self.flow.accepted
-
-    @property
     def ttft_s(self) -> float:
         """Seconds from the arrival to the first token; 0 while there is none."""
         return max(0.0, self._first_token_s - self._arrived_s)

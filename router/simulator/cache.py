@@ -32,11 +32,6 @@ class BlockCache:
         """Blocks that no running sequence uses."""
         return self.capacity - len(self._used) - self._private
 
-    @property
-    def names(self) -> int:
-        """Number of names that are here."""
-        return len(self._used) + len(self._cached)
-
     def prefix_hits(self, hashes: Sequence[BlockHash]) -> int:
         """Number of leading blocks that are here."""
         used, cached = self._used, self._cached

@@ -66,5 +66,5 @@ def test_it_holds_what_the_block_pool_holds(actions: list[Prompt | int]) -> None
         cache.journal.clear()
         holds = {name for name, held in known.items() if held}
         assert holds == set(real.pool._by_hash[0][0])
-        assert cache.names == len(holds)
+        assert len(cache._used) + len(cache._cached) == len(holds)
         assert cache.room == real.pool.num_idle

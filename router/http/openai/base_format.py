@@ -25,8 +25,8 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
     prompt = cached = drafted = accepted = 0
     predicting = [generation for generation in generations if generation.request.engine.prediction]
     for generation in predicting:
-        drafted += generation.drafted
-        accepted += generation.accepted
+        drafted += generation.flow.drafted
+        accepted += generation.flow.accepted
     for generation in generations[::samples]:
         prompt += len(generation.request.engine.prompt_ids)
         cached += generation.cached_tokens
