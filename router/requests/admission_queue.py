@@ -17,7 +17,7 @@ from router.policy import Decision, Fleet, with_adapter
 from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.fair_queue import FairQueue
 from router.requests.full_queue import begun_of_others, victims
-from router.requests.queued_request import QueuedRequest, Siblings, Tenant
+from router.requests.queued_request import QueuedRequest, Tenant
 from router.requests.slot_shares import SlotShares
 
 CallSoon = Callable[[Callable[[], None]], object]

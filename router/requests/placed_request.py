@@ -278,6 +278,7 @@ class PlacedRequest:
         **dict.fromkeys((f.Chunk, f.Pooled, f.LegFailed), ignored("it is a late message of an older attempt")),
         f.NodeLost: ignored("no node works on the request"),
     }
+    _WAITING: ClassVar[Row] = {**_WITHOUT_NODES, f.Ready: lambda self, _: self._choose()}
     _WITH_NODES: ClassVar[Row] = {**_ENDINGS, f.LegFailed: _on_leg_failed, f.NodeLost: _on_node_lost}
     _TABLE: ClassVar[dict[State, Row]] = {
         State.PLACING: {
@@ -288,9 +289,6 @@ class PlacedRequest:
             f.SampleAwaited: lambda self, _: self._wait(State.AWAITING_SAMPLE),
         },
         State.QUEUED: {**_WITHOUT_NODES, f.Ready: _on_turn},
-        **dict.fromkeys(
-            (State.AWAITING_SAMPLE, State.AWAITING_NODE, State.BACKING_OFF),
-            {**_WITHOUT_NODES, f.Ready: lambda self, _: self._choose()},
-        ),
+        **dict.fromkeys((State.AWAITING_SAMPLE, State.AWAITING_NODE, State.BACKING_OFF), _WAITING),
         State.DONE: dict.fromkeys(get_args(f.Event), ignored("the request has ended")),
     }

@@ -112,9 +112,11 @@ class ShapeKeeper:
 
     def _observe(self) -> Observed:
         cluster, now_s = self._cluster, self._events.now_s
-        loads = {role: [(node.node_id, node.load()) for node in nodes] for role, nodes in cluster.nodes.items()}
-        self._meter.add(now_s, [Sample(role, *each) for role, of_role in loads.items() for each in of_role])
-        slots = decode_slots([load for _, load in loads["decode"]], cluster.shape.hardware.max_num_seqs)
+        nodes = [*cluster.nodes["prefill"], *cluster.nodes["decode"]]
+        samples = [Sample(node.role, node.node_id, node.load()) for node in nodes]
+        self._meter.add(now_s, samples)
+        of_decode = [sample.load for sample in samples if sample.role == "decode"]
+        slots = decode_slots(of_decode, cluster.shape.hardware.max_num_seqs)
         prefill, decode = self._router.costs
         self.costs = RoleCosts(replace(prefill), replace(decode), slots)
         return Observed(now_s, self._wanted, self._usable, self._meter.demand(decode.output_tokens), self.costs)

@@ -175,9 +175,7 @@ def _decision_s(policy: str, per_role: int, repeats: int) -> list[float]:
         hits = {name: rng.randrange(1, 400) for name in rng.sample(names, len(names) // 2)}
         query = Query(8000, hits=hits, max_new_tokens=300, session=str(rng.random()))
         began = time.thread_time()
-        decision = place(
-            query, fleets["prefill"], fleets["decode"], Routing(POLICIES[policy], 0, memory)
-        )
+        decision = place(query, fleets["prefill"], fleets["decode"], Routing(POLICIES[policy], 0, memory))
         times.append(time.thread_time() - began)
         fleets["decode"].sent(decision.decode.incarnation, tokens=0, blocks=500)
     return times[5:]

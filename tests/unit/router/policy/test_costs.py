@@ -121,9 +121,7 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
             prefill.costs = model.costs
             prefill.update(name, slowness=model.factors(name)[0])
         tokens = rng.randrange(300, 700)
-        decision = place(
-            Query(tokens), prefill, decode, Routing(POLICIES["kv_aware"], 0, memory)
-        )
+        decision = place(Query(tokens), prefill, decode, Routing(POLICIES["kv_aware"], 0, memory))
         assert decision.prefill is not None
         picked = decision.prefill
         took_s = tokens * speed[picked.node_id]

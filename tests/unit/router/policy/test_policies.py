@@ -114,10 +114,7 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     nodes = [node("a"), node("b"), node("c")]
     prefill, decode = fleet("prefill", nodes), fleet("decode", nodes)
     counts = Counter(
-        place(
-            Query(1000), prefill, decode, Routing(POLICIES[policy], 0, memory)
-        ).decode.node_id
-        for _ in range(300)
+        place(Query(1000), prefill, decode, Routing(POLICIES[policy], 0, memory)).decode.node_id for _ in range(300)
     )
     assert max(counts.values()) - min(counts.values()) <= (60 if policy == "random" else 0)
 
@@ -245,9 +242,7 @@ def test_a_decode_node_that_reports_no_blocks_has_no_room(count: int) -> None:
     decode = fleet("decode", [node(f"d{index}") for index in range(count)])
     for incarnation in decode.incarnations:
         decode.reported(incarnation, NodeLoad(running=1), in_flight=0, in_flight_tokens=0.0, in_flight_blocks=0.0)
-    decision = place(
-        Query(100), Fleet("prefill"), decode, Routing(POLICIES["kv_aware"], None, Memory())
-    )
+    decision = place(Query(100), Fleet("prefill"), decode, Routing(POLICIES["kv_aware"], None, Memory()))
     assert decision.mode == "local"
 
 
@@ -274,9 +269,7 @@ def test_power_of_two_takes_the_less_loaded_of_two() -> None:
 
 def session_node(made: Fleet, session: str) -> str:
     query = Query(10, session=session)
-    decision = place(
-        query, fleet("prefill", []), made, Routing(POLICIES["session"], 0, Memory())
-    )
+    decision = place(query, fleet("prefill", []), made, Routing(POLICIES["session"], 0, Memory()))
     return decision.decode.node_id
 
 

@@ -48,7 +48,10 @@ def test_usage_tells_how_many_were_right_only_for_a_request_that_has_one() -> No
     def counts(prediction: list[int]) -> Any:
         engine = SimpleNamespace(prompt_ids=[1, 2], prediction=pack_ids(prediction))
         generation = SimpleNamespace(
-            request=SimpleNamespace(engine=engine), completion_tokens=5, cached_tokens=0, flow=SimpleNamespace(drafted=9, accepted=4)
+            request=SimpleNamespace(engine=engine),
+            completion_tokens=5,
+            cached_tokens=0,
+            flow=SimpleNamespace(drafted=9, accepted=4),
         )
         return usage(cast("Any", [generation])).get("completion_tokens_details")
 
