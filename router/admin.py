@@ -195,7 +195,7 @@ class RouterAdmin:
         return story
 
     async def explain_route(self, call: Call) -> Mapping[str, Any]:
-        """Body: `prompt` (text or token ids); optional `model`, `chat` (as a user's message), `max_tokens`,
+        """Body: `prompt` (text or token ids); optional `model`, `chat` (the prompt is a user's message), `max_tokens`,
         `cache_salt`, `session`."""
         prompt, max_tokens = call.body.get("prompt"), call.body.get("max_tokens", 16)
         salt, session = call.body.get("cache_salt", ""), call.body.get("session", "")

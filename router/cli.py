@@ -24,9 +24,11 @@ must survive: run any number of routers behind a load balancer. It needs neither
 """
 
 
-def preload() -> None:
-    """Import all that the router needs, for a process that forks it."""
-    _load_service()
+def preload() -> Callable[[RouterConfig], Coroutine[Any, Any, None]]:
+    """Import all that the router needs, also for a process that forks it. Returns what serves."""
+    from router.service import serve
+
+    return serve
 
 
 def _run(resolved: Resolved[RouterConfig]) -> None:
@@ -34,16 +36,10 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
 
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():
-        serve = _load_service()
+        serve = preload()
     keep_little_free_memory()
     sys.setswitchinterval(_SWITCH_S)
     run_service(lambda: serve(resolved.config))
-
-
-def _load_service() -> Callable[[RouterConfig], Coroutine[Any, Any, None]]:
-    from router.service import serve
-
-    return serve
 
 
 app = service_app(RouterConfig, help=_HELP, run=_run)

@@ -1,7 +1,6 @@
 """Counters and histograms for one thread. Router process, event loop.
 
-The types of prometheus_client take a lock and several calls per update. These are plain numbers until a scrape, whose text is
-the same byte for byte.
+An update of prometheus_client's types takes a lock and several calls. These are plain numbers until a scrape; its text is equal.
 """
 
 from __future__ import annotations

@@ -60,12 +60,8 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     found += _fingerprints(nodes)
     found += _contexts(nodes)
     for service in answering:
-        found += _clock(service)
-        found += _certificate(service)
-        found += _redis(service)
-        found += _process(service)
-        found += _shared_memory(service)
-        found += _gpus(service)
+        for check in (_clock, _certificate, _redis, _process, _shared_memory, _gpus):
+            found += check(service)
     found += _imbalance(nodes)
     return [*found, *(finding for router in routers for finding in _index(router))]
 

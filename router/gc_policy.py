@@ -1,8 +1,8 @@
 """When Python's cyclic garbage collector may pause the router. Router process, event loop.
 
-A collection takes 0.25 microseconds per object, and nothing else runs meanwhile: 0.1 s for the objects of ten thousand
-remembered requests. Requests leave almost no cycles behind. So usually only new objects are examined, and all objects
-only after some seconds without a request, or after a very long time.
+A collection takes 0.25 microseconds per object, and nothing else runs meanwhile: 0.1 s for ten thousand remembered requests.
+Requests leave almost no cycles behind. So usually only new objects are examined, and all objects only after some seconds
+without a request, or after a very long time.
 """
 
 from __future__ import annotations

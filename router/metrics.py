@@ -109,8 +109,10 @@ class Metrics:
         Gauge(name, text, registry=self.registry).set_function(read)
 
     def export_desired(self, role: str, count: int) -> None:
-        """Export how many nodes of a role the cluster is to have. Before the first call there is no such metric: an autoscaler
-        must not take a missing number for zero."""
+        """Export how many nodes of a role the cluster is to have.
+
+        Before the first call there is no such metric: an autoscaler must not take a missing number for zero.
+        """
         if role not in self._desired:
             text = f"{role.capitalize()} nodes that the cluster is to have."
             self._desired[role] = Gauge(f"kvrelay_desired_{role}_nodes", text, registry=self.registry)

@@ -14,8 +14,7 @@ _POLL_S = 0.1
 
 
 class Restart:
-    """First `/health` and `/ready` fail, then new requests are refused with 503, then, when the last one has ended, the
-    process ends."""
+    """First health checks fail, then new requests get 503, then, when the last one has ended, the process ends."""
 
     def __init__(self, dispatcher: Dispatcher, busy: Callable[[], int]) -> None:
         """`busy`: number of HTTP requests whose answers are not complete."""
@@ -26,8 +25,7 @@ class Restart:
         """When new requests are refused, and when the process ends even if some still run."""
 
     def begin(self, grace_s: float, timeout_s: float) -> None:
-        """Fail health checks now and refuse requests after `grace_s`; end `timeout_s` later even if some still run. Asked again,
-        the shorter times count."""
+        """Fail health checks now, refuse requests after `grace_s`, end `timeout_s` later. Asked again, the shorter times count."""
         refuse_s = monotonic() + grace_s
         self._refuse_s = min(self._refuse_s, refuse_s)
         self._until_s = min(self._until_s, refuse_s + timeout_s)

@@ -106,8 +106,10 @@ async def serve(config: RouterConfig) -> None:
 async def _take_requests(
     server: HttpServer, sock: socket.socket, scheme: str, router: Router, directory: Directory
 ) -> None:
-    """Serve HTTP, once the nodes that are registered now answer and their models are loaded, or `_KNOWS_S` later: a router
-    that has restarted would refuse requests until it knows its nodes again."""
+    """Serve HTTP once the registered nodes answer and their models are loaded, or `_KNOWS_S` later.
+
+    A router that has restarted would refuse requests until it knows its nodes again.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KNOWS_S):
             await directory.polled.wait()

@@ -146,8 +146,7 @@ class BlockTable:
         return news
 
     def cut(self, keys: KeyArray, becomes: Becomes) -> int:
-        """Replace the values of the keys that are present; a key whose new value is 0 is removed. Returns how many values
-        changed."""
+        """Replace the values of present keys; a new value of 0 removes the key. Returns how many values changed."""
         if len(keys) <= self._few:
             return self._cut_few(keys.tolist(), becomes)
         at = self.places(keys)

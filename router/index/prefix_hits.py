@@ -19,9 +19,7 @@ class PrefixHits(Mapping[str, int]):
     """Number of leading blocks by incarnation, for those that hold the first block. Invariant: never changes."""
 
     def __init__(self, slots: Mapping[str, int], size: int, found: Sequence[tuple[int, int]]) -> None:
-        """`slots`: each incarnation's slot, below `size`; shared and never changed. `found`: (mask of slots, their depth);
-        each slot is in at most one mask.
-        """
+        """`slots`: each incarnation's slot, below `size`; never changed. `found`: (mask of slots, their depth), disjoint masks."""
         self.slots = slots
         self._size = size
         self._found = found

@@ -4,11 +4,10 @@ Runs on the router's event loop. Its inputs are the KV events that nodes publish
 router's own decisions.
 
 Every incarnation has a *slot*, one bit; a set of holders of a block is a mask of slots, and every mask in use has a number.
-Tables map 64 bits of a block's hash to such a number: one table for published
-blocks, two for blocks that this router expects. (Two blocks that share these 64 bits are confused: one wrong estimate in
-many years, which the node itself corrects.) When an incarnation is dropped, its bits are removed from the mask of live
-slots at once; `tidy` cleans the tables in small steps, and only then are its slots reused. The same round frees the
-numbers of masks that no block has any more.
+Tables map 64 bits of a block's hash to such a number: one table for published blocks, two for blocks that this router expects.
+(Two blocks that share these 64 bits are confused: one wrong estimate in many years, which the node itself corrects.) When an
+incarnation is dropped, its bit is removed from the mask of live slots at once; `tidy` cleans the tables in small steps, and
+only then is its slot reused. The same round frees the numbers of masks that no block has any more.
 """
 
 from __future__ import annotations
@@ -198,9 +197,7 @@ class PrefixIndex:
             yield start, mask
 
     def tidy(self) -> bool:
-        """Clean up after drops and when there are many masks, for a few milliseconds at most. Returns whether more work is
-        left.
-        """
+        """Clean up after drops, or many masks, for a few milliseconds at most. Returns whether more work is left."""
         if self._seen is None and (self._dead or len(self._numbers) > self._many_masks):
             tables = (self._table, self._fresh, self._fading)
             self._sweeping, self._unswept, self._seen = self._dead, [(table, 0) for table in tables], set()
@@ -225,9 +222,7 @@ class PrefixIndex:
         return 0 if slot is None else self._held[slot]
 
     def groups(self, most: int) -> list[tuple[int, list[str]]]:
-        """How many published blocks each set of incarnations holds, of the `most` largest sets: (blocks, holders). Of a large
-        table only a part is counted and scaled up.
-        """
+        """The `most` largest sets of published blocks with equal holders: (blocks, holders). Large tables are sampled."""
         used = self._table.segments * SEGMENT
         counted = min(used, _COUNTED_SLOTS)
         keys, values = self._table.keys[:counted], self._table.values[:counted]

@@ -38,11 +38,10 @@ class AdapterControl:
         self._lock = asyncio.Lock()
 
     async def load(self, name: str, path: str, base: str | None, owner: str) -> None:
-        """Load an adapter of the client `owner` at all nodes of the model `base` (None: of the model without a name); returns when
-        requests can name it.
+        """Load an adapter of the client `owner` at all nodes of the model `base`; returns when requests can name it.
 
-        Raises: Forbidden, NotFound; BadRequest if a node cannot use it, Unavailable if one does not answer; then the other
-        nodes may have it.
+        `base` None: the default model. Raises: Forbidden, NotFound; BadRequest if a node cannot use it, Unavailable if one does
+        not answer; then the other nodes may have it.
         """
         folder = self._allowed_folder()
         known = next((model for model in self._catalog.models if model.name == name and model.adapter is None), None)

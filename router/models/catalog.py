@@ -249,15 +249,9 @@ class ModelCatalog:
                 by_name.setdefault(model.name, model.served)
         for model in self._registered.values():
             parent = self._main_model if model is self._main else model.served
-            for adapter in model.adapters if parent is not None else ():
-                assert parent is not None
-                by_name.setdefault(
-                    adapter.name,
-                    replace(
-                        parent,
-                        name=adapter.name,
-                        adapter=adapter,
-                        adapter_path=model.adapter_paths.get(adapter.name, ""),
-                    ),
-                )
+            if parent is not None:
+                for adapter in model.adapters:
+                    path = model.adapter_paths.get(adapter.name, "")
+                    adapted = replace(parent, name=adapter.name, adapter=adapter, adapter_path=path)
+                    by_name.setdefault(adapter.name, adapted)
         self._by_name = by_name

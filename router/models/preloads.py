@@ -31,8 +31,7 @@ class Preloads:
             self._loads[path] = asyncio.get_running_loop().create_task(load)
 
     async def take(self, info: ModelInfo, options: LoadOptions) -> ServedModel | None:
-        """The model of a node, under its folder's name, once it is loaded; None if it is to be loaded now, because it
-        was not loaded, with other options or from other files, or could not be loaded."""
+        """The model of a node, once it is loaded; None if no load of its files with these options succeeded."""
         load = self._loads.pop(info.path, None) if options == self._options else None
         if load is None:
             return None

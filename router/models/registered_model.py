@@ -27,9 +27,7 @@ RETRY_S, _MAX_RETRY_S = 2.0, 60.0
 
 
 class RegisteredModel:
-    """All nodes of one model, known by the name under which they registered. `on_loaded()` is called when `served` was
-    loaded.
-    """
+    """All nodes that registered a model under one name. `on_loaded()` is called when `served` was loaded."""
 
     def __init__(
         self,
@@ -134,8 +132,9 @@ class RegisteredModel:
         return same
 
     def _with_our_weights(self, records: list[NodeRecord]) -> list[NodeRecord]:
-        """The nodes that compute with the weights, dtype, quantization and KV type of those in use, as long as one of these
-        decodes; then with those of the oldest that decodes.
+        """The nodes with the weights, dtype, quantization and KV type of those in use.
+
+        Once none of these decodes, those of the oldest node that decodes are used.
         """
         decoding = [_weights_of(record) for record in _decoding(records)]
         if decoding and self._weights not in decoding:
@@ -190,8 +189,7 @@ class RegisteredModel:
         return files.path == info.path and info.tokenizer in (files.tokenizer_digest, "")
 
     async def _load(self) -> None:
-        """Load its files. Those that cannot be used are tried again, later or when the nodes change: a folder may not be
-        mounted yet. One thread at a time does it, as long as a mount that hangs may take."""
+        """Load its files, on one thread at a time. Those that cannot be used are tried again: a folder may not be mounted yet."""
         wait_s = RETRY_S
         while self._wanted is not None:
             self._updated.clear()
@@ -262,9 +260,7 @@ def _with_tokenizer(records: list[NodeRecord], digest: str) -> list[NodeRecord]:
 
 
 def _adapters(records: list[NodeRecord]) -> list[Adapter]:
-    """The adapters of these nodes by name. Where nodes have other weights under one name: those that most decode nodes have,
-    and among these most nodes.
-    """
+    """The adapters of these nodes. Of different weights under one name, those that most decode nodes have, then most nodes."""
     counts: Counter[Adapter] = Counter()
     for record in records:
         counts.update(dict.fromkeys(record.adapters, len(records) + 1 if record.role == "decode" else 1))

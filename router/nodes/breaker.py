@@ -72,9 +72,7 @@ class Breakers:
         """Number of times that any node's breaker opened since the router started."""
 
     def failed(self, incarnation: str, error: KvRelayError) -> None:
-        """This node caused an attempt to end. Errors of the request itself, its deadline, refused handshakes, missing adapters
-        and overload do not count.
-        """
+        """This node caused an attempt to end. Errors in `_NOT_OF_NODES` and the request's own deadline do not count."""
         if isinstance(error, _NOT_OF_NODES) or error.code == DeadlineExceeded.code:  # a transfer's own deadline counts
             return
         breaker = self._breakers.setdefault(incarnation, _Breaker())

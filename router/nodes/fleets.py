@@ -22,9 +22,7 @@ class ModelFleets:
         return self.finishing if begun and not usable.incarnations else usable
 
     def sync(self, node: Node) -> None:
-        """Update the node's row, and `Node.fleet`. It has a row exactly while it is usable, or a draining decode node that
-        works.
-        """
+        """Update the node's row, and `Node.fleet`. It has a row while it is usable, or a draining decode node that works."""
         fleet, other = self.by_role[node.record.role], self.finishing
         finishes = node.works and node.load.draining and node.record.role == "decode"
         if finishes:

@@ -34,8 +34,10 @@ _MAX_OWED_ABORTS = 10_000
 
 
 class NodeTable:
-    """All nodes. `on_message(incarnation, message)` gets everything but pongs, `on_lost(incarnation, reason)` every
-    loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every pong. Call `tick` after each `tick_s`.
+    """All nodes. Call `tick` after each `tick_s`.
+
+    `on_message(incarnation, message)` gets everything but pongs, `on_lost(incarnation, reason)` every loss; `on_usable()` is
+    called when a node becomes usable, `on_load(node)` with every pong.
     """
 
     def __init__(
@@ -132,9 +134,7 @@ class NodeTable:
                 del self._nodes[node.incarnation]
 
     def _drop_silent(self, now: float) -> set[str]:
-        """Close the links on which nothing arrived for a lease. Returns the silent nodes, including those that have never
-        answered, whose links stay open.
-        """
+        """Close links that were silent for a lease. Returns the silent nodes; those that never answered keep their links."""
         silent = [
             node
             for node in self._nodes.values()
@@ -145,9 +145,7 @@ class NodeTable:
         return {node.incarnation for node in silent}
 
     def _drop_expired(self, now: float, last_tick_s: float) -> None:
-        """Close the links on which this router was silent for longer than the lease: their nodes count it as failed. New links
-        are opened at once.
-        """
+        """Replace the links on which this router was silent for longer than its lease: their nodes count it as failed."""
         expired = [
             node
             for node in self._nodes.values()
@@ -203,8 +201,7 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """The node has answered a ping within the last half lease, or is not late yet, because this event loop stalled: its answer
-        may have come and not been read."""
+        """The node answered a ping within the last half lease, or its answer may wait unread because this event loop stalled."""
         node, now = self._nodes.get(incarnation), self._clock()
         if node is None:
             return False
@@ -224,7 +221,7 @@ class NodeTable:
         blocks: int = 0,
         work_s: float = 0.0,
     ) -> None:
-        """Send a message; a request also opens its leg, as `open_leg`.
+        """Send a message. A request also opens its leg (`open_leg`).
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -238,9 +235,7 @@ class NodeTable:
         self.open_leg(node, message.key, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
-        """Count a request as in flight at this node until `release`: prompt `tokens` to compute, estimated to take
-        `work_s`, and `blocks` of KV to hold.
-        """
+        """Count a request as in flight at this node until `release`; computing its `tokens` is estimated to take `work_s`."""
         node.sent += 1
         node.legs[key] = OpenLeg(node.sent, tokens, blocks)
         if node.fleet is not None:
@@ -356,9 +351,7 @@ class NodeTable:
             self._lose([node], lambda _: reason)
 
     def _lose(self, nodes: list[Node], why: Callable[[Node], str]) -> None:
-        """Close the links, then report the losses, so that no attempt moves to a node that is lost next. The next tick opens new
-        links to listed nodes.
-        """
+        """Close all links, then report the losses, so that no attempt moves to a node that is lost next."""
         for node in nodes:
             self._close_link(node)
         for node in nodes:

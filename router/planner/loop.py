@@ -1,7 +1,7 @@
-"""Plans the cluster's shape in one of its routers. Runs on every router's event loop; the one that holds the lease in Redis plans.
+"""Plans the cluster's shape. Runs on every router's event loop; the one that holds the lease in Redis plans.
 
 What the planner remembers is in Redis too, with times of Redis's clock: another router that takes over knows what was changed
-and when. All routers measure, so that the next one need not begin with nothing.
+and when. All routers measure, so that the next one does not begin with nothing.
 """
 
 from __future__ import annotations
@@ -162,8 +162,7 @@ class PlannerLoop:
         await self._store(decision, observed, desired if self._applies and wanted is not None else None)
 
     async def _export(self, nodes: list[Node], wanted: NodeCounts | None) -> None:
-        """Export the wanted counts. Those that nobody has set yet are what is usable, once every role has a node; the next tick
-        plans with them."""
+        """Export the wanted counts. If nobody has set any, set those of the usable nodes once every role has one."""
         if wanted is not None:
             for role, count in wanted._asdict().items():
                 self._publish(role, count)

@@ -38,9 +38,7 @@ class Query:
     session: str = ""
     """Requests with the same key go to the same nodes under `session`."""
     kv_kind: str = ""
-    """KV kind of the nodes that generated the answer so far, empty if none did: nodes of another kind would continue the
-    answer differently.
-    """
+    """KV kind of the nodes that generated the answer so far, or empty: another kind would continue it differently."""
     holder: str = ""
     """Incarnation of a decode node that is known to have the prompt's KV, and is to serve the attempt without a relay."""
     begun: bool = False

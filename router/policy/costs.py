@@ -179,9 +179,7 @@ class CostModel:
     # -- observations
 
     def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> bool:
-        """A node computed `tokens` of a prompt after `context` cached tokens in `seconds`. Returns whether something was
-        learned.
-        """
+        """A node computed `tokens` after `context` cached tokens in `seconds`. Returns whether something was learned."""
         if tokens <= 0 or not 0 < seconds < math.inf:
             return False
         inputs = (1.0, float(tokens), tokens * (context + tokens / 2))

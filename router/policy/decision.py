@@ -51,8 +51,9 @@ class Decision:
         return {"policy": self.policy, "mode": self.mode, "reason": self.reason, **json.loads(self._weighed(None))}
 
     def weighed(self, max_chars: int | None = None) -> str:
-        """The estimates, and each leg's node, hit and candidates, as compact ASCII JSON. If that is longer than `max_chars`,
-        candidates are left out, the worst first; if still too long, everything.
+        """The estimates, and each leg's node, hit and candidates, as compact ASCII JSON.
+
+        If that is longer than `max_chars`, candidates are left out, the worst first; if still too long, everything.
         """
         for candidates in (None, *range(SHOWN_CANDIDATES - 1, -1, -1)):
             text = self._weighed(candidates)
@@ -61,9 +62,7 @@ class Decision:
         return "{}"
 
     def _weighed(self, candidates: int | None) -> str:
-        """`weighed` with `candidates` per leg; None: all. Figures have six digits. The JSON is built by hand, because it is
-        in the headers of every answer.
-        """
+        """`weighed` with `candidates` per leg; None: all. Built by hand, because it is in the headers of every answer."""
         prefill = "" if self.prefill is None else f'"prefill":{self.prefill.to_json(candidates)},'
         return (
             f'{{"ttft_s":{self.ttft_s:.6g},"tpot_s":{self.tpot_s:.6g},'

@@ -40,10 +40,10 @@ def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
 
 
 def targets_of(query: Query, decode: Fleet) -> Fleet:
-    """The decode nodes to choose from: none if no context has room for the tokens so far and another one. Any other restriction
-    that would leave no node is ignored.
+    """The decode nodes to choose from: none if no context has room for the tokens so far and another one.
 
-    An answer without a limit of its own counts with the usual length. One that outgrows its node moves to a larger one.
+    Any other restriction that would leave no node is ignored. An answer without a limit of its own counts with the usual
+    length. One that outgrows its node moves to a larger one.
     """
     able = with_context(decode, query.num_tokens + 1)
     limit = query.max_new_tokens
@@ -57,9 +57,7 @@ def targets_of(query: Query, decode: Fleet) -> Fleet:
 
 
 def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) -> tuple[Fleet, str]:
-    """The prefill nodes that can compute the prompt for this decode node, including those to avoid; and why none is used
-    (empty if one can be).
-    """
+    """The prefill nodes, also avoided ones, that can compute the prompt for this decode node; or why none can be used."""
     if not prefill.incarnations:
         return prefill, "no prefill node is available"
     if target.incarnation in query.avoid:

@@ -119,8 +119,9 @@ def _crowd_limit(load: float, nodes: int) -> float:
 
 
 def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tuple[float, float]:
-    """Costs of a local prefill of `tokens`: (seconds to the first token, delay of others). The others are later requests,
-    the node's streams, which all wait for the prefill, and one stream that joins meanwhile.
+    """Costs of a local prefill of `tokens`: (seconds to the first token, delay of others).
+
+    The others are later requests, the node's streams, which all wait for the prefill, and one stream that joins meanwhile.
     """
     alone_s = compute_s(costs, tokens, query)
     own_s = at.slowness * alone_s

@@ -40,9 +40,9 @@ def power_of_two(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
 
 
 def session(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
-    """Requests of one session go to one node, by rendezvous hashing: a hash of session and node between 0 and 1, plus 1 where
-    the node has more than 1.25 x the mean load.
+    """Requests of one session go to one node, by rendezvous hashing.
 
+    The score is a hash of session and node between 0 and 1, plus 1 where the node has more than 1.25 x the mean load.
     When a node comes or goes, only its own sessions move. While it is overloaded, its sessions go to their second-best nodes.
     The key is the client's (`x-session-id`, or `user`), else the prompt's first block. Without any key a random node serves.
     """

@@ -114,9 +114,7 @@ class PoolPart(RunningRequest[PoolFlow]):
 
 
 def pick(fleet: Fleet, num_tokens: int, avoid: frozenset[str]) -> str | None:
-    """The incarnation with the least work of those that take inputs of `num_tokens`; one of `avoid` only if there is no other.
-    None: there is no node.
-    """
+    """The incarnation with the least work that takes `num_tokens`; one in `avoid` only if no other does; None if none does."""
     fitting = with_context(fleet, num_tokens)
     able = without(fitting, avoid) or fitting
 

@@ -1,8 +1,7 @@
 """Whether another request should go to the nodes now, and whether it would meet the latency objectives. Pure.
 
-Once a node has enough queued work, sending more does not make any request faster, and requests that wait at a node can
-no longer be reordered. So while every node of a role has enough, requests wait in the router
-(`router.requests.admission_queue`).
+Once a node has enough queued work, sending more makes no request faster, and requests that wait at a node can no longer be
+reordered. So while every node of a role has enough, requests wait in the router (`router.requests.admission_queue`).
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class Objectives:
 
 
 def crowded(prefill: Fleet, decode: Fleet, *, within_share: bool = False) -> str:
-    """Why another request must wait: every node of a role has enough. Empty if it need not wait. `within_share`: its tenant has
-    less than its share of the decode nodes' slots, so that they make room for it.
+    """Why another request must wait: every node of a role has enough. Empty if it need not wait.
+
+    `within_share`: its tenant has less than its share of the decode nodes' slots, so that they make room for it.
     """
     if decode.incarnations and not within_share and _all(_running, decode):
         return "every decode node has more requests than it can run"
@@ -93,9 +93,11 @@ def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
 
 
 def wait_s(ahead: TokensAhead, prefill: Fleet, decode: Fleet) -> float:
-    """How long the nodes are busy with queued requests. Prefill nodes compute the prompts while decode nodes write the answers;
-    without prefill nodes, decode nodes do one after the other. Answers count once the time of a decode step was measured. Until
-    decode nodes have computed prompts, those are estimated at the prefill nodes' pace.
+    """How long the nodes are busy with queued requests.
+
+    Prefill nodes compute the prompts while decode nodes write the answers; without prefill nodes, decode nodes do one after
+    the other. Answers count once the time of a decode step was measured. Until decode nodes have computed prompts, those are
+    estimated at the prefill nodes' pace.
     """
     computing = prefill if len(prefill) or not decode.costs.prefills else decode
     prompts_s = ahead.of_prompts * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))

@@ -83,6 +83,7 @@ class AdmissionQueue:
         refuse: Callable[[Overloaded], None],
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
+
         Without a decision, or once a sibling was admitted, no objective applies. A tenant that has less than its share of the
         decode nodes' slots waits for no tenant that has more.
 

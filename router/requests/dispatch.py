@@ -140,12 +140,10 @@ class Dispatcher:
         on_news: Callable[[], None],
         client_id: str = "",
     ) -> list[Generation]:
-        """Start the generations of one client request: all of them or none. `model`: the name under which its nodes
-        registered it. `client_id`: the client's id of the request.
+        """Start the generations of one client request: all of them or none. Raises: what `check_room` raises.
 
-        They are placed a moment later, in a row with others submitted now, for the reason given in `router.http.turns`.
-
-        Raises: as `check_room`.
+        They are placed a moment later, in a row with others submitted now (`router.http.turns` says why). `model`: the name
+        under which its nodes registered it. `client_id`: the client's id of the request.
         """
         state = self._take_room(model, len(requests), requests[0].tenant, requests[0].engine.priority)
         generations: list[Generation] = []
@@ -174,10 +172,7 @@ class Dispatcher:
         return generations
 
     def run_parts(self, model: str, parts: Sequence[RunningRequest[Any]], tenant: Tenant, priority: int) -> None:
-        """Start the parts of a pooling call: all of them or none.
-
-        Raises: as `check_room`.
-        """
+        """Start the parts of a pooling call: all of them or none. Raises: what `check_room` raises."""
         self._take_room(model, len(parts), tenant, priority)
         for part in parts:
             part.enter()
@@ -200,18 +195,16 @@ class Dispatcher:
             generation.start()
 
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY, priority: int = 0) -> None:
-        """Refuse early what `submit` would refuse; for requests of other tenants nothing, while `tenant` has less than its share of
-        the decode nodes' slots.
+        """Refuse early what `submit` would refuse.
 
+        A tenant with less than its share of the decode nodes' slots is not refused because of other tenants' requests.
         Raises: BadRequest for more prompts times n than the whole queue takes; Overloaded when it has no room for `count` more
         and too few requests that these may replace; Unavailable when the router stops.
         """
         self._victims(model, count, tenant, priority)
 
     def _victims(self, model: str, count: int, tenant: Tenant, priority: int) -> list[str]:
-        """The requests to refuse so that a full queue has room for `count` more. Submitted requests are started first: who may be
-        replaced depends on how many each tenant has in the admission queue. Raises: as `check_room`.
-        """
+        """The requests to refuse so that a full queue has room for `count` more. Raises: what `check_room` raises."""
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
         most = self.config.max_waiting
@@ -220,7 +213,7 @@ class Dispatcher:
         state = self.state(model)
         if len(state.unanswered) + count <= most:
             return []
-        self._start(len(self._fresh))
+        self._start(len(self._fresh))  # what each tenant has in the admission queue decides which requests are replaced
         queue, too_many = state.admission_queue, len(state.unanswered) + count - most
         own = sum(self._requests[each].tenant.name == tenant.name for each in state.unanswered)
         if own + count <= most and queue.has_free_share(tenant, count):
@@ -235,7 +228,7 @@ class Dispatcher:
         return victims
 
     def _take_room(self, model: str, count: int, tenant: Tenant, priority: int) -> RouterState:
-        """Make room for `count` more in a full queue: refuse those that they may replace. Raises: as `check_room`."""
+        """Refuse queued requests so that `count` more have room. Raises: what `check_room` raises."""
         victims = self._victims(model, count, tenant, priority)
         state = self.state(model)
         state.admission_queue.make_room(victims)

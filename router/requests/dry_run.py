@@ -24,8 +24,7 @@ def dry_run(
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
 
-    `queued`: requests in the admission queue. Nodes that `query` avoids are listed with their scores too, although they are
-    used only if there is no other.
+    `queued`: requests in the admission queue. Nodes that `query` avoids are listed too, although they are the last choice.
     """
     policy, memory = routing.policy, copy.deepcopy(routing.memory)
     decision: Decision | None = None

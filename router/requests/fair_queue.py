@@ -64,9 +64,7 @@ class FairQueue:
         self._queued.pop(request_id, None)
 
     def pop(self, crowded: Collection[Adapter] = (), tenants: Collection[str] | None = None) -> str | None:
-        """Take out the request whose turn it is. `crowded`: adapters whose nodes have no room; requests with these have no part
-        in the turn. `tenants`: only requests of these have.
-        """
+        """Take out the request whose turn it is, of these `tenants`, and with none of the adapters in `crowded`."""
         ready = [
             each
             for each in self.requests
@@ -98,9 +96,10 @@ class FairQueue:
         return [each.request_id for each in self.requests if each.deadline_s <= now_s and each.may_be_refused]
 
     def tokens_ahead(self, priority: int, tenant: Tenant) -> TokensAhead:
-        """Estimate how many tokens leave the queue before a new request of `tenant` with this priority: all tokens of more urgent
-        requests, and the tokens of equally urgent requests whose turn comes first. Prompt and answer tokens are assumed to leave
-        in the ratio in which these requests have them.
+        """Estimate how many tokens leave the queue before a new request of `tenant` with this priority.
+
+        These are all tokens of more urgent requests, and those of equally urgent requests whose turn comes first. Prompt and
+        answer tokens are assumed to leave in the ratio in which these requests have them.
         """
         if not self._queued:
             return TokensAhead()

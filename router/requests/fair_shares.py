@@ -28,8 +28,10 @@ class FairShares:
         return min(waiting, key=self._clocks.__getitem__)
 
     def tokens_ahead(self, name: str, queued: Mapping[str, float]) -> float:
-        """Number of tokens that are served before a new request of `name`: all that `name` has queued, and of every other name as
-        many as its clock lags behind the clock at which the new request starts, at most those it has queued.
+        """Number of tokens that are served before a new request of `name`.
+
+        These are all that `name` has `queued`, and of every other name what its clock lags behind the new request's start, at
+        most what it has queued.
         """
         own = queued.get(name, 0.0)
         begins = self._clocks.get(name, self._now) + own
@@ -40,8 +42,10 @@ class FairShares:
         return ahead
 
     def serve(self, name: str, tokens: int, waiting: Set[str], queued: Set[str]) -> None:
-        """`name`, one of those `waiting` for this turn, gets it. `queued`: all with requests in the queue. The clocks of
-        those who could not take part, because their requests are less urgent or find no room, advance as far as virtual time.
+        """`name`, one of those `waiting` for this turn, gets it. `queued`: all with requests in the queue.
+
+        The clocks of names that could not take part, because their requests are less urgent or find no room, advance as far as
+        virtual time.
         """
         begun, before = self._clocks[name], self._now
         self._clocks[name] = begun + tokens

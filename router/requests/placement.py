@@ -119,9 +119,7 @@ class Placer:
         return Placement(decision, keys, query.num_tokens, min(query.max_new_tokens, usual), self._block_size)
 
     def explain(self, query: Query, names: BlockNames, objectives: Objectives, queued: int) -> dict[str, Any]:
-        """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
-        requests in the admission queue. Changes neither the policies' memory nor the index.
-        """
+        """What `decide` would decide now (`dry_run`). Changes neither the policies' memory nor the index."""
         prefill, decode = self._candidates(query)
         self._look_up(query, names, touch=False)
         return dry_run(query, prefill, decode, self._routing, objectives, queued)
@@ -152,9 +150,7 @@ class Placer:
         return keys
 
     def expect(self, placement: Placement, incarnations: list[str]) -> None:
-        """Tell the index that these nodes will soon hold the request's blocks, so that similar requests that arrive
-        meanwhile go there too.
-        """
+        """These nodes will soon hold the request's blocks: similar requests that arrive meanwhile go there, too."""
         first, *others = incarnations
         self.index.expect(first, placement.keys, *others)
 

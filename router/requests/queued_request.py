@@ -10,9 +10,7 @@ from common.control.messages import Adapter
 
 
 class Tenant(NamedTuple):
-    """The tenant, and its user, whose fair share a request counts against. Clients choose `user` freely, so it only divides the
-    share of `name`.
-    """
+    """Whose fair share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
 
     name: str = ""
     """A hash of the API key, or the client's address where there are no keys."""
@@ -28,8 +26,9 @@ NOBODY = Tenant()
 
 
 class Siblings:
-    """The samples, or the parts of a pooling call, of one client's request. Invariant: once one was admitted, none is refused:
-    the client may have tokens already, and nodes have computed for it.
+    """The samples, or the parts of a pooling call, of one client's request. Invariant: once one was admitted, none is refused.
+
+    The client may have tokens already, and nodes have computed for it.
     """
 
     __slots__ = ("admitted", "begun")

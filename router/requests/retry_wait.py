@@ -37,10 +37,7 @@ class RetryWait:
         self._for_node[request_id] = wake
 
     def wake_soon(self) -> None:
-        """A node returned: after `WAKE_AFTER_S` all attempts that wait for a node try again; those in a backoff do not.
-
-        If they tried at once, all would go to the first of several nodes that return together.
-        """
+        """A node returned: after `WAKE_AFTER_S` all attempts that wait for a node try again; those in a backoff do not."""
         if self._waking is None and self._for_node:
             self._waking = asyncio.get_running_loop().call_later(WAKE_AFTER_S, self._wake_all)
 

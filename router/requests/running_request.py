@@ -110,10 +110,9 @@ class RunningRequest(Generic[_Flow]):
         self.feed(f.GiveUp(error))
 
     def feed(self, event: f.Event) -> None:
-        """Handle one event.
+        """Handle one event, after all instructions of the one that is being handled.
 
-        An event that arises during the handling of another one waits until all instructions of the first are carried out:
-        otherwise an abort could overtake the request it aborts.
+        Otherwise an abort could overtake the request that it aborts.
         """
         self._events.append(event)
         if not self._busy:
@@ -157,10 +156,8 @@ class RunningRequest(Generic[_Flow]):
             self._notify()
 
     def _end(self, outcome: Any) -> None:
-        """End the request and remove it from all tables. A second call does nothing: a stop string in the chunk that ends the
-        attempt has already decided the outcome.
-        """
-        if self.outcome is not None:
+        """End the request and remove it from all tables. A second call does nothing."""
+        if self.outcome is not None:  # a stop string in the chunk that ends the attempt has decided it
             return
         self.outcome = outcome
         self._router.leave(self.request_id)

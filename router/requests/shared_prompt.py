@@ -26,8 +26,9 @@ class SharedPrompt:
         self._request_ended = False
 
     def may_place(self, request_id: str, *, holder_usable: bool, wake: Callable[[], None]) -> bool:
-        """Whether a sample is to be placed now: at the holder, or without one as the first. Otherwise `wake` is called when
-        it should ask again. A holder that is not usable any more is forgotten.
+        """Whether a sample may be placed now: at the holder, or as the first. If not, `wake` is called when it should ask again.
+
+        A holder that is not usable any more is forgotten.
         """
         if self._request_ended:
             return False
@@ -48,8 +49,9 @@ class SharedPrompt:
             self._wake(len(self._waiting))
 
     def leave(self, request_id: str, *, ends_request: bool = False) -> None:
-        """A sample has ended. If it went first and no node holds the prompt, the next one goes first. `ends_request`: it failed or
-        was cancelled; the other samples will be cancelled too, and none is placed any more.
+        """A sample has ended. If it went first and no node holds the prompt, the next one goes first.
+
+        `ends_request`: it failed or was cancelled; the other samples will be cancelled too, and none is placed any more.
         """
         if ends_request:
             self._request_ended = True

@@ -12,9 +12,7 @@ from collections.abc import Collection
 
 
 def fair_share(num_slots: float, demands: Collection[int]) -> float:
-    """The largest number of slots that one tenant gets if all slots are shared max-min fairly among tenants that want `demands`;
-    infinite if there are enough for all.
-    """
+    """The most slots that one of the tenants that want `demands` gets by max-min fairness; infinite if all get what they want."""
     left = num_slots
     for position, demand in enumerate(sorted(demands)):
         share = left / (len(demands) - position)

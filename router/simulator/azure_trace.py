@@ -17,7 +17,7 @@ def is_azure(first_line: str) -> bool:
 
 
 def azure_requests(lines: Iterable[str], path: str, most_tokens: int) -> Iterator[tuple[float, int, int]]:
-    """For each line the arrival in seconds since 1970, the tokens of the prompt and those that were generated, perhaps 0.
+    """(arrival in Unix seconds, prompt tokens, generated tokens, which may be 0) of each line.
 
     Raises: ConfigError that names the faulty line, also for more than `most_tokens`.
     """

@@ -43,9 +43,7 @@ class BlockCache:
         return count
 
     def take(self, hashes: Sequence[BlockHash], private: int = 0) -> int | None:
-        """Use the blocks of a sequence and `private` more. Returns how many leading blocks were here, or None, with nothing
-        changed, if there is no room.
-        """
+        """Use a sequence's blocks and `private` more. Returns how many leading ones were here; None, unchanged, without room."""
         used, cached = self._used, self._cached
         new = private + len(hashes) - sum(map(used.__contains__, hashes))
         if new > self.capacity - len(used) - self._private:

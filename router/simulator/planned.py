@@ -1,7 +1,7 @@
-"""A simulated cluster whose shape changes while it runs: by the planner of routers, or by one that knows what will come. Pure.
+"""A simulated cluster whose shape a planner changes while it runs: that of routers, or one that knows what will arrive. Pure.
 
-What a change costs is simulated: a node that goes first finishes its requests, and one that comes takes requests only after
-a start-up delay, in the place of one that has gone.
+What a change costs is simulated: a node that leaves first finishes its requests, and a new one takes requests only after a
+start-up delay, in the place of one that has left.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Planned:
 
 
 class Foresight(Planned):
-    """The planner with knowledge: of what will arrive in the next ten minutes, and of what nodes cost. No upper bound: it has the
-    same rules."""
+    """The planner, told what arrives in the next ten minutes and what nodes cost. No upper bound: its rules are the same."""
 
     def __init__(
         self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
@@ -162,8 +161,11 @@ class Comparison:
 
     @property
     def hindsight(self) -> dict[str, Any]:
-        """For the requests of each hour the fixed split that served most of them well, chosen afterwards. No change costs anything,
-        and no hour has a queue of another split: no shape that stays for an hour at least does better, of the splits tried."""
+        """For the requests of each hour the fixed split that served most of them well, chosen afterwards.
+
+        No change costs anything, and no hour begins with another split's queue: of the splits tried, no shape that stays for at
+        least an hour does better.
+        """
         best, hours = self.best, max(len(figures["good_by_hour"]) for figures in self.fixed)
         by_hour = np.zeros((len(self.fixed), hours))
         for row, figures in zip(by_hour, self.fixed, strict=True):
@@ -214,8 +216,7 @@ def _fixed_splits(simulation: Simulation) -> list[dict[str, Any]]:
 
 
 def _figures(name: str, outcome: SimulationOutcome) -> dict[str, Any]:
-    """With the shape's name, the good requests of each hour, and those per hour of a node: every run holds as many nodes all the
-    time."""
+    """A run's figures with the shape's name, the good requests of each hour, and those per hour and node."""
     simulation, figures = outcome.simulation, outcome.figures
     per_node_hour = figures["good_rate"] * _HOUR_S / (simulation.shape.prefill + simulation.shape.decode)
     arrived_s = outcome.ledger.good_arrivals(simulation.slo_ttft_s, simulation.slo_tpot_s)

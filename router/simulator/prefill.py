@@ -43,10 +43,7 @@ class SimulatedPrefillNode(SimulatedNode):
         self._start()
 
     def send_s(self, request: SimRequest, size_bytes: float) -> float:
-        """Reserve the link for a relay. Returns when its last byte arrives.
-
-        The relay overlaps the prefill except for one layer's share.
-        """
+        """Reserve the link for a relay, which overlaps all but one layer's share of the prefill. Returns when it arrives."""
         hardware = self._hardware
         duration_s = hardware.transfer_s(size_bytes)
         begin_s = max(self._link_free_s, request.prefill_began_s, self._events.now_s)

@@ -83,10 +83,9 @@ Prepare = Callable[[SimulatedCluster, SimulatedRouter, Events], None]
 def simulate(
     simulation: Simulation, on_arrival: Callable[[], None] = lambda: None, prepare: Prepare | None = None
 ) -> SimulationOutcome:
-    """Run a simulation to its end; equal simulations have equal outcomes. Calls `on_arrival` for each request, and
-    `prepare` before the first.
+    """Run a simulation to its end; equal simulations have equal outcomes. Raises: ConfigError.
 
-    Raises: ConfigError.
+    Calls `on_arrival` for each request, and `prepare` before the first.
     """
     events = Events()
     router = SimulatedRouter(
@@ -121,10 +120,9 @@ def _reported(requests: Iterator[SimRequest], on_arrival: Callable[[], None]) ->
 def highest_rate(
     simulation: Simulation, share: float, on_arrival: Callable[[], None] = lambda: None
 ) -> tuple[float, dict[str, Any]] | None:
-    """The highest `rate_scale` at which at least `share` of the requests meet the objectives, to within 4 %. Calls
-    `on_arrival` for each request of each trial.
+    """The highest `rate_scale` at which at least `share` of the requests meet the objectives, to within 4 %, and its figures.
 
-    Returns it with the figures at that rate, or None if even about a hundredth of the given rate is too much.
+    None if even about a hundredth of the given rate is too much. Calls `on_arrival` for each request of each trial.
     """
     low, high = 0.0, simulation.rate_scale
     best: dict[str, Any] | None = None

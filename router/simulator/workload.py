@@ -75,11 +75,11 @@ def share_of_first(now_s: float, period_s: float) -> float:
 def joined(
     pair: Sequence[Sequence[TraceLine]], *, requests: int, rates: Sequence[float], period_s: float, seed: int = 0
 ) -> Iterator[SimRequest]:
-    """Requests of two traces. The first has 80 % of its rate at the beginning of a period and 20 % in its middle, the second
-    the reverse. rates: requests per second of each.
+    """Requests of two traces whose shares turn. `rates`: requests per second of each.
 
-    Copies of each trace are overlaid, begin again at their end under new block names, and are thinned by whole conversations: by
-    the second block of a prompt, because many conversations begin with the same system prompt.
+    The first has 80 % of its rate at the beginning of a period and 20 % in its middle, the second the reverse. Copies of each
+    trace are overlaid, begin again at their end under new block names, and are thinned by whole conversations: by the second
+    block of a prompt, because many conversations begin with the same system prompt.
     """
 
     def present(kind: int, now_s: float) -> float:

@@ -17,9 +17,7 @@ _NS = 1_000_000_000
 
 
 class Traces:
-    """Spans of requests, sent with OTLP over HTTP. The SDK reads the other standard variables, as OTEL_SERVICE_NAME,
-    OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
-    """
+    """Spans of requests, sent with OTLP over HTTP. The SDK reads the standard variables, such as OTEL_TRACES_SAMPLER."""
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
         """`endpoint`: such as http://localhost:4318/v1/traces. Raises: ConfigError if it is not a URL, or without the extra."""

@@ -47,10 +47,7 @@ class Access:
             raise Unauthorized("the admin token is missing or wrong")
 
     def check_chat(self, scope: Scope) -> None:
-        """Check access to the playground's chat: everyone who reaches a public port without keys may use it.
-
-        Raises: Unauthorized, Forbidden.
-        """
+        """Admit callers to the playground's chat: on a public port without keys all. Raises: Unauthorized, Forbidden."""
         _check_site(Headers(scope=scope))
         if not self.open and not self.may_operate(scope):
             raise Unauthorized("the admin token is missing or wrong")
@@ -70,8 +67,11 @@ class Access:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the caller is on this host and addresses it by a local name: a page of another site whose name was rebound to this host
-    does not. Requests that a proxy on this host forwards may come from anywhere."""
+    """Whether the caller is on this host and addresses it by a local name.
+
+    A page of another site whose name was rebound to this host uses that name. What a proxy on this host forwards may come from
+    anywhere.
+    """
     headers, client = Headers(scope=scope), scope.get("client")
     host = host_name(headers.get("host", ""))
     by_proxy = any(name in headers for name in _SET_BY_PROXIES)

@@ -41,8 +41,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def dashboard(
     access: Access, routes: Sequence[BaseRoute], chat: ASGIApp, on_call: Callable[[], None] = lambda: None
 ) -> Starlette:
-    """The application. `routes` answer below `/ui/api`, to callers that `access` admits; `chat`, which checks its callers
-    itself, at `/ui/api/chat`. `on_call()` is called for each admitted call: a page is open.
+    """The application. `routes` answer below `/ui/api` to callers that `access` admits.
+
+    `chat`, at `/ui/api/chat`, checks its callers itself. `on_call()` is called for each admitted call: a page is open.
     """
     return Starlette(
         routes=[

@@ -1,6 +1,6 @@
-"""What the router saw in the last hour: its counters every ten seconds, and what changed. Bounded. Pure; `DashboardRoutes.run` feeds it.
+"""What the router saw in the last hour: its counters every ten seconds, and the latest changes. Pure.
 
-Pages draw the differences of the counters, so that a chart does not begin with the page.
+`DashboardRoutes.run` feeds it. Pages draw the differences of the counters, so that a chart does not begin with the page.
 """
 
 from __future__ import annotations

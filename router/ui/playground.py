@@ -19,7 +19,10 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 class Chat:
-    """ASGI application: the router's own chat endpoint for callers whom `access` admits. They need no API key and are distinguished by their address, like the API's clients without keys."""
+    """ASGI application: the router's own chat endpoint for callers that `access` admits.
+
+    They need no API key and are distinguished by their address, like the API's clients without keys.
+    """
 
     def __init__(
         self, access: Access, endpoint: Callable[[], ASGIApp], on_call: Callable[[], None] = lambda: None
