@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from common.base.clock import Clock, monotonic, until_next
-from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
+from common.base.errors import BadRequest, DeadlineExceeded, Overloaded, Unavailable
 from common.base.sentences import counted
 from common.config.service_configs import RouterConfig
 from common.control.links import Link
@@ -146,28 +146,23 @@ class Dispatcher:
         under which its nodes registered it. `client_id`: the client's id of the request.
         """
         state = self._take_room(model, len(requests), requests[0].tenant, requests[0].engine.priority)
-        generations: list[Generation] = []
-        siblings = Siblings()
-        try:
-            for index, request in enumerate(requests):
-                own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-                generation = Generation(
-                    own_id,
-                    request,
-                    pieces,
-                    state,
-                    max_attempts=self.config.max_attempts,
-                    deadline_s=self.new_deadline_s(),
-                    on_news=on_news,
-                    client_id=client_id,
-                    siblings=siblings,
-                )
-                generation.enter()
-                generations.append(generation)
-        except Exception:
-            for generation in generations:
-                generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
-            raise
+        siblings, deadline_s = Siblings(), self.new_deadline_s()
+        generations = [
+            Generation(
+                request_id if len(requests) == 1 else f"{request_id}-{index}",
+                request,
+                pieces,
+                state,
+                max_attempts=self.config.max_attempts,
+                deadline_s=deadline_s,
+                on_news=on_news,
+                client_id=client_id,
+                siblings=siblings,
+            )
+            for index, request in enumerate(requests)
+        ]
+        for generation in generations:  # only now, so that a bug in one of them leaves none behind
+            generation.enter()
         self._start_soon(generations)
         return generations
 

@@ -27,7 +27,7 @@ from router.requests.admission_queue import QueueEntry
 from router.requests.generation import Generation
 from router.requests.placed_request import REPLACEMENT_WAIT_S, State
 from router.requests.placement import BlockNames, Placement
-from router.requests.queued_request import Siblings, Tenant
+from router.requests.queued_request import QueuedRequest, Siblings, Tenant
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
 from router.requests.story import Stories
@@ -99,9 +99,9 @@ class World:
             raise self.placement
         return self.placement
 
-    def enter(self, request_id: str, decision: Decision, **about: Any) -> QueueEntry | None:
-        self.waits = {"admit": about.pop("admit"), "refuse": about.pop("refuse")}
-        self.calls.append(("enter", request_id, about))
+    def enter(self, request: QueuedRequest, decision: Decision, **waits: Any) -> QueueEntry | None:
+        self.waits = waits
+        self.calls.append(("enter", request))
         if isinstance(self.entry, Exception):
             raise self.entry
         return self.entry
@@ -157,16 +157,9 @@ def placed(prefill: str | None, decode: str) -> Placement:
 def test_a_new_request_goes_at_once_and_is_counted_where_it_goes() -> None:
     world = World()
     world.request.start()
-    about = {
-        "prompt_tokens": 3,
-        "max_tokens": 8,
-        "priority": 5,
-        "tenant": Tenant("t"),
-        "siblings": world.siblings,
-        "adapter": None,
-    }
+    queued = QueuedRequest("r", 3, 8, priority=5, tenant=Tenant("t"), siblings=world.siblings)
     assert world.calls == [
-        ("enter", "r", about),
+        ("enter", queued),
         ("chosen", "p"),
         ("chosen", "d"),
         ("expect", "p", "d"),
