@@ -50,21 +50,10 @@ Trace = Annotated[
 Requests = Annotated[
     int | None, typer.Option(min=1, help="Number of requests; a trace with fewer is overlaid with itself.")
 ]
-RateScale = Annotated[float, typer.Option(help="Factor on the trace's request rate.")]
-Rate = Annotated[float, typer.Option(help="Requests per second, synthetic ones or of two traces.")]
 SecondRate = Annotated[
     float | None, typer.Option(help="With two traces: requests per second of the second; default: --rate.")
 ]
-Prefill = Annotated[int, typer.Option(min=0, max=_MAX_NODES, help="Number of prefill nodes.")]
-Decode = Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Number of decode nodes.")]
-Policy = Annotated[str, typer.Option(help="Policy, or several to compare, separated by commas.")]
-CacheBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each prefill node.")]
-DecodeBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each decode node.")]
 BlockTokens = Annotated[int, typer.Option(min=1, max=_MAX_BLOCK_TOKENS, help="Tokens per block, as in the trace.")]
-IndexDelay = Annotated[float, typer.Option(min=0, help="Seconds until a new block is in the index.")]
-LocalPrefill = Annotated[int | None, typer.Option(min=0, help="As the router option of this name.")]
-SloTtft = Annotated[float, typer.Option(help="Objective: maximum seconds to the first token.")]
-SloTpot = Annotated[float, typer.Option(help="Objective: maximum seconds per further token.")]
 Admit = Annotated[
     bool,
     typer.Option(
@@ -95,7 +84,6 @@ MixPeriod = Annotated[
         "opposite and back; or the period of two traces, from 80:20 to 20:80 and back."
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write all figures to this JSON file; - for standard output.")
 ]
@@ -106,19 +94,19 @@ Plot = Annotated[Path | None, typer.Option(help="Write a plot to this .png, .svg
 def simulate_command(
     trace: Trace = None,
     requests: Requests = None,
-    rate_scale: RateScale = 1.0,
-    rate: Rate = 4.0,
+    rate_scale: Annotated[float, typer.Option(help="Factor on the trace's request rate.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests per second, synthetic ones or of two traces.")] = 4.0,
     second_rate: SecondRate = None,
-    prefill: Prefill = 4,
-    decode: Decode = 4,
-    policy: Policy = "kv_aware",
-    cache_blocks: CacheBlocks = 5000,
-    decode_blocks: DecodeBlocks = 5000,
+    prefill: Annotated[int, typer.Option(min=0, max=_MAX_NODES, help="Number of prefill nodes.")] = 4,
+    decode: Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Number of decode nodes.")] = 4,
+    policy: Annotated[str, typer.Option(help="Policy, or several to compare, separated by commas.")] = "kv_aware",
+    cache_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each prefill node.")] = 5000,
+    decode_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each decode node.")] = 5000,
     block_tokens: BlockTokens = 512,
-    index_delay: IndexDelay = 0.1,
-    local_prefill_tokens: LocalPrefill = None,
-    slo_ttft: SloTtft = 2.0,
-    slo_tpot: SloTpot = 0.1,
+    index_delay: Annotated[float, typer.Option(min=0, help="Seconds until a new block is in the index.")] = 0.1,
+    local_prefill_tokens: Annotated[int | None, typer.Option(min=0, help="As the router option of this name.")] = None,
+    slo_ttft: Annotated[float, typer.Option(help="Objective: maximum seconds to the first token.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Objective: maximum seconds per further token.")] = 0.1,
     admission: Admit = False,
     max_waiting: MaxWaiting = RouterConfig.max_waiting,
     max_queue_wait_s: MaxQueueWait = RouterConfig.max_queue_wait_s,
@@ -127,7 +115,7 @@ def simulate_command(
     planner: Planner = False,
     node_start_s: NodeStart = 60.0,
     mix_period: MixPeriod = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")] = 0,
     json_file: JsonFile = None,
     plot: Plot = None,
 ) -> None:

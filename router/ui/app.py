@@ -20,9 +20,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.base.errors import KvRelayError, NotFound
+from router.http.client import client_of, note_client
 from router.ui.access import Access
 
 PATH = "/ui"
+CHAT_PATH = "/v1/chat/completions"
 _STATIC = Path(__file__).parent / "static"
 _POLICY = b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
 _HEADERS = (
@@ -39,15 +41,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def dashboard(
-    access: Access, routes: Sequence[BaseRoute], chat: ASGIApp, on_call: Callable[[], None] = lambda: None
+    access: Access,
+    routes: Sequence[BaseRoute],
+    chat: Callable[[], ASGIApp],
+    on_call: Callable[[], None] = lambda: None,
 ) -> Starlette:
     """The application. `routes` answer below `/ui/api` to callers that `access` admits.
 
-    `chat`, at `/ui/api/chat`, checks its callers itself. `on_call()` is called for each admitted call: a page is open.
+    `chat()` returns the application that answers `CHAT_PATH`. `on_call()` is called for each admitted call: a page is open.
     """
     return Starlette(
         routes=[
-            Route("/api/chat", chat, methods=["POST"]),
+            Route("/api/chat", _Chat(access, chat, on_call), methods=["POST"]),
             Mount("/api", routes=list(routes), middleware=[Middleware(_ApiGuard, access=access, on_call=on_call)]),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],
@@ -60,6 +65,25 @@ def json_response(content: Any, status: int = 200) -> Response:
     """`content` as JSON that no cache keeps."""
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=str).encode(errors="replace")
     return Response(data, status, {"cache-control": "no-store"}, "application/json")
+
+
+class _Chat:
+    """ASGI application: the router's own chat endpoint for callers that `access` admits.
+
+    They need no API key and are distinguished by their address, like the API's clients without keys.
+    """
+
+    def __init__(self, access: Access, endpoint: Callable[[], ASGIApp], on_call: Callable[[], None]) -> None:
+        self._access = access
+        self._endpoint = endpoint
+        self._on_call = on_call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._access.check_chat(scope)
+        self._on_call()
+        asked = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode(), "root_path": "", "query_string": b""}
+        note_client(asked, client_of(scope))
+        await self._endpoint()(asked, receive, send)
 
 
 class _SecurityHeaders:

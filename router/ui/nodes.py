@@ -1,12 +1,15 @@
-"""Asks a node for its status and drains it for the dashboard, through the node's admin port. Router process, event loop."""
+"""Asks, drains and kills nodes for the dashboard, through their admin ports. Router process, event loop."""
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from common.base.errors import NotFound, Unavailable
+from common.base.errors import Forbidden, NotFound, Unavailable
 from router.admin_http import admin_address, admin_http
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
@@ -47,3 +50,24 @@ class NodeControl:
         if answer.status_code != 200:
             raise Unavailable(f"{node.node_id}: {found.get('error', {}).get('message', answer.status_code)}")
         return found
+
+    async def kill(self, node: Node) -> int:
+        """Kill the process of a node that the same `kvrelay up` runs as this router; `up` starts it again. Returns its pid.
+
+        Raises: Unavailable if the node does not say its pid; Forbidden if it is no process of that `kvrelay up`.
+        """
+        pid = (await self.ask(node, "GET", "/status"))["pid"]
+        if _parent_of(pid) != os.getppid():
+            raise Forbidden(
+                f"{node.node_id} is no process of the `kvrelay up` that runs this router, or this is not Linux"
+            )
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        about = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(about.rpartition(")")[2].split()[1])

@@ -24,7 +24,6 @@ from router.ui.access import Access
 from router.ui.app import dashboard, json_response
 from router.ui.history import POINTS, TICK_S, History, NodeView
 from router.ui.nodes import NodeControl
-from router.ui.playground import Chat, kill
 from router.ui.snapshot import Snapshots, totals
 
 _MAX_LISTED = 200
@@ -50,7 +49,7 @@ class DashboardRoutes:
     def application(self, access: Access) -> Starlette:
         """The dashboard for callers whom `access` admits."""
         watch = self._router.dispatcher.stories.watch
-        return dashboard(access, self._routes(access), Chat(access, lambda: self.chat_endpoint, watch), watch)
+        return dashboard(access, self._routes(access), lambda: self.chat_endpoint, watch)
 
     async def run(self) -> None:
         """Keep the history, until it is cancelled."""
@@ -86,7 +85,7 @@ class DashboardRoutes:
             if not access.may_kill(request.scope):
                 raise Forbidden("a node can be killed only from the host where `kvrelay up` runs")
             found = self._nodes.find(request.path_params["name"])
-            return json_response({"node_id": found.node_id, "pid": await kill(found, self._nodes)})
+            return json_response({"node_id": found.node_id, "pid": await self._nodes.kill(found)})
 
         return [
             Route("/snapshot", self._snapshot),

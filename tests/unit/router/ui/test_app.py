@@ -17,7 +17,6 @@ from common.control.admin_server import build
 from router.http.client import client_of
 from router.ui.access import ACTION_HEADER, Access
 from router.ui.app import dashboard, json_response
-from router.ui.playground import Chat
 
 TOKEN = "secret-token"
 
@@ -33,7 +32,7 @@ async def _endpoint(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _get(access: Access, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> httpx.Response:
     routes = [Route("/thing", _answer), Route("/act", _answer, methods=["POST"])]
-    app = build([], TOKEN, {"/ui": dashboard(access, routes, Chat(access, lambda: _endpoint))})
+    app = build([], TOKEN, {"/ui": dashboard(access, routes, lambda: _endpoint)})
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
