@@ -23,7 +23,7 @@ from common.cluster.redis_scripts import HEAL
 from common.config.service_configs import RouterConfig
 from router.nodes.node import Node
 from router.planner.demand import DemandMeter, Sample, decode_slots
-from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
+from router.planner.plan import Observed, PlanMemory, ShapeDecision, plan
 from router.planner.sizing import NodeCounts, RoleCosts
 from router.requests.admission import Objectives
 from router.requests.dispatch import Dispatcher
@@ -96,7 +96,7 @@ class PlannerLoop:
         self._applies = config.planner in ("apply", "publish")
         self._publish = publish
         self._objectives = Objectives(config.slo_ttft, config.slo_tpot)
-        self._limits = Limits(config.planner_max_nodes)
+        self._max_nodes = config.planner_max_nodes
         self._dispatcher = dispatcher
         self._meter = DemandMeter()
         self.latest: StoredPlan | None = None
@@ -157,8 +157,8 @@ class PlannerLoop:
         if wanted is None:  # nodes that come and go are no numbers that somebody set
             memory = replace(memory, wanted=None)
         trades_only = self._applies and counts is not None and TOTAL in counts
-        limits = replace(self._limits, max_nodes=None) if trades_only else self._limits
-        decision = plan(observed, self._objectives, limits, memory)
+        max_nodes = None if trades_only else self._max_nodes
+        decision = plan(observed, self._objectives, max_nodes, memory)
         await self._store(decision, observed, desired if self._applies and wanted is not None else None)
 
     async def _export(self, nodes: list[Node], wanted: NodeCounts | None) -> None:

@@ -16,6 +16,10 @@ COOL_DOWN_S = 600.0
 """Least time between two changes of one role's count in opposite directions."""
 MANUAL_S = 3600.0
 """How long numbers that somebody set by hand are left alone."""
+_START_S = 300.0
+"""Time in which a wanted node must be usable; later the plan no longer waits for it."""
+QUIET_S = 300.0
+"""How long there must be slack before nodes are given back."""
 _SPAN_S = 180.0
 """Least time over which the demand was measured."""
 _TIGHT = 0.95
@@ -27,18 +31,6 @@ _NEAR = 1.1
 _SLACK = 1.25
 """Nodes are given back only if this multiple of the need fits in what is left."""
 _ROLES = ("prefill", "decode")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a plan may ask for."""
-
-    max_nodes: int | None = None
-    """Nodes of both roles together. None: as many as are wanted now, which change roles only."""
-    start_s: float = 300.0
-    """Time in which a wanted node must be usable; later the plan no longer waits for it."""
-    quiet_s: float = 300.0
-    """How long there must be slack before nodes are given back."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +74,19 @@ class ShapeDecision:
     """For the next plan, whether or not this one is applied."""
 
 
-def plan(observed: Observed, objectives: Objectives, limits: Limits, memory: PlanMemory) -> ShapeDecision:
-    """What the cluster should want now. Never raises; what cannot be judged changes nothing, and the reason says so."""
+def plan(observed: Observed, objectives: Objectives, max_nodes: int | None, memory: PlanMemory) -> ShapeDecision:
+    """What the cluster should want now. Never raises; what cannot be judged changes nothing, and the reason says so.
+
+    `max_nodes`: of both roles together; None: as many as are wanted now, and only their roles change.
+    """
     memory = _remember(observed, memory)
-    stays = _reason_to_stay(observed, limits, memory)
+    stays = _reason_to_stay(observed, memory)
     if stays:
         return _unchanged(observed, memory, None, stays)
     needed = need(observed.demand, observed.costs, objectives)
     if not (math.isfinite(needed.prefill) and math.isfinite(needed.decode)):
         return _unchanged(observed, memory, None, "the measured rates and costs are not numbers")
-    total, memory = _total(observed, needed, limits, memory)
+    total, memory = _total(observed, needed, max_nodes, memory)
     counts = _split(observed, needed, total)
     if counts == observed.wanted:
         return _unchanged(observed, memory, needed, "no other split of these nodes is better")
@@ -126,14 +121,14 @@ def _remember(observed: Observed, memory: PlanMemory) -> PlanMemory:
     )
 
 
-def _reason_to_stay(observed: Observed, limits: Limits, memory: PlanMemory) -> str:
+def _reason_to_stay(observed: Observed, memory: PlanMemory) -> str:
     """Why nothing can be decided now; empty if it can."""
     if not observed.wanted.prefill:
         return "no prefill node is wanted, so decode nodes compute all prompts"
     if observed.now_s < memory.manual_until_s:
         return f"somebody set {observed.wanted} by hand, which is kept for another {_time(memory.manual_until_s - observed.now_s)}"
     since_s = memory.short_since_s
-    if since_s is not None and observed.now_s - since_s < limits.start_s:
+    if since_s is not None and observed.now_s - since_s < _START_S:
         return f"waiting for nodes to start, of which there are {observed.usable}"
     if observed.demand.span_s < _SPAN_S:
         return f"the load was measured for {observed.demand.span_s:.0f} of {_SPAN_S:.0f} s"
@@ -141,12 +136,12 @@ def _reason_to_stay(observed: Observed, limits: Limits, memory: PlanMemory) -> s
     return f"costs are not known yet: {unknown}" if unknown else ""
 
 
-def _total(observed: Observed, needed: Need, limits: Limits, memory: PlanMemory) -> tuple[int, PlanMemory]:
+def _total(observed: Observed, needed: Need, max_nodes: int | None, memory: PlanMemory) -> tuple[int, PlanMemory]:
     """How many nodes there should be in all; fewer only after a time of slack."""
     now = observed.wanted.total
-    if limits.max_nodes is None:
+    if max_nodes is None:
         return now, memory
-    most = max(2, limits.max_nodes)
+    most = max(2, max_nodes)
     missing = now - _effective(observed, observed.wanted).total
     if (wanted := _whole(needed, 1.0) + missing) > now or now > most:
         return min(wanted if wanted > now else now, most), replace(memory, slack_since_s=None)
@@ -154,7 +149,7 @@ def _total(observed: Observed, needed: Need, limits: Limits, memory: PlanMemory)
     if fewer >= now:
         return now, replace(memory, slack_since_s=None)
     since_s = observed.now_s if memory.slack_since_s is None else memory.slack_since_s
-    return (fewer if observed.now_s - since_s >= limits.quiet_s else now), replace(memory, slack_since_s=since_s)
+    return (fewer if observed.now_s - since_s >= QUIET_S else now), replace(memory, slack_since_s=since_s)
 
 
 def _whole(needed: Need, factor: float) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from common.base.errors import ConfigError
 from common.control.messages import Role
 from router.planner.demand import DemandMeter, Sample, decode_slots
-from router.planner.plan import Limits, Observed, PlanMemory, ShapeDecision, plan
+from router.planner.plan import Observed, PlanMemory, ShapeDecision, plan
 from router.planner.sizing import Demand, NodeCounts, RoleCosts
 from router.requests.admission import Objectives
 from router.simulator.cluster import SimulatedCluster
@@ -48,7 +48,7 @@ class Planned:
 
     def decide(self, observed: Observed) -> NodeCounts:
         """What the cluster is to have now, by `router.planner.plan.plan`."""
-        decision = plan(observed, self._objectives, Limits(), self._memory)
+        decision = plan(observed, self._objectives, None, self._memory)
         self._memory = decision.memory
         if decision.counts != observed.wanted:
             self.changes.append((observed.now_s, decision))

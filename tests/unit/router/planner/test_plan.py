@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.planner.plan import COOL_DOWN_S, MANUAL_S, Limits, Observed, PlanMemory, ShapeDecision, plan
+from router.planner.plan import COOL_DOWN_S, MANUAL_S, QUIET_S, Observed, PlanMemory, ShapeDecision, plan
 from router.planner.sizing import COLD, Demand, NodeCounts, RoleCosts, need
 from router.policy.costs import Costs
 from router.requests.admission import Objectives
@@ -30,8 +30,8 @@ def observed(demand: Demand, wanted: NodeCounts = EVEN, now_s: float = 1e6, **ch
     return replace(Observed(now_s, wanted, wanted, demand, COSTS), **changes)
 
 
-def decide(seen: Observed, memory: PlanMemory | None = None, limits: Limits | None = None) -> ShapeDecision:
-    return plan(seen, OBJECTIVES, limits or Limits(), memory or PlanMemory())
+def decide(seen: Observed, memory: PlanMemory | None = None, max_nodes: int | None = None) -> ShapeDecision:
+    return plan(seen, OBJECTIVES, max_nodes, memory or PlanMemory())
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,14 @@ def test_the_ten_minutes_begin_when_all_nodes_are_usable() -> None:
 
 
 def test_with_room_it_grows_at_once_and_shrinks_after_a_quiet_time() -> None:
-    limits = Limits(max_nodes=6)
-    decision = decide(observed(Demand(600, 30_000, 1200), now_s=0), None, limits)
+    decision = decide(observed(Demand(600, 30_000, 1200), now_s=0), None, 6)
     assert decision.counts == (4, 2)
-    heavy = decide(observed(Demand(600, 90_000, 9000), now_s=0), None, limits)
+    heavy = decide(observed(Demand(600, 90_000, 9000), now_s=0), None, 6)
     assert heavy.counts.total == 6
     now_s, wanted = 1000.0, NodeCounts(4, 2)
-    decision = decide(observed(Demand(600), wanted, now_s=now_s), None, limits)
+    decision = decide(observed(Demand(600), wanted, now_s=now_s), None, 6)
     assert decision.counts == wanted
-    decision = decide(observed(Demand(600), wanted, now_s=now_s + limits.quiet_s), decision.memory, limits)
+    decision = decide(observed(Demand(600), wanted, now_s=now_s + QUIET_S), decision.memory, 6)
     assert decision.counts == (1, 1)
     assert "fewer nodes suffice" in decision.why
 
@@ -152,12 +151,12 @@ def test_no_node_switches_twice_in_ten_minutes(
     prefill: int, decode: int, most: int | None, loads: list[tuple[float, float, bool]], tick_s: float
 ) -> None:
     """Whatever the load does, and whether or not nodes start in time."""
-    wanted, memory, limits = NodeCounts(prefill, decode), PlanMemory(), Limits(most)
+    wanted, memory = NodeCounts(prefill, decode), PlanMemory()
     usable, total = wanted, wanted.total
     switched: dict[tuple[str, int], float] = {}
     for turn, (prompts, answers, starts) in enumerate(loads):
         now_s = turn * tick_s
-        decision = decide(Observed(now_s, wanted, usable, Demand(600, prompts, answers), COSTS), memory, limits)
+        decision = decide(Observed(now_s, wanted, usable, Demand(600, prompts, answers), COSTS), memory, most)
         assert decision.counts.total <= (total if most is None else max(total, most))
         assert min(decision.counts) >= 1
         assert "nan" not in decision.why
