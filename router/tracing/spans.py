@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.requests.story import TERMINAL
+
 Value = str | int | float | bool
 Attributes = Mapping[str, Value]
 
 _FAULTS = frozenset({"leg_failed", "node_lost", "gap"})
-_ENDS = frozenset({"finished", "failed", "cancelled"})
 
 
 @dataclass
@@ -91,7 +92,7 @@ class _Reader:
             case "retry":
                 self._fault = self._fault or reason
                 self._end_attempt(t_s)
-            case _ if event in _ENDS:
+            case _ if event in TERMINAL:
                 self._finish(t_s, event, reason, data)
             case _:
                 self._note(t_s, event, {"kvrelay.reason": reason} if reason else {})

@@ -97,7 +97,7 @@ def test_the_last_plan_is_shown_with_its_reason_and_time() -> None:
         snapshots = Snapshots(router, None, MockClock(100.0), planner)
         try:
             assert json.loads(snapshots.latest().body)["plan"]["why"] == "nothing was planned yet"
-            planner._latest = StoredPlan(NodeCounts(3, 1), "prefill nodes are short", 7.0, PlanMemory())
+            planner.latest = StoredPlan(NodeCounts(3, 1), "prefill nodes are short", 7.0, PlanMemory())
             shown = Snapshots(router, None, MockClock(100.0), planner).latest()
             plan = json.loads(shown.body)["plan"]
             assert (plan["wants"], plan["planned_at"]) == ({"prefill": 3, "decode": 1}, 7.0)
