@@ -1,7 +1,7 @@
 """One generation: owns everything about a request from its acceptance to its end.
 
-Its parts are the state machine (`Flow`), the choice of nodes (`NodeChoice`), its text and its story. Runs on the router's
-event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
+Its parts are the state machine (`Flow`), its text and its story. Runs on the router's event loop. The HTTP side reads deltas
+and the outcome; the dispatcher feeds events.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from common.base.errors import Unavailable
+from common.control.identities import pack_ids
 from common.control.messages import FinishReason, PromptLogprobs
 from router.metrics import Finished
-from router.policy import Decision
+from router.policy import Decision, Query
 from router.requests import flow_events as f
 from router.requests.flow import Flow
-from router.requests.node_choice import NodeChoice
+from router.requests.placement import HashChain, Placement
 from router.requests.queued_request import Siblings
 from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
@@ -76,7 +78,8 @@ class Generation(RunningRequest[Flow]):
         flow = Flow(request_id, engine, max_attempts, siblings)
         super().__init__(request_id, flow, router, story, request.tenant, engine.priority, deadline_s)
         self.request = request
-        self.choice = NodeChoice(request, router)
+        self.decision: Decision | None = None
+        """The decision of the latest attempt."""
         self.served = Served()
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -91,13 +94,17 @@ class Generation(RunningRequest[Flow]):
         self._stop: str | None = None
         self._ended_by_token = False
         self._deltas: list[Delta] = []
+        self._chain = HashChain(engine.cache_salt, engine.lora_id)
+        self._chosen: Placement | None = None
+        """The latest choice of nodes."""
+        self._placement: Placement | None = None
+        """The latest choice that got an attempt."""
+        self._kv_kind = ""
+        """KV kind of the node that generates, or generated, the first token."""
+        self._unproven: set[str] = set()
+        """Incarnations that got the prompt but have not reported yet: the blocks expected there may be missing."""
 
     # -- for the HTTP side
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision of the latest attempt."""
-        return None if self.choice.placement is None else self.choice.placement.decision
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs]:
@@ -123,28 +130,49 @@ class Generation(RunningRequest[Flow]):
     def prepare(self, choose: f.Choose) -> f.Answer:
         """Choose nodes, or wait for the first sample of the prompt, for a node, or in the admission queue."""
         engine, token_ids = self.request.engine, self.flow.token_ids
-        query = self.choice.query(choose, token_ids)
+        query = self._query(choose)
         # A sample that has generated more than its prompt has more to compute than to share.
         shared = None if len(token_ids) > len(engine.prompt_ids) else self.request.shared
         if shared is not None:
-            decode = self._router.fleets.decode(begun=query.begun)
-            usable = shared.holder not in query.avoid and decode.row(shared.holder) is not None
+            fleet = self._router.fleets.decode(begun=query.begun)
+            usable = shared.holder not in query.avoid and fleet.row(shared.holder) is not None
             if not shared.may_place(self.request_id, holder_usable=usable, wake=self.on_ready):
                 return self._await_sample(choose)
             query.holder = shared.holder
+        names = partial(self._chain.hashes, token_ids=engine.prompt_ids + pack_ids(token_ids))
         try:
-            decision = self.choice.choose(query, token_ids)
+            self._chosen = self._router.placer.decide(query, names, self._unproven)
         except Unavailable as error:
             fleets = self._router.fleets
             draining = fleets.finishing.nodes and not fleets.by_role["decode"].nodes
             why = Unavailable("every decode node that is left is draining; try again later") if draining else error
             return self._no_node(why)
+        decision = self._chosen.decision
         if choose.is_new:
             request = self._queued(query.num_tokens, engine.sampling.max_tokens, engine.adapter)
             waits = self._enter_queue(decision, request)
             if waits is not None:
                 return waits
-        return self.choice.found(self._timeout_s())
+        nodes = self._router.nodes
+        decode = nodes.get(decision.decode.incarnation)
+        prefill = None if decision.prefill is None else nodes.get(decision.prefill.incarnation)
+        assert decode is not None
+        return f.Found(None if prefill is None else prefill.record.peer, decode.record.peer, self._timeout_s())
+
+    def _query(self, choose: f.Choose) -> Query:
+        """What is to be placed; the placer writes the hits."""
+        engine, num_generated = self.request.engine, len(self.flow.token_ids)
+        return Query(
+            len(engine.prompt_ids) + num_generated,
+            avoid=choose.avoid | self._router.breakers.not_admitted(),
+            last=choose.last,
+            max_new_tokens=engine.sampling.max_tokens - num_generated,
+            open_ended=self.request.open_ended,
+            session=self.request.session,
+            kv_kind=self._kv_kind if num_generated else "",
+            begun=choose.begun,
+            adapter=engine.adapter,
+        )
 
     def _await_sample(self, choose: f.Choose) -> f.SampleAwaited:
         self.story.add("shares_prompt", "waits for the first sample of its prompt")
@@ -154,18 +182,29 @@ class Generation(RunningRequest[Flow]):
 
     def admit(self) -> None:
         """Count the attempt at the chosen nodes."""
-        decision, served = self.choice.admit(self.flow.token_ids), self.served
+        placement = self._placement = self._chosen
+        assert placement is not None
+        router, served, decision = self._router, self.served, placement.decision
+        self.decision = decision
+        incarnations = [leg.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        for incarnation in incarnations:
+            router.breakers.chosen(incarnation)
+        self._unproven.update(incarnations)
+        router.placer.expect(placement, incarnations)
+        if not self.flow.token_ids:
+            decode = router.nodes.get(incarnations[-1])
+            self._kv_kind = "" if decode is None else decode.kv_kind
         served.prefill_hit_tokens = served.decode_hit_tokens = None
         if self._expected_hit is None:
             self._expected_hit = (decision.prefill or decision.decode).hit_tokens
-        self._router.metrics.attempt(decision.mode, self.flow.attempt)
+        router.metrics.attempt(decision.mode, self.flow.attempt)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s goes to %s", self.flow.key, decision.explain())
         self.story.add("decision", f"attempt {self.flow.attempt}", decision)
 
     def _leg(self, incarnation: str) -> tuple[float, int, float]:
-        assert self.choice.placement is not None
-        return self.choice.placement.leg(incarnation)
+        assert self._placement is not None
+        return self._placement.leg(incarnation)
 
     # -- what nodes answer
 
@@ -229,7 +268,7 @@ class Generation(RunningRequest[Flow]):
             self.story.add("timeline", "", {**about, "marks": stats.timeline})
         router.breakers.succeeded(report.incarnation)
         router.metrics.leg(report.role, stats)
-        self.choice.reported(report.incarnation)
+        self._unproven.discard(report.incarnation)
         router.placer.reported(report.role, report.incarnation, stats)
 
     def _finished(self, reason: FinishReason) -> Outcome:
