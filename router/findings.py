@@ -51,10 +51,8 @@ def find(routers: Sequence[ServiceReport], nodes: Sequence[ServiceReport], own_v
     found = list(_unanswered(services))
     found += _unreachable(answering, nodes)
     found += _states(nodes)
-    found += _refused(routers)
-    found += _refused_nodes(routers)
-    found += _ignored_nodes(routers)
-    found += _vanished(routers)
+    for check in (_refused, _refused_nodes, _ignored_nodes, _vanished):
+        found += check(routers)
     found += _strangers(routers, nodes)
     found += _versions(answering, own_version)
     found += _fingerprints(nodes)
@@ -196,14 +194,11 @@ def _fingerprints(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
 
 
 def _contexts(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
-    longest: dict[str, ServiceReport] = {}
     decodes = [node for node in nodes if node.role == "decode" and "max_model_len" in node.known]
+    by_length = sorted(reversed(decodes), key=lambda node: node.known["max_model_len"])
+    longest = {node.known.get("model"): node for node in by_length}
     for node in decodes:
-        other = longest.setdefault(str(node.known.get("model")), node)
-        if node.known["max_model_len"] > other.known["max_model_len"]:
-            longest[str(node.known.get("model"))] = node
-    for node in decodes:
-        other = longest[str(node.known.get("model"))]
+        other = longest[node.known.get("model")]
         if (shorter := node.known["max_model_len"]) < other.known["max_model_len"]:
             yield Finding(
                 node.name,

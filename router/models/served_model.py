@@ -79,11 +79,8 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     Raises: ConfigError with one sentence.
     """
     path = resolve_model(name_or_path)
-    folder, of_tokenizer = model_folder(path), tokenizer_folder(path, options.tokenizer)
-    facts = read_facts(path)
-    tokenizer = Tokenizer(
-        of_tokenizer, chat_template=options.chat_template, fits_conversations=options.fit_conversations
-    )
+    folder, facts = model_folder(path), read_facts(path)
+    tokenizer, digest = _tokenizer(path, options)
     tokenizer.check_template()
     tokenizer.check_vocabulary(facts.vocab_size)
     formats = choose_formats(
@@ -98,7 +95,6 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         eos.add(tokenizer.eos_token_id)
     shown = name or model_name(path)
     defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else NEUTRAL
-    digest = tokenizer_digest(of_tokenizer)
     eos_ids = frozenset(eos)
     return ServedModel(
         shown,
@@ -126,10 +122,8 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     Raises: ConfigError with one sentence.
     """
     path = resolve_model(info.path)
-    folder, of_tokenizer = model_folder(path), tokenizer_folder(path, options.tokenizer)
-    tokenizer = Tokenizer(
-        of_tokenizer, chat_template=options.chat_template, fits_conversations=options.fit_conversations
-    )
+    folder = model_folder(path)
+    tokenizer, digest = _tokenizer(path, options)
     if info.task == "score":
         tokenizer.check_pairs()
     return ServedModel(
@@ -139,11 +133,18 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
         info.max_model_len,
         info.vocab_size,
         frozenset(),
-        tokenizer_digest=tokenizer_digest(of_tokenizer),
+        tokenizer_digest=digest,
         path=info.path,
         changed_s=folder.stat().st_mtime,
         architecture="" if is_gguf(path) else read_architecture(folder),
     )
+
+
+def _tokenizer(path: str, options: LoadOptions) -> tuple[Tokenizer, str]:
+    """The tokenizer of the model at `path`, or the one that the options name, and the digest of its files."""
+    folder = tokenizer_folder(path, options.tokenizer)
+    tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
+    return tokenizer, tokenizer_digest(folder)
 
 
 def _grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:

@@ -18,10 +18,6 @@ from router.simulator.request import SimRequest
 _SHARES = (0.5, 0.9, 0.99)
 
 
-def _doubles() -> array[float]:
-    return array("d")
-
-
 @dataclass
 class Ledger:
     """Everything counted during a run. Invariant, once closed: arrived = finished + refused."""
@@ -37,10 +33,10 @@ class Ledger:
     local: int = 0
     """Local prefills."""
     output_tokens: int = 0
-    ttft_s: array[float] = field(default_factory=_doubles)
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
     """One entry per request, in the order in which requests ended; so are `tpot_s` and `arrival_s`."""
-    tpot_s: array[float] = field(default_factory=_doubles)
-    arrival_s: array[float] = field(default_factory=_doubles)
+    tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    arrival_s: array[float] = field(default_factory=lambda: array("d"))
     arrived_s: float = 0.0
     """Arrival of the last request."""
     ended_s: float = 0.0

@@ -126,16 +126,14 @@ class Snapshots:
             earlier.popleft()
         if earlier and now_s - earlier[-1].time_s > _FORGOTTEN_S:
             earlier.clear()
-        since = earlier[0] if earlier else None
+        since = earlier[0] if earlier else _Counters(now_s, {})
         earlier.append(_Counters(now_s, found))
         return [
             {
                 "src": source,
                 "dst": target,
                 "bytes": size_bytes,
-                "per_s": 0
-                if since is None
-                else _rate(size_bytes, since.relayed.get((source, target), 0), now_s - since.time_s),
+                "per_s": _rate(size_bytes, since.relayed.get((source, target), 0), now_s - since.time_s),
             }
             for (source, target), size_bytes in found.items()
         ]
