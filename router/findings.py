@@ -195,7 +195,7 @@ def _fingerprints(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
 
 def _contexts(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
     decodes = [node for node in nodes if node.role == "decode" and "max_model_len" in node.known]
-    by_length = sorted(reversed(decodes), key=lambda node: node.known["max_model_len"])
+    by_length = sorted(decodes[::-1], key=lambda node: node.known["max_model_len"])
     longest = {node.known.get("model"): node for node in by_length}
     for node in decodes:
         other = longest[node.known.get("model")]

@@ -140,7 +140,7 @@ def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
     )
 
 
-def _tokenizer(path: str, options: LoadOptions) -> tuple[Tokenizer, str]:
+def _tokenizer(path: Path, options: LoadOptions) -> tuple[Tokenizer, str]:
     """The tokenizer of the model at `path`, or the one that the options name, and the digest of its files."""
     folder = tokenizer_folder(path, options.tokenizer)
     tokenizer = Tokenizer(folder, chat_template=options.chat_template, fits_conversations=options.fit_conversations)
