@@ -195,8 +195,8 @@ def _fingerprints(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
 
 def _contexts(nodes: Sequence[ServiceReport]) -> Iterator[Finding]:
     decodes = [node for node in nodes if node.role == "decode" and "max_model_len" in node.known]
-    by_length = sorted(decodes[::-1], key=lambda node: node.known["max_model_len"])
-    longest = {node.known.get("model"): node for node in by_length}
+    longest_first = sorted(decodes, key=lambda node: node.known["max_model_len"], reverse=True)
+    longest = {node.known.get("model"): node for node in reversed(longest_first)}
     for node in decodes:
         other = longest[node.known.get("model")]
         if (shorter := node.known["max_model_len"]) < other.known["max_model_len"]:
