@@ -60,8 +60,8 @@ Admit = Annotated[
         help="Reject requests (429) as the router does, with the objectives as its --slo-ttft and --slo-tpot."
     ),
 ]
-MaxWaiting = Annotated[int, typer.Option(min=1, help="With --admission: as the router option of this name.")]
-MaxQueueWait = Annotated[float, typer.Option(min=0, help="With --admission: as the router option of this name.")]
+MaxWaiting = Annotated[int, typer.Option(min=1, help="With --admission: the router's option of this name.")]
+MaxQueueWait = Annotated[float, typer.Option(min=0, help="With --admission: the router's option of this name.")]
 Goodput = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Find the highest rate at which this share of requests meets both objectives."),
@@ -104,7 +104,7 @@ def simulate_command(
     decode_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each decode node.")] = 5000,
     block_tokens: BlockTokens = 512,
     index_delay: Annotated[float, typer.Option(min=0, help="Seconds until a new block is in the index.")] = 0.1,
-    local_prefill_tokens: Annotated[int | None, typer.Option(min=0, help="As the router option of this name.")] = None,
+    local_prefill_tokens: Annotated[int | None, typer.Option(min=0, help="The router's option of this name.")] = None,
     slo_ttft: Annotated[float, typer.Option(help="Objective: maximum seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Objective: maximum seconds per further token.")] = 0.1,
     admission: Admit = False,
