@@ -1,6 +1,6 @@
 """A node's KV blocks by name: used ones, and cached ones that are evicted least recently used first. Pure.
 
-Same semantics as `common.kv.pool.BlockPool`, without block numbers, because a run may have a million requests. A name
+It behaves like `common.kv.pool.BlockPool`, without block numbers, because a run may have a million requests. A name
 counts as cached as soon as its block is taken, a little before its KV is computed or has arrived.
 """
 

@@ -34,7 +34,7 @@ format or are synthetic: conversations that share system prompts. Node costs are
 """
 
 _LEAST, _MAX_NODES, _MAX_BLOCK_TOKENS = 1e-6, 100_000, 2**20
-"""Bounds of what can be simulated: virtual times stay finite, a run begins."""
+"""Limits of options, so that virtual times stay finite and a run begins in time."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 

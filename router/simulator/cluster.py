@@ -22,7 +22,7 @@ _SPREAD = 0.618
 
 
 class SimulatedCluster:
-    """Nodes in virtual time under one router. Use once: `run`."""
+    """Nodes in virtual time under one router. Call `run` once."""
 
     def __init__(self, shape: Shape, router: SimulatedRouter, events: Events) -> None:
         self.shape = shape
@@ -35,7 +35,7 @@ class SimulatedCluster:
         }
         """The nodes that get new requests."""
         self._every = [*self.nodes["prefill"], *self.nodes["decode"]]
-        """Those that were retired, too."""
+        """All nodes, also those that were retired."""
         self._phase_s = {node.node_id: i / len(self._every) * shape.report_s for i, node in enumerate(self._every)}
         """Offset of each node's load reports, so that they are spread in time."""
         self._publishing: set[str] = set()

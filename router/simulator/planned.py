@@ -33,13 +33,13 @@ _TICK_S = 10.0
 _FINE = 40
 """The smallest step between fixed splits is the number of all nodes divided by this, and at least one."""
 _AHEAD_S = 600.0
-"""How far foresight sees."""
+"""How far ahead foresight knows what arrives."""
 _HOUR_S = 3600.0
 _NONE = np.zeros(0)
 
 
 class Planned:
-    """The planner of routers. `changes` has what it changed, with the time of each."""
+    """The planner that routers run. `changes`: the time and the decision of each change."""
 
     def __init__(self, objectives: Objectives) -> None:
         self._objectives = objectives
@@ -61,7 +61,7 @@ class Foresight(Planned):
     def __init__(
         self, objectives: Objectives, costs: RoleCosts, requests: Iterator[SimRequest], computed_share: float
     ) -> None:
-        """costs: as measured in a run before; computed_share: of the prompt tokens, those that were not cached in it."""
+        """`costs`: those of an earlier run; `computed_share`: the share of its prompt tokens that were not cached."""
         arrivals = [(each.arrival_s, each.input_tokens, each.output_tokens) for each in requests]
         self._times_s = [each[0] for each in arrivals]
         self._prompt_tokens = list(accumulate((each[1] * computed_share for each in arrivals), initial=0.0))
@@ -82,7 +82,7 @@ class ShapeKeeper:
     """Asks the planner every ten seconds and changes the cluster accordingly. The cluster never has more nodes than at first."""
 
     def __init__(self, planner: Planned, start_s: float) -> None:
-        """start_s: seconds until a new node takes requests."""
+        """`start_s`: seconds until a new node takes requests."""
         self._planner = planner
         self._start_s = start_s
         self._meter = DemandMeter()
@@ -121,7 +121,7 @@ class ShapeKeeper:
         return Observed(now_s, self._wanted, self._usable, self._meter.demand(decode.output_tokens), self.costs)
 
     def _change(self) -> None:
-        """Retire what is too much; start what is missing, as far as there is room."""
+        """Retire surplus nodes and start missing ones, as far as there is room."""
         cluster, starting = self._cluster, self._starting
         self._leaving = [node for node in self._leaving if not node.load().idle]
         missing: dict[Role, int] = {
@@ -145,7 +145,7 @@ class ShapeKeeper:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of the same requests served in different shapes of one size; `report.summary` and `shape` in each."""
+    """Figures (`report.summary` and `shape`) of the same requests served by clusters of equal size and different shapes."""
 
     fixed: list[dict[str, Any]]
     """One per split that was tried, by prefill nodes."""
