@@ -97,7 +97,7 @@ class Authority:
     def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> bool:
         """Write a new key and certificate of a service into `folder`; they replace earlier ones.
 
-        Returns whether it ends before `days` have passed, as it ends with the authority. Raises: ConfigError if the folder
+        Returns whether it ends before `days` have passed, because the authority ends then. Raises: ConfigError if the folder
         cannot be written, or the authority has ended.
         """
         wanted = _now() + datetime.timedelta(days=days)
