@@ -32,8 +32,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def writable_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder `name` of the cache, which exists then. If the cache cannot be written, because the user has no home folder or none
-    of its own (as with a random user id in a container), a folder of this user among the temporary files.
+    """Return the folder `name` of the cache, and make it if it is missing. If the cache cannot be written, for example because a
+    random user id in a container has no home folder, return a folder of this user below the temporary folder.
 
     Raises: ConfigError that names the variable to set.
     """

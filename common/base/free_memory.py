@@ -23,7 +23,7 @@ def free_memory_bytes() -> float:
 
 
 def memory_bytes() -> float:
-    """The same of all memory, free or not."""
+    """All memory of this machine, at most the memory limit of this container; infinite if both are unknown."""
     return _bytes_of("MemTotal:")
 
 

@@ -26,11 +26,10 @@ _recent: deque[str] = deque(maxlen=1000)
 
 
 def configure(level: str, form: LogFormat = "text", write: Callable[[str], None] | None = None) -> None:
-    """Log messages of at least `level` (debug, info, warning, error) to standard error, or with `write` if it is given.
-    Replaces any earlier configuration."""
+    """Log messages of at least `level` (debug, info, warning, error) to standard error, or with `write`, which gets them
+    without the last line end. Replaces any earlier configuration."""
     formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
-    handlers = [_StandardError() if write is None else _Lines(write), _Recent()]
-    limited = LimitedHandler(handlers)
+    limited = LimitedHandler([_Passing(write or _standard_error()), _Passing(_recent.append)])
     limited.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [limited]
@@ -69,33 +68,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-class _Lines(logging.Handler):
-    """Passes each line to a function."""
+class _Passing(logging.Handler):
+    """Passes each formatted message, of several lines if it has a traceback, to a function; what that cannot write is lost."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        for line in self.format(record).split("\n"):  # several, if there is a traceback
-            self._write(line)
-
-
-class _StandardError(logging.Handler):
-    """Writes lines to standard error; lines that cannot be written are lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._output = Output(sys.stderr)
-
-    def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: standard error is closed
-            self._output.write(self.format(record) + "\n")
+            self._write(self.format(record))
 
 
-class _Recent(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _recent.append(self.format(record))
+def _standard_error() -> Callable[[str], None]:
+    output = Output(sys.stderr)
+    return lambda text: output.write(text + "\n")
 
 
 def _attempt(args: Any) -> dict[str, Any]:

@@ -121,12 +121,16 @@ class KvEventPublisher:
             while True:
                 try:
                     wait_s = await self._round()
-                    self._note(None)
+                    self._away = False
                 except UNREACHABLE as error:
                     # The entry may have been written: no later entry may reuse a number that a router has read.
                     self._up_to_date = False
                     self.last_entry += _LEAP
-                    self._note(short(error))
+                    if not self._away:
+                        log.warning(
+                            "Redis is unavailable (%s); this node's blocks will be published again later", short(error)
+                        )
+                    self._away = True
                     await forget_connections(self._client)
                     wait_s = _RETRY_S
                 honour_cancellation()
@@ -200,8 +204,3 @@ class KvEventPublisher:
         self._renewal_due_s = now_s + until_next(self._lease_s / 3, now_s)
         self.last_entry, self._published = answer, count
         return True
-
-    def _note(self, error: str | None) -> None:
-        if error is not None and not self._away:
-            log.warning("Redis is unavailable (%s); this node's blocks will be published again later", error)
-        self._away = error is not None

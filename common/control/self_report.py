@@ -80,19 +80,15 @@ class SelfReport:
         wanted = call.body.get("dial", [])
         if not isinstance(wanted, list) or len(cast("list[Any]", wanted)) > _MAX_ADDRESSES:
             raise BadRequest(f"dial must be a list of at most {_MAX_ADDRESSES} addresses", param="dial")
+        valid = None if self._tls_dir is None else certificate_validity(self._tls_dir)
         found = await asyncio.gather(*(_dial(str(address)) for address in cast("list[Any]", wanted)))
         return {
             **process_facts(),
             "versions": self._versions,
             **self._devices(),
-            "certificate_ends": self._certificate_ends(),
+            "certificate_ends": None if valid is None else valid.ends.timestamp(),
             "unreachable": {name: why for name, why in found if why},
         }
-
-    def _certificate_ends(self) -> float | None:
-        """Unix time; None without certificates."""
-        valid = None if self._tls_dir is None else certificate_validity(self._tls_dir)
-        return None if valid is None else valid.ends.timestamp()
 
     async def _record(self, call: Call) -> bytes:
         """Record a profile of the next `seconds`, compressed by gzip."""

@@ -97,18 +97,15 @@ class Authority:
     def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> bool:
         """Write a new key and certificate of a service into `folder`; they replace earlier ones.
 
-        Returns whether it ends before `days` have passed, as it ends with the authority. Raises: ConfigError if the folder
+        Returns whether it ends before `days` have passed, because the authority ends then. Raises: ConfigError if the folder
         cannot be written, or the authority has ended.
         """
         wanted = _now() + datetime.timedelta(days=days)
         if self.ends <= _now():
             raise ConfigError(f"the authority in {self.folder} ended on {self.ends:%Y-%m-%d}: `kvrelay keys renew` it")
         key = ec.generate_private_key(ec.SECP256R1())
-        public = key.public_key()
         builder = (
-            _builder(_name(name), self._certificate.subject, public, min(wanted, self.ends))
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
+            _builder(_name(name), self._certificate.subject, key.public_key(), min(wanted, self.ends))
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 critical=False,
@@ -201,18 +198,33 @@ class Authority:
 
 def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name, public = _name("kvrelay certificate authority"), key.public_key()
-    builder = (
-        _builder(name, name, public, _now() + datetime.timedelta(days=_CA_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
+    return (
+        _builder(name, name, public, _now() + datetime.timedelta(days=_CA_DAYS), is_authority=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
     )
-    return builder.sign(key, hashes.SHA256())
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, until: datetime.datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    until: datetime.datetime,
+    *,
+    is_authority: bool = False,
 ) -> x509.CertificateBuilder:
+    """What all certificates have."""
+    unused = (
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "encipher_only",
+        "decipher_only",
+    )
+    usage = x509.KeyUsage(
+        digital_signature=True, key_cert_sign=is_authority, crl_sign=is_authority, **dict.fromkeys(unused, False)
+    )
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -221,20 +233,8 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(_now() - _BACKDATED)
         .not_valid_after(until)
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(usage, critical=True)
     )
 
 

@@ -43,9 +43,10 @@ class Console:
         colour = self._colours.get(name)
         self.plain(f"\x1b[{colour}m{prefix}\x1b[0m {line}" if colour else f"{prefix} {line}")
 
-    def log_line(self, line: str) -> None:
-        """One line of the log of the supervisor's process."""
-        self.child_line(_OWN_NAME, line)
+    def log_line(self, text: str) -> None:
+        """One message of the log of the supervisor's process; one with a traceback has several lines."""
+        for line in text.split("\n"):
+            self.child_line(_OWN_NAME, line)
 
     def say(self, line: str) -> None:
         """One line of the supervisor."""
