@@ -43,16 +43,9 @@ class Console:
         colour = self._colours.get(name)
         self.plain(f"\x1b[{colour}m{prefix}\x1b[0m {line}" if colour else f"{prefix} {line}")
 
-    def log_line(self, line: str) -> None:
-        """One line of the log of the supervisor's process."""
-        self.child_line(_OWN_NAME, line)
-
     def say(self, line: str) -> None:
-        """One line of the supervisor."""
-        if self._as_json:
-            self._json(_OWN_NAME, line)
-            return
-        self.plain(f"{_OWN_NAME:<{self._width}} | {line}")
+        """One line of the supervisor, or of the log of its process."""
+        self.child_line(_OWN_NAME, line)
 
     def _json(self, name: str, line: str) -> None:
         service = json.dumps({"service": name})
