@@ -15,7 +15,7 @@ from kvrelay.load.summary import STATISTICS
 
 _LATE_S = 0.01
 _CACHED_BEFORE = 0.5
-"""Share of the unique tokens that were cached from which on it is reported; words of a chat may be fewer tokens than words."""
+"""A warning is shown if a larger share of the unique tokens was cached. Not 0: a chat's words may be fewer tokens than words."""
 
 
 def run(result: Mapping[str, Any]) -> RenderableType:
