@@ -59,14 +59,17 @@ def measure(workload: Workload, title: str) -> LoadRun:
             figures.take(outcome)
             progress.advance()
 
-        runner = LoadRunner(workload, 0, take)
+        # Each runner has one event loop, to which its connections belong.
         try:
             if plan.warmup:
-                run(runner.warm_up())
+                run(LoadRunner(workload, 0, take).warm_up())
         except RequestFailed as error:
             raise LoadFailed(str(error)) from error
         try:
-            run(runner.run(time.perf_counter()) if plan.processes == 1 else run_on_children(plan, take))
+            if plan.processes == 1:
+                run(LoadRunner(workload, 0, take).run(time.perf_counter()))
+            else:
+                run(run_on_children(plan, take))
         except KeyboardInterrupt:  # the first one ends the run but keeps the report
             interrupted = True
     return LoadRun(sorted(outcomes, key=lambda outcome: outcome.number), interrupted)
