@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
@@ -77,8 +76,10 @@ class ApiClient:
         attempts: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`timeout_s`: of one attempt. `attempts`: of one request. Raises: ServerUnreachable for a malformed URL; ConfigError for a
-        malformed key."""
+        """`timeout_s`: of one attempt. `attempts`: of one request.
+
+        Raises: ServerUnreachable for a malformed URL; ConfigError for a malformed key.
+        """
         self.url = base_url(_checked(url))
         self._attempts = attempts
         self._timeout_s = timeout_s
@@ -94,9 +95,7 @@ class ApiClient:
     async def __aenter__(self) -> ApiClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
@@ -130,9 +129,11 @@ class ApiClient:
                     raise ServerUnreachable(f"{self.url} does not answer: {reason}") from None
                 asked: Mapping[str, str] = {}
             else:
-                answer, asked = _answer(response), response.headers
-                counts = not _says_when(response) or time.monotonic() >= patient_until_s
-                if counts and (last or not _is_retried(response.status_code, answer)):
+                answer, asked, status = _answer(response), response.headers, response.status_code
+                says_when = status == HTTPStatus.TOO_MANY_REQUESTS and "retry-after" in asked
+                counts = not says_when or time.monotonic() >= patient_until_s
+                is_retried = status in _RETRIED or (status == _GATEWAY_TIMEOUT and answer is None)
+                if counts and (last or not is_retried):
                     if answer is None:
                         raise _not_an_answer(response)
                     return answer
@@ -179,15 +180,6 @@ def _answer(response: httpx.Response) -> ApiAnswer | None:
     if not isinstance(body, dict):
         return None
     return ApiAnswer(response.status_code, response.headers.get("x-request-id", ""), cast("dict[str, Any]", body))
-
-
-def _is_retried(status: int, answer: ApiAnswer | None) -> bool:
-    return status in _RETRIED or (status == _GATEWAY_TIMEOUT and answer is None)
-
-
-def _says_when(response: httpx.Response) -> bool:
-    """Whether it is a 429 that names the time to wait."""
-    return response.status_code == HTTPStatus.TOO_MANY_REQUESTS and "retry-after" in response.headers
 
 
 def _not_an_answer(response: httpx.Response) -> NotAnApiAnswer:

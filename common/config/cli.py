@@ -276,8 +276,20 @@ def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
     return rows
 
 
+class _CheckedGroup(typer.core.TyperGroup):
+    """Its commands run in `run_checked`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        return run_checked(partial(super().invoke, ctx))
+
+
 def command_group(name: str, help: str) -> typer.Typer:
-    """The app of a command with subcommands: `kvrelay NAME COMMAND`."""
+    """The app of a command with subcommands: `kvrelay NAME COMMAND`. Errors of the commands end the process as in `run_checked`."""
     return typer.Typer(
-        name=name, help=flowing(help), no_args_is_help=True, context_settings=CONTEXT_SETTINGS, **_APP_SETTINGS
+        name=name,
+        cls=_CheckedGroup,
+        help=flowing(help),
+        no_args_is_help=True,
+        context_settings=CONTEXT_SETTINGS,
+        **_APP_SETTINGS,
     )

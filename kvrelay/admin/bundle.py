@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from common.base.files import write_whole
-from common.config.cli import run_checked
 from kvrelay.admin.check import examine, own_version
 from kvrelay.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
 from kvrelay.admin.options import Url, check_output, file_name
@@ -32,22 +31,18 @@ def support_bundle(
 
     It has no prompts, no answers, no keys, tokens or passwords.
     """
-
-    def act() -> None:
-        file = output or Path(f"kvrelay-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-        check_output(file)
-        parts = collect(url)
-        archived = io.BytesIO()
-        with tarfile.open(fileobj=archived, mode="w:gz") as archive:
-            for name, content in parts.items():
-                data = json.dumps(content, indent=1, default=str).encode()
-                entry = tarfile.TarInfo(f"kvrelay-support/{name}.json")
-                entry.size, entry.mtime = len(data), int(time.time())
-                archive.addfile(entry, io.BytesIO(data))
-        write_whole(file, archived.getvalue())
-        print(f"{file}: {len(parts)} files; look through it before you send it")
-
-    run_checked(act)
+    file = output or Path(f"kvrelay-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    check_output(file)
+    parts = collect(url)
+    archived = io.BytesIO()
+    with tarfile.open(fileobj=archived, mode="w:gz") as archive:
+        for name, content in parts.items():
+            data = json.dumps(content, indent=1, default=str).encode()
+            entry = tarfile.TarInfo(f"kvrelay-support/{name}.json")
+            entry.size, entry.mtime = len(data), int(time.time())
+            archive.addfile(entry, io.BytesIO(data))
+    write_whole(file, archived.getvalue())
+    print(f"{file}: {len(parts)} files; look through it before you send it")
 
 
 def collect(url: str | None) -> dict[str, Any]:
@@ -61,15 +56,14 @@ def collect(url: str | None) -> dict[str, Any]:
         }
     }
     urls, _ = router_urls(url, os.environ)
-    places = {service.name: (service, base) for service, base in zip(routers, urls, strict=True)}
-    places |= {node.name: (node, str(node.known.get("admin_address", ""))) for node in nodes}
-    for name, (service, base) in ((file_name(name), place) for name, place in places.items()):
+    places = [*zip(routers, urls, strict=True), *((node, str(node.known.get("admin_address", ""))) for node in nodes)]
+    for service, base in places:
+        name = file_name(service.name)
         parts[f"{name}/status"] = {"known": service.known, "status": service.status, "facts": service.facts}
         if service.silent:
             parts[f"{name}/silent"] = service.silent
             continue
-        paths = ["/config", "/logs"] + [f"/requests?limit={_REQUESTS}"] * (service.role == "router")
-        for path in paths:
+        for path in ("/config", "/logs", *([f"/requests?limit={_REQUESTS}"] * (service.role == "router"))):
             try:
                 answer = client.get(path, base=base, timeout_s=10.0)
             except (AdminUnreachable, AdminRefused) as error:

@@ -11,8 +11,7 @@ from typing import Any
 
 import typer
 
-from common.config.cli import run_checked
-from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect, router_urls
+from kvrelay.admin.client import AdminRefused, AdminUnreachable, connect, router_urls
 from kvrelay.admin.options import Json, Url, print_answer
 from router.findings import ServiceReport, find
 
@@ -25,16 +24,12 @@ def check(url: Url = None, as_json: Json = False) -> None:
 
     Each finding comes with its remedy. Exit code 1 if something was found, 3 if no router answers.
     """
-
-    def act() -> None:
-        routers, nodes = examine(url)
-        found = find(routers, nodes, own_version())
-        about = {"routers": len(routers), "nodes": len(nodes), "findings": [each._asdict() for each in found]}
-        print_answer(about, as_json, lambda show, answer: show.findings(answer))
-        if found:
-            raise typer.Exit(_FOUND)
-
-    run_checked(act)
+    routers, nodes = examine(url)
+    found = find(routers, nodes, own_version())
+    about = {"routers": len(routers), "nodes": len(nodes), "findings": [each._asdict() for each in found]}
+    print_answer(about, as_json, lambda show, answer: show.findings(answer))
+    if found:
+        raise typer.Exit(_FOUND)
 
 
 def own_version() -> str:
@@ -54,25 +49,26 @@ def examine(url: str | None) -> tuple[list[ServiceReport], list[ServiceReport]]:
     addresses = [address for each in places.values() for address in each]
     urls, _ = router_urls(url, os.environ)
 
-    def ask_router(base: str) -> ServiceReport:
+    def ask(service: ServiceReport) -> ServiceReport:
+        """Fill in what the service says. A router has its address as its name until it has answered."""
         try:
-            status = client.get("/status", base=base)
-        except (AdminUnreachable, AdminRefused) as error:
-            return _silenced(ServiceReport(base, "router"), error)
-        return _ask(client, base, ServiceReport(str(status["router_id"]), "router", status=status), addresses)
-
-    def ask_node(node: Mapping[str, Any]) -> ServiceReport:
-        service = ServiceReport(str(node["node_id"]), str(node["role"]), known=node)
-        try:
-            base = client.address_of(node)
+            is_router = service.role == "router"
+            base = service.name if is_router else client.address_of(service.known)
             service.status = client.get("/status", base=base)
+            if is_router:
+                service.name = str(service.status["router_id"])
+            dial = [each for each in addresses if each not in places.get(service.name, ())]
+            before_s = time.time()
+            service.facts = client.post("/facts", {"dial": dial}, base=base)
+            after_s, then_s = time.time(), float(service.facts["time"])
+            service.skew_s = max(0.0, then_s - after_s) or min(0.0, then_s - before_s)
         except (AdminUnreachable, AdminRefused) as error:
-            return _silenced(service, error)
-        return _ask(client, base, service, [each for each in addresses if each not in places[service.name]])
+            service.silent, service.closed = error.message, isinstance(error, AdminRefused)
+        return service
 
     with ThreadPoolExecutor(max(1, min(32, len(urls) + len(known)))) as threads:
-        routers = threads.map(ask_router, urls)
-        nodes = threads.map(ask_node, known.values())
+        routers = threads.map(ask, [ServiceReport(url, "router") for url in urls])
+        nodes = threads.map(ask, [ServiceReport(name, str(node["role"]), known=node) for name, node in known.items()])
         return list(routers), list(nodes)
 
 
@@ -80,21 +76,3 @@ def _tcp_addresses(node: Mapping[str, Any]) -> list[str]:
     """Where others connect to a node: its control address and the addresses that take KV over TCP."""
     data = " ".join(node["data_addresses"]).split()
     return [node["control_address"], *(address for address in data if "+tcp://" in address)]
-
-
-def _ask(client: AdminClient, base: str, service: ServiceReport, dial: list[str]) -> ServiceReport:
-    """Add the service's facts."""
-    before_s = time.time()
-    try:
-        service.facts = client.post("/facts", {"dial": dial}, base=base)
-    except (AdminUnreachable, AdminRefused) as error:
-        return _silenced(service, error)
-    after_s = time.time()
-    then_s = float(service.facts["time"])
-    service.skew_s = max(0.0, then_s - after_s) or min(0.0, then_s - before_s)
-    return service
-
-
-def _silenced(service: ServiceReport, error: AdminUnreachable | AdminRefused) -> ServiceReport:
-    service.silent, service.closed = error.message, isinstance(error, AdminRefused)
-    return service

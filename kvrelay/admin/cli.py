@@ -8,10 +8,10 @@ from urllib.parse import quote
 import typer
 
 from common.config.cli import command_group, flowing
-from kvrelay.admin import control, prompts
 from kvrelay.admin.bundle import support_bundle
 from kvrelay.admin.check import check
 from kvrelay.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
+from kvrelay.admin.control import drain, plan, scale, undrain
 from kvrelay.admin.experts import experts
 from kvrelay.admin.flip import flip
 from kvrelay.admin.lora import lora
@@ -33,6 +33,14 @@ certificates (KVRELAY_TLS_DIR).
 """
 
 app = command_group("admin", _HELP)
+
+Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", callback=check_text, help="Prompt text.")]
+Tokens = Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="Prompt as token ids.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user message in a chat.")]
+Salt = Annotated[str, typer.Option("--cache-salt", callback=check_text, help="cache_salt of the request.")]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", callback=check_text, help="Model, where several are served.")
+]
 
 
 @app.command("nodes")
@@ -61,9 +69,8 @@ def node(name: NodeName, url: Url = None, as_json: Json = False, everything: Eve
             known = {key: value for key, value in known.items() if key != "load"}  # the node's own report is newer
         if not everything:
             return show.node(known, says)
-        return show.group(
-            show.properties("as the router sees it", known), show.properties("as it reports itself", says)
-        )
+        tables = {"as the router sees it": known, "as it reports itself": says}
+        return show.Group(*map(show.properties, tables, tables.values()))
 
     show_answer(url, as_json, fetch, render)
 
@@ -107,21 +114,58 @@ def request(
         url,
         as_json,
         lambda client: client.get(f"/requests/{quote(request_id, safe='')}"),
-        lambda show, answer: show.group(*(show.story(each) for each in answer.get("choices", [answer]))),
+        lambda show, answer: show.Group(*(show.story(each) for each in answer.get("choices", [answer]))),
     )
 
 
-app.command("route")(prompts.route)
-app.command("blocks")(prompts.blocks)
-app.command("watch")(watch)
-app.command("check", help=flowing(check.__doc__ or ""))(check)
-app.command("experts")(experts)
-app.command("profile", help=flowing(profile.__doc__ or ""))(profile)
-app.command("support-bundle", help=flowing(support_bundle.__doc__ or ""))(support_bundle)
-app.command("drain")(control.drain)
-app.command("undrain")(control.undrain)
-app.command("scale")(control.scale)
-app.command("plan")(control.plan)
-app.command("flip", help=flowing(flip.__doc__ or ""))(flip)
-app.command("roll", help=flowing(roll.__doc__ or ""))(roll)
+@app.command("route")
+def route(
+    prompt: Prompt = None,
+    tokens: Tokens = None,
+    chat: Chat = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=0, help="Maximum length of the answer in tokens.")
+    ] = 16,
+    cache_salt: Salt = "",
+    session: Annotated[
+        str, typer.Option("--session", callback=check_text, help="Session key, for the policy `session`.")
+    ] = "",
+    model: Model = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Show where a request would go now, with the score of every candidate; nothing is sent to any node."""
+    body = {"prompt": _prompt(prompt, tokens), "chat": chat, "cache_salt": cache_salt, "model": model}
+    body |= {"max_tokens": max_tokens, "session": session}
+    show_answer(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
+
+
+@app.command("blocks")
+def blocks(
+    prompt: Prompt = None,
+    tokens: Tokens = None,
+    chat: Chat = False,
+    cache_salt: Salt = "",
+    model: Model = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Show how many leading KV blocks of a prompt each node holds."""
+    body = {"prompt": _prompt(prompt, tokens), "chat": chat, "cache_salt": cache_salt, "model": model}
+    show_answer(url, as_json, lambda client: client.post("/blocks", body), lambda show, answer: show.blocks(answer))
+
+
+_IN_OTHER_FILES = (watch, check, experts, profile, support_bundle, drain, undrain, scale, plan, flip, roll)
+for command in _IN_OTHER_FILES:
+    app.command(help=flowing(command.__doc__ or ""))(command)
 app.add_typer(lora)
+
+
+def _prompt(text: str | None, tokens: str | None) -> str | list[int]:
+    """The prompt of `--prompt` or `--tokens`. Raises: BadParameter."""
+    if (text is None) == (tokens is None):
+        raise typer.BadParameter("give either --prompt or --tokens")
+    try:
+        return text or [int(token) for token in (tokens or "").split(",") if token.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None

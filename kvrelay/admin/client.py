@@ -275,10 +275,12 @@ def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]
 
 
 def _on_this_machine(clusters: list[RunningCluster], url: str) -> tuple[str, str]:
-    """The admin URL of the router that has `url`, and its cluster's token; `url` and "" if no `kvrelay up` of this user has."""
-    for cluster in clusters:
-        if (own := _admin_url(cluster, url)) is not None:
-            return own, cluster.token
+    """The admin URL of the router that has `url` for its clients or for its admin port, and its cluster's token; `url` and "" if
+    it is none of this user's `kvrelay up`."""
+    for each in (url, url.replace("//localhost:", "//127.0.0.1:")):
+        for cluster in clusters:
+            if each in cluster.routers or each in cluster.routers.values():
+                return cluster.routers.get(each, each), cluster.token
     return url, ""
 
 
@@ -288,16 +290,6 @@ def _is_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port >= 0)
     except ValueError:  # unbalanced bracket, or a port that is none: http.client would take the rest of 65536
         return False
-
-
-def _admin_url(cluster: RunningCluster, url: str) -> str | None:
-    """The admin URL of the cluster's router that has `url` for its clients or for its admin port."""
-    for each in (url, url.replace("//localhost:", "//127.0.0.1:")):
-        if each in cluster.routers.values():
-            return each
-        if each in cluster.routers:
-            return cluster.routers[each]
-    return None
 
 
 def _only_cluster(clusters: list[RunningCluster]) -> tuple[list[str], str]:

@@ -11,7 +11,7 @@ from common.base.errors import DeadlineExceeded
 from common.base.sentences import counted
 from common.cluster.desired_state import shown
 from kvrelay.admin.client import AdminClient, AdminRefused
-from kvrelay.admin.options import Json, NodeName, Url, check_seconds, say, show_answer
+from kvrelay.admin.options import Json, NodeName, Url, say, seconds_option, show_answer
 
 _POLL_S, _SAY_S = 0.25, 5.0
 _PATIENCE_S = 10.0
@@ -21,9 +21,7 @@ _PATIENCE_S = 10.0
 def drain(
     name: NodeName,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs on the node.")] = False,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="S", callback=check_seconds, help="Maximum seconds to wait.")
-    ] = 600.0,
+    timeout_s: Annotated[float, seconds_option("--timeout", "Maximum seconds to wait.")] = 600.0,
     url: Url = None,
     as_json: Json = False,
 ) -> None:

@@ -35,7 +35,7 @@ def experts(
             raise AdminIncomplete("; ".join(error.message for error in failed), answers, failed[0].exit_code)
         return answers
 
-    show_answer(url, as_json, fetch, lambda show, answer: show.group(*(_node(show, *each) for each in answer.items())))
+    show_answer(url, as_json, fetch, lambda show, answer: show.Group(*(_node(show, *each) for each in answer.items())))
 
 
 def _node(show: Any, name: str, says: Mapping[str, Any]) -> Any:
@@ -58,4 +58,4 @@ def _node(show: Any, name: str, says: Mapping[str, Any]) -> Any:
     ]
     pending = f", {says['pending']} layers of the last plan still to come" if says["pending"] else ""
     title = f"{name}: threshold {says['threshold']:g}, {says['redundant']} redundant slots{pending}"
-    return show.group(show.records(title, layers), show.records("plans", plans))
+    return show.Group(show.records(title, layers), show.records("plans", plans))

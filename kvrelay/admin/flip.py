@@ -5,40 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from common.base.errors import KvRelayError
-from common.cluster.desired_state import OTHER
-from common.config.cli import run_checked
 from kvrelay.admin.client import AdminClient, AdminRefused, AdminUsage, pick_node
-from kvrelay.admin.options import Json, StartTimeout, Url, check_seconds, print_answer, say
+from kvrelay.admin.options import Json, StartTimeout, Url, print_answer, say, seconds_option
 from kvrelay.admin.roll import ReachedCluster, poll
-
-if TYPE_CHECKING:
-    from common.control.messages import Role
+from kvrelay.admin.roll_plan import KnownService, node_service
 
 _ANSWER_S = 30.0
 """Time for a node to compute what it would be in the other role."""
-
-
-@dataclass(frozen=True)
-class FlippedNode:
-    """A node that is to change its role."""
-
-    name: str
-    role: Role
-    """The role that it has before the change."""
-    model: str
-    incarnation: str
-
-    @classmethod
-    def of(cls, known: Mapping[str, Any]) -> FlippedNode:
-        """As a router lists it."""
-        return cls(known["node_id"], known["role"], known["model"], known["incarnation"])
 
 
 def flip(
@@ -50,11 +29,8 @@ def flip(
     ],
     timeout_s: Annotated[
         float,
-        typer.Option(
-            "--timeout",
-            metavar="S",
-            callback=check_seconds,
-            help="Seconds for a node's requests to end; those that are left then go on at other nodes.",
+        seconds_option(
+            "--timeout", "Seconds for a node's requests to end; those that are left then go on at other nodes."
         ),
     ] = 600.0,
     start_timeout_s: StartTimeout = 300.0,
@@ -67,12 +43,8 @@ def flip(
     A node keeps its id and its new role, also when it restarts. The last node of a role cannot change. Of two nodes, the
     first one gets its role back if the second cannot change.
     """
-
-    def act() -> None:
-        done = Flip(ReachedCluster(url), timeout_s, start_timeout_s).run(names)
-        print_answer(done, as_json, lambda show, rows: show.records("changed", rows))
-
-    run_checked(act)
+    done = Flip(ReachedCluster(url), timeout_s, start_timeout_s).run(names)
+    print_answer(done, as_json, lambda show, rows: show.records("changed", rows))
 
 
 class Flip:
@@ -87,7 +59,7 @@ class Flip:
         *,
         wanted: bool = False,
     ) -> None:
-        """wanted: the numbers of nodes that are wanted say so; else they change with the roles."""
+        """wanted: the change follows the wanted numbers of nodes; else they change with the roles."""
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -101,26 +73,26 @@ class Flip:
         Raises: AdminRefused, AdminUnreachable, AdminUsage, DeadlineExceeded. Then no role is changed, unless it says so.
         """
         nodes = self._cluster.nodes(self._cluster.routers()[0])
-        order = in_order([FlippedNode.of(pick_node(nodes, name)) for name in names], nodes)
+        order = in_order([node_service(pick_node(nodes, name)) for name in names], nodes)
         first = self._flip(order[0], more=len(order) > 1)
         if len(order) == 1:
             return [first]
         try:
             return [first, self._flip(order[1], more=False)]
         except KvRelayError as error:
-            raise AdminRefused(f"{error.message}; {self._undo(order[0])}") from error
+            raise AdminRefused(f"{error.message}; {self._undo(order[0], first['is'])}") from error
 
-    def _undo(self, node: FlippedNode) -> str:
-        """Give a node its old role again. Returns a sentence about it."""
+    def _undo(self, node: KnownService, now: str) -> str:
+        """Give a node, which has the role `now`, its old role again. Returns a sentence about it."""
         self._tell(f"{node.name} becomes a {node.role} node again")
         try:
             nodes = self._cluster.nodes(self._cluster.routers()[0])
-            self._flip(FlippedNode.of(pick_node(nodes, node.name)), more=False)
+            self._flip(node_service(pick_node(nodes, node.name)), more=False)
         except KvRelayError as error:
-            return f"and {node.name} stays a {OTHER[node.role]} node: {error.message}"
+            return f"and {node.name} stays a {now} node: {error.message}"
         return f"{node.name} is a {node.role} node again"
 
-    def _flip(self, node: FlippedNode, *, more: bool) -> dict[str, Any]:
+    def _flip(self, node: KnownService, *, more: bool) -> dict[str, Any]:
         started_s = time.monotonic()
         routers = self._cluster.routers()
         for router in routers:
@@ -155,7 +127,7 @@ class Flip:
             "now": new,
         }
 
-    def _check_goes_on(self, node: FlippedNode, address: str) -> None:
+    def _check_goes_on(self, node: KnownService, address: str) -> None:
         """Raises: RoleKept if the node does not drain any more, still in its old role."""
         status = self._cluster.client(address).get("/status")
         if status["incarnation"] == node.incarnation and status.get("flips_to") is None and not status["draining"]:
@@ -166,8 +138,8 @@ class RoleKept(AdminRefused):
     """The node has its old role for good."""
 
 
-def in_order(picked: Sequence[FlippedNode], nodes: Sequence[Mapping[str, Any]]) -> list[FlippedNode]:
-    """The nodes in the order of their change: first that of the role that has more usable nodes.
+def in_order(picked: Sequence[KnownService], nodes: Sequence[Mapping[str, Any]]) -> list[KnownService]:
+    """The nodes in the order of their change: first the one with more companions.
 
     Raises: AdminUsage, AdminRefused.
     """
@@ -179,23 +151,22 @@ def in_order(picked: Sequence[FlippedNode], nodes: Sequence[Mapping[str, Any]]) 
             raise AdminUsage(
                 f"{picked[0].name} and {picked[1].name} cannot change places: name a prefill and a decode node"
             )
-        return sorted(picked, key=lambda node: -_usable(node.role, node.model, nodes))
+        return sorted(picked, key=lambda node: -len(companions(node, nodes)))
     if len(picked) != 1:
         raise AdminUsage("name one node, or a prefill and a decode node that change places")
     return list(picked)
 
 
-def check_others(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> None:
+def check_others(node: KnownService, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Raises: AdminRefused if no other usable node has the role of `node`."""
     if not companions(node, nodes):
         raise AdminRefused(f"{node.name} is the only usable {node.role} node of {node.model}: it must keep its role")
 
 
-def companions(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def companions(node: KnownService, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The other usable nodes of its role and model."""
-    return [
-        each for each in nodes if each["incarnation"] != node.incarnation and _is_usable(node.role, node.model, each)
-    ]
+    usable = [each for each in nodes if each["usable"] and each["incarnation"] != node.incarnation]
+    return [each for each in usable if (each["role"], each["model"]) == (node.role, node.model)]
 
 
 def _takes_work(reached: AdminClient, known: Mapping[str, Any]) -> bool:
@@ -206,7 +177,7 @@ def _takes_work(reached: AdminClient, known: Mapping[str, Any]) -> bool:
         return False
 
 
-def changed(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+def changed(node: KnownService, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """The incarnation of the node in its new role; None if it is not usable yet.
 
     Raises: RoleKept if it has started again in its old role.
@@ -217,11 +188,3 @@ def changed(node: FlippedNode, nodes: Sequence[Mapping[str, Any]]) -> str | None
                 raise RoleKept(f"{node.name} ended while it changed its role, and is a {node.role} node again")
             return str(each["incarnation"])
     return None
-
-
-def _usable(role: str, model: str, nodes: Sequence[Mapping[str, Any]]) -> int:
-    return sum(_is_usable(role, model, each) for each in nodes)
-
-
-def _is_usable(role: str, model: str, known: Mapping[str, Any]) -> bool:
-    return bool(known["usable"]) and (known["role"], known["model"]) == (role, model)

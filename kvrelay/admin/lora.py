@@ -81,10 +81,7 @@ def _on_nodes(
             say("the router does not know it yet: can the nodes and the router reach Redis?")
         return answers
 
-    def render(show: Any, answer: dict[str, Any]) -> Any:
-        return show.group(*(show.properties(node, says) for node, says in answer.items()))
-
-    show_answer(url, as_json, fetch, render)
+    show_answer(url, as_json, fetch, lambda show, answer: show.Group(*map(show.properties, answer, answer.values())))
 
 
 def _router_knows(client: AdminClient, nodes: set[str], until: Callable[[list[str]], bool]) -> bool:

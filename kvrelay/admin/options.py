@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import ConfigError, KvRelayError
-from common.config.cli import IO_ERROR, check_writable, run_checked
+from common.config.cli import IO_ERROR, check_writable
 from common.config.sources import ADMIN_URL_VARIABLE
 from kvrelay.admin.client import AdminClient, AdminIncomplete, connect
 
@@ -53,6 +53,11 @@ def check_seconds(value: float) -> float:
     return value
 
 
+def seconds_option(name: str, help: str) -> Any:
+    """The option `name` for a duration."""
+    return typer.Option(name, metavar="S", callback=check_seconds, help=help)
+
+
 Url = Annotated[
     str | None,
     typer.Option(
@@ -62,12 +67,7 @@ Url = Annotated[
         help="Admin address of a router, or of several, separated by commas.",
     ),
 ]
-StartTimeout = Annotated[
-    float,
-    typer.Option(
-        "--start-timeout", metavar="S", callback=check_seconds, help="Seconds for a service to be usable again."
-    ),
-]
+StartTimeout = Annotated[float, seconds_option("--start-timeout", "Seconds for a service to be usable again.")]
 Everything = Annotated[bool, typer.Option("--all", help="Show everything that the router and the node report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]
@@ -80,17 +80,12 @@ def show_answer(
 
     Of an incomplete answer, the known part is printed before the command fails.
     """
-
-    def act() -> None:
-        client = connect(url, os.environ)
-        try:
-            answer = fetch(client)
-        except AdminIncomplete as error:
-            print_answer(error.answer, as_json, render)
-            raise
-        print_answer(answer, as_json, render)
-
-    run_checked(act)
+    try:
+        answer = fetch(connect(url, os.environ))
+    except AdminIncomplete as error:
+        print_answer(error.answer, as_json, render)
+        raise
+    print_answer(answer, as_json, render)
 
 
 def file_name(name: str) -> str:

@@ -13,11 +13,10 @@ from urllib.parse import urlsplit
 import typer
 
 from common.base.errors import DeadlineExceeded
-from common.config.cli import run_checked
 from common.config.sources import optional_variable
 from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
-from kvrelay.admin.options import Json, StartTimeout, Url, check_seconds, print_answer, say
-from kvrelay.admin.roll_plan import RestartedService, chosen, gaps, router_service, successor
+from kvrelay.admin.options import Json, StartTimeout, Url, print_answer, say, seconds_option
+from kvrelay.admin.roll_plan import KnownService, chosen, gaps, router_service, successor
 
 _POLL_S = 0.25
 _SAY_S = 5.0
@@ -37,16 +36,16 @@ class ReachedCluster:
         """A client with a budget of its own."""
         return AdminClient(url, self._token, tls_dir=optional_variable(os.environ, "tls_dir"))
 
-    def routers(self) -> list[RestartedService]:
+    def routers(self) -> list[KnownService]:
         """The routers at all addresses of the given names."""
-        found: dict[str, RestartedService] = {}
+        found: dict[str, KnownService] = {}
         for url in self._urls:
             for address in _addresses(url):
                 service = router_service(self.client(address).get("/status"), address)
                 found.setdefault(service.name, service)
         return list(found.values())
 
-    def nodes(self, router: RestartedService) -> list[dict[str, Any]]:
+    def nodes(self, router: KnownService) -> list[dict[str, Any]]:
         """The nodes as one router sees them."""
         return self.client(router.address).get("/nodes")["nodes"]
 
@@ -70,22 +69,14 @@ def roll(
         typer.Argument(metavar="ID", help="Only these: ids, or decode, prefill, router for all of a role."),
     ] = None,
     timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            metavar="S",
-            callback=check_seconds,
-            help="Seconds for the requests of a service to end before it restarts.",
-        ),
+        float, seconds_option("--timeout", "Seconds for the requests of a service to end before it restarts.")
     ] = 600.0,
     start_timeout_s: StartTimeout = 300.0,
     grace_s: Annotated[
         float,
-        typer.Option(
+        seconds_option(
             "--grace",
-            metavar="S",
-            callback=check_seconds,
-            help="Seconds between a router's failing health check and its first refusal: as long as a load balancer takes.",
+            "Seconds between a router's failing health check and its first refusal: as long as a load balancer takes.",
         ),
     ] = 0.0,
     force: Annotated[
@@ -99,12 +90,8 @@ def roll(
     Decode nodes first, then prefill nodes, then routers. Each ends with exit code 75; `kvrelay up`, a container's restart
     policy or systemd starts it again.
     """
-
-    def act() -> None:
-        done = Roll(ReachedCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
-        print_answer(done, as_json, lambda show, rows: show.records("restarted", rows))
-
-    run_checked(act)
+    done = Roll(ReachedCluster(url), timeout_s, start_timeout_s, grace_s).run(names or [], force=force)
+    print_answer(done, as_json, lambda show, rows: show.records("restarted", rows))
 
 
 class Roll:
@@ -129,26 +116,23 @@ class Roll:
         reached = self._cluster.client(routers[0].address)
         rows: list[dict[str, Any]] = []
         for service in services:
-            if service.role == "router":
-                rows.append(self._restart(service, service.address, self._await_router))
-                continue
-            now = self._cluster.nodes(routers[0])
-            if not force:  # another one may have died since
-                _refuse(gaps([service], now, len(routers)))
-            known = next((node for node in now if node["incarnation"] == service.incarnation), None)
-            if known is None:
-                raise AdminRefused(f"{service.name} has ended, or restarted by itself, since this began: run it again")
-            rows.append(self._restart(service, reached.address_of(known), self._await_node))
+            address = service.address
+            if service.role != "router":
+                now = self._cluster.nodes(routers[0])
+                if not force:  # another one may have died since
+                    _refuse(gaps([service], now, len(routers)))
+                known = next((node for node in now if node["incarnation"] == service.incarnation), None)
+                if known is None:
+                    raise AdminRefused(
+                        f"{service.name} has ended, or restarted by itself, since this began: run it again"
+                    )
+                address = reached.address_of(known)
+            rows.append(self._restart(service, address))
         return rows
 
-    def _restart(
-        self,
-        service: RestartedService,
-        address: str,
-        await_successor: Callable[[RestartedService], Callable[[], str | None]],
-    ) -> dict[str, Any]:
+    def _restart(self, service: KnownService, address: str) -> dict[str, Any]:
         started_s = time.monotonic()
-        find = await_successor(service)
+        find = self._new_router(service) if service.role == "router" else self._new_node(service)
         body = {"timeout_s": self._timeout_s, "grace_s": self._grace_s}
         self._cluster.client(address).post("/restart", body)
         limit_s = self._grace_s + self._timeout_s + self._start_timeout_s
@@ -164,8 +148,8 @@ class Roll:
             "now": new,
         }
 
-    def _await_node(self, service: RestartedService) -> Callable[[], str | None]:
-        """Whether every router can use the node's successor."""
+    def _new_node(self, service: KnownService) -> Callable[[], str | None]:
+        """A function that returns the incarnation of the node's successor once every router can use it, None before."""
         nodes = self._cluster.nodes(self._cluster.routers()[0])
         before = {node["incarnation"]: node["node_id"] for node in nodes}
 
@@ -175,8 +159,8 @@ class Roll:
 
         return find
 
-    def _await_router(self, service: RestartedService) -> Callable[[], str | None]:
-        """Whether another router has taken the place of this one, and can use as many nodes."""
+    def _new_router(self, service: KnownService) -> Callable[[], str | None]:
+        """A function that returns the name of this router's successor once it can use as many nodes, None before."""
         before = self._cluster.routers()
         usable = _usable(self._cluster.nodes(service))
 

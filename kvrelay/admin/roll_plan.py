@@ -12,8 +12,8 @@ _ORDER = {"decode": 0, "prefill": 1, "router": 2}
 
 
 @dataclass(frozen=True)
-class RestartedService:
-    """One process to restart."""
+class KnownService:
+    """One process of a cluster, as it was before a restart or a change of its role."""
 
     role: str
     """router, prefill or decode."""
@@ -23,50 +23,45 @@ class RestartedService:
     """Node id or router id."""
     incarnation: str
     """The incarnation, which is new at every start; for a router its id, which is new as well."""
-    address: str
-    """Admin URL."""
+    address: str = ""
+    """Admin URL; routers only."""
 
 
-def router_service(status: Mapping[str, Any], address: str) -> RestartedService:
+def router_service(status: Mapping[str, Any], address: str) -> KnownService:
     """The service behind a router's status."""
     name = str(status["router_id"])
-    return RestartedService("router", "", name, name, address)
+    return KnownService("router", "", name, name, address)
 
 
-def node_service(known: Mapping[str, Any], address: str) -> RestartedService:
+def node_service(known: Mapping[str, Any]) -> KnownService:
     """The service behind a node that a router lists."""
-    return RestartedService(known["role"], known["model"], known["node_id"], known["incarnation"], address)
+    return KnownService(known["role"], known["model"], known["node_id"], known["incarnation"])
 
 
-def chosen(
-    names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[RestartedService]
-) -> list[RestartedService]:
+def chosen(names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[KnownService]) -> list[KnownService]:
     """The services that `names` name, all if there are none, in the order of their restart: decode nodes, prefill nodes,
     routers. A name is a role, which means all services of it, or the id of a service or the beginning of one.
 
-    Nodes come without an address.
-
     Raises: AdminRefused for a name that is unknown or ambiguous.
     """
-    known = [*(node_service(node, "") for node in nodes), *routers]
+    known = [*map(node_service, nodes), *routers]
     picked = set(known) if not names else {each for name in names for each in _named(name, known, nodes)}
     return sorted(picked, key=lambda service: (_ORDER[service.role], service.name))
 
 
-def _named(name: str, known: Sequence[RestartedService], nodes: list[dict[str, Any]]) -> list[RestartedService]:
+def _named(name: str, known: Sequence[KnownService], nodes: list[dict[str, Any]]) -> list[KnownService]:
     if name in _ORDER:
         return [service for service in known if service.role == name]
     if name.startswith("router"):
-        found = [service for service in known if service.role == "router" and service.name.startswith(name)]
+        routers = [service for service in known if service.role == "router"]
+        found = [service for service in routers if service.name.startswith(name)]
         if len(found) != 1:
-            routers = ", ".join(service.name for service in known if service.role == "router")
-            raise AdminRefused(f"{name!r} is not one of the routers {routers}")
+            raise AdminRefused(f"{name!r} is not one of the routers {', '.join(each.name for each in routers)}")
         return found
-    incarnation = pick_node(nodes, name)["incarnation"]
-    return [service for service in known if service.incarnation == incarnation]
+    return [node_service(pick_node(nodes, name))]
 
 
-def gaps(services: Sequence[RestartedService], nodes: Sequence[Mapping[str, Any]], num_routers: int) -> list[str]:
+def gaps(services: Sequence[KnownService], nodes: Sequence[Mapping[str, Any]], num_routers: int) -> list[str]:
     """Why requests would fail while these services restart: one sentence for each service that is the only one of its kind.
 
     A model's only prefill node is none if the model has decode nodes: they compute prompts meanwhile.
@@ -83,7 +78,7 @@ def gaps(services: Sequence[RestartedService], nodes: Sequence[Mapping[str, Any]
     return found
 
 
-def successor(service: RestartedService, before: Mapping[str, str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+def successor(service: KnownService, before: Mapping[str, str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """The incarnation of the usable node that has taken the service's place: one of its role and model that is not in
     `before`, incarnations with their ids. A node's id may change with its start, but another known node that has restarted
     meanwhile is not it."""

@@ -35,27 +35,23 @@ def console() -> Console:
 class Fitted:
     """A table that leaves out columns, the last of `optional` first, until its rows fit in one line each."""
 
-    def __init__(
-        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], optional: Sequence[str], title: str = ""
-    ) -> None:
-        self._columns, self._rows, self._optional, self._title = columns, rows, optional, title
+    def __init__(self, rows: Sequence[Mapping[str, Any]], optional: Sequence[str], title: str = "") -> None:
+        """rows: at least one, each with all columns by their names."""
+        self._rows, self._optional, self._title = rows, optional, title
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left_out: list[str] = []
-        while True:
-            made = self._without(left_out)
-            rest = [name for name in self._optional if name not in left_out]
-            if not rest or Measurement.get(console, options.update(width=1000), made).maximum <= options.max_width:
-                break
-            left_out.append(rest[-1])
+        shown = len(self._optional)
+        made = self._without(self._optional[shown:])
+        while shown and Measurement.get(console, options.update(width=1000), made).maximum > options.max_width:
+            shown -= 1
+            made = self._without(self._optional[shown:])
         yield made
-        if left_out:
-            yield Text(f"not shown for want of width: {', '.join(reversed(left_out))}", "dim")
+        if left_out := self._optional[shown:]:
+            yield Text(f"not shown for want of width: {', '.join(left_out)}", "dim")
 
-    def _without(self, names: Sequence[str]) -> Table:
-        kept = [index for index, name in enumerate(self._columns) if name not in names]
-        columns = [self._columns[index] for index in kept]
-        return table(self._title, columns, [[row[index] for index in kept] for row in self._rows])
+    def _without(self, left_out: Sequence[str]) -> Table:
+        columns = [name for name in self._rows[0] if name not in left_out]
+        return table(self._title, columns, [[row[name] for name in columns] for row in self._rows])
 
 
 def cell(value: Any) -> Text:
@@ -86,33 +82,31 @@ def _is_number(value: Any) -> bool:
 
 def nodes(answer: Mapping[str, Any]) -> RenderableType:
     """`kvrelay admin nodes`."""
-    columns = ("node", "role", "model", "adapters", "state", "running", "waiting", "queued tokens", "KV used", "cached")
     rows = [_node_row(node) for node in answer["nodes"]]
     # The role stays: the id of a node that has changed it names an earlier one.
     optional = ("KV used", "hits", "queued tokens", "relayed", "model", "adapters", "cached")
-    shown = (*columns, "hits", "relayed", "answered")
-    return Fitted(shown, rows, optional) if rows else cell("the router knows no node")
+    return Fitted(rows, optional) if rows else cell("the router knows no node")
 
 
-def _node_row(node: Mapping[str, Any]) -> list[Any]:
+def _node_row(node: Mapping[str, Any]) -> dict[str, Any]:
     load = node["load"]
     blocks = load["kv_blocks_total"]
     age_s = node["answered_s_ago"]
-    return [
-        node["node_id"],
-        node["role"],
-        node["model"],
-        ", ".join(node["adapters"]),
-        _state(node),
-        load["running"],
-        load["waiting"],
-        load["queued_tokens"],
-        percent(load["kv_blocks_used"], blocks),
-        percent(load["kv_blocks_cached"], blocks),
-        percent(load["prefix_hits"], load["prefix_queries"]),
-        size(load["relayed_bytes"]),
-        None if age_s is None else ago(age_s),
-    ]
+    return {
+        "node": node["node_id"],
+        "role": node["role"],
+        "model": node["model"],
+        "adapters": ", ".join(node["adapters"]),
+        "state": _state(node),
+        "running": load["running"],
+        "waiting": load["waiting"],
+        "queued tokens": load["queued_tokens"],
+        "KV used": percent(load["kv_blocks_used"], blocks),
+        "cached": percent(load["kv_blocks_cached"], blocks),
+        "hits": percent(load["prefix_hits"], load["prefix_queries"]),
+        "relayed": size(load["relayed_bytes"]),
+        "answered": None if age_s is None else ago(age_s),
+    }
 
 
 def _state(node: Mapping[str, Any]) -> Text:
@@ -125,37 +119,27 @@ def _state(node: Mapping[str, Any]) -> Text:
 
 def requests(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
     """`kvrelay admin requests`."""
-    columns = (
-        "request",
-        "arrived",
-        "outcome",
-        "seconds",
-        "attempts",
-        "prefill",
-        "decode",
-        "tokens in",
-        "cached",
-        "out",
-    )
     rows = [_request_row(summary) for summary in summaries]
     optional = ("decode", "tokens in", "out", "prefill", "attempts", "cached")
-    return Fitted(columns, rows, optional) if rows else cell("no request yet")
+    return Fitted(rows, optional) if rows else cell("no request yet")
 
 
-def _request_row(summary: Mapping[str, Any]) -> list[Any]:
+def _request_row(summary: Mapping[str, Any]) -> dict[str, Any]:
     decision: dict[str, Any] = summary["last_decision"] or {}
     usage: dict[str, Any] = summary["usage"] or {}
     prefill = decision.get("prefill", {}).get("node") or (decision and "local")
-    return [
-        summary["request_id"],
-        ago(time.time() - summary["arrived_at"]),
-        summary["outcome"],
-        round(summary["duration_s"], 3),
-        summary["attempts"],
-        prefill or None,
-        decision.get("decode", {}).get("node"),
-        *(usage.get(name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")),
-    ]
+    return {
+        "request": summary["request_id"],
+        "arrived": ago(time.time() - summary["arrived_at"]),
+        "outcome": summary["outcome"],
+        "seconds": round(summary["duration_s"], 3),
+        "attempts": summary["attempts"],
+        "prefill": prefill or None,
+        "decode": decision.get("decode", {}).get("node"),
+        "tokens in": usage.get("prompt_tokens"),
+        "cached": usage.get("cached_tokens"),
+        "out": usage.get("completion_tokens"),
+    }
 
 
 def story(about: Mapping[str, Any]) -> RenderableType:
@@ -202,7 +186,7 @@ def blocks(answer: Mapping[str, Any]) -> RenderableType:
     whole = answer["prompt_blocks"]
     nodes = sorted(answer["nodes"], key=lambda node: (-node["blocks"], node["node"]))
     rows = [[node["node"], node["role"], f"{node['blocks']} of {whole}", _bar(node["blocks"], whole)] for node in nodes]
-    title = f"{counted(answer['prompt_tokens'], 'token')}, {counted(whole, 'block')}, of which a node holds the first"
+    title = f"{counted(answer['prompt_tokens'], 'token')}, {counted(whole, 'block')}; a node holds the first ones"
     return table(title, ("node", "role", "blocks", ""), rows) if rows else cell("no node is usable")
 
 
@@ -233,11 +217,6 @@ def findings(answer: Mapping[str, Any]) -> RenderableType:
     return Group(*lines, cell(f"{counted(len(answer['findings']), 'finding')}; {checked}"))
 
 
-def group(*parts: RenderableType) -> RenderableType:
-    """One part below the other."""
-    return Group(*parts)
-
-
 def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
     """Show any dictionary: its values in two columns, then each list of dictionaries as a table."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
@@ -256,8 +235,8 @@ _ONLY_WHOLE = {
 
 
 def node(known: Mapping[str, Any], says: Mapping[str, Any]) -> RenderableType:
-    """`kvrelay admin node` on one screen: without what is zero, empty, for builders or said twice. A breaker that is not closed is
-    shown."""
+    """`kvrelay admin node` on one screen: without zeros, empty values, `_ONLY_WHOLE` and what both say. A breaker that is not
+    closed is shown."""
     breaker = {} if known.get("breaker", {}).get("state", "closed") == "closed" else {"breaker": known["breaker"]}
     as_seen = {key: value for key, value in known.items() if key not in _ONLY_WHOLE} | breaker
     twice = {"layout", *(key for key, value in says.items() if known.get(key) == value)}
@@ -289,10 +268,9 @@ def records(title: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """A list of dictionaries as a table whose columns are their keys, as many as fit."""
     if not rows:
         return Text(f"{title}: none", "dim")
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    names = [column.replace("_", " ") for column in columns]
-    data = [[_one_line(row.get(column)) for column in columns] for row in rows]
-    return Fitted(names, data, names[_FIRST_COLUMNS:], title)
+    names = {key: key.replace("_", " ") for row in rows for key in row}
+    shown = [{name: _one_line(row.get(key)) for key, name in names.items()} for row in rows]
+    return Fitted(shown, list(names.values())[_FIRST_COLUMNS:], title)
 
 
 def _flat(about: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -9,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from common.config.cli import run_checked
 from kvrelay.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect
 from kvrelay.admin.options import Url
 
@@ -27,10 +27,6 @@ def watch(
     url: Url = None,
 ) -> None:
     """Show nodes and running requests, renewed each second. Where output is piped, one table after the other."""
-    run_checked(lambda: _watch(url, interval_s, count))
-
-
-def _watch(url: str | None, interval_s: float, count: int | None) -> None:
     from rich.live import Live
 
     from kvrelay.admin import show
@@ -38,40 +34,24 @@ def _watch(url: str | None, interval_s: float, count: int | None) -> None:
     console = show.console()
     client = connect(url, os.environ)
     view = show.overview(*_look(client))  # a cluster that does not answer at first is an error
-    with (
-        Live(view, console=console, screen=False, auto_refresh=False)
-        if console.is_terminal
-        else _Lines(console) as live
-    ):
-        live.update(view, refresh=True)
-        try:
-            for _ in itertools.count(1) if count is None else range(1, count):
-                time.sleep(interval_s)
-                try:
-                    client = _connect_again(url, client.url)
-                    view = show.overview(*_look(client))
-                except (AdminUnreachable, AdminRefused, AdminUsage) as error:
-                    live.update(show.group(view, show.cell(error.message)), refresh=True)
-                else:
-                    live.update(view, refresh=True)
-        except KeyboardInterrupt:
-            return
+    live = Live(view, console=console, auto_refresh=False) if console.is_terminal else None
 
+    def display(shown: Any) -> None:
+        if live is None:
+            console.print(shown)
+        else:
+            live.update(shown, refresh=True)
 
-class _Lines:
-    """Prints each view below the one before."""
-
-    def __init__(self, console: Any) -> None:
-        self._console = console
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, view: Any, *, refresh: bool) -> None:
-        self._console.print(view)
+    with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
+        display(view)
+        for _ in itertools.count(1) if count is None else range(1, count):
+            time.sleep(interval_s)
+            try:
+                client = _connect_again(url, client.url)
+                shown = view = show.overview(*_look(client))
+            except (AdminUnreachable, AdminRefused, AdminUsage) as error:
+                shown = show.Group(view, show.cell(error.message))
+            display(shown)
 
 
 def _connect_again(url: str | None, before: str) -> AdminClient:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import sys
-from collections.abc import Generator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from common.base.sentences import counted
 from common.config.cli import CONTEXT_SETTINGS, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 
@@ -31,120 +27,50 @@ Exit codes: 0 every request was answered, 1 some failed, 2 wrong usage or a wron
 """
 
 
-def _option(*names: str, help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
-
-
-InputFile = Annotated[
-    Path, _option("--input-file", "-i", help="Requests, one JSON object per line.", panel="Files", metavar="FILE")
-]
-ResultFile = Annotated[
-    Path, _option("--output-file", "-o", help="Results; those already there are kept.", panel="Files", metavar="FILE")
-]
-Url = Annotated[
-    str | None,
-    _option(
-        "--url", help="Server URL; by default that of this user's only `kvrelay up`, else port 8000.", panel="Server"
-    ),
-]
-ApiKey = Annotated[str, _option("--api-key", help="Bearer token.", panel="Server", envvar=ENV_PREFIX + "API_KEY")]
-Concurrency = Annotated[
-    int, _option("--concurrency", help="Maximum number of requests at once.", panel="Server", min=1, max=1024)
-]
-Attempts = Annotated[
-    int,
-    _option("--attempts", help="Attempts per request after 429, 502, 503 or a lost connection.", panel="Server", min=1),
-]
-Timeout = Annotated[float, _option("--timeout", help="Maximum seconds per attempt.", panel="Server", min=0.001)]
-Model = Annotated[
-    str | None, _option("--model", help="Start a cluster for this model, as `kvrelay up` does.", panel="Own cluster")
-]
-Prefill = Annotated[int, _option("--prefill", help="Prefill nodes to run.", panel="Own cluster", min=0)]
-Decode = Annotated[int, _option("--decode", help="Decode nodes to run.", panel="Own cluster", min=1)]
+_file = partial(typer.Option, rich_help_panel="Files")
+_server = partial(typer.Option, rich_help_panel="Server")
+_cluster = partial(typer.Option, rich_help_panel="Own cluster")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 @app.command("batch", help=flowing(_HELP), context_settings=CONTEXT_SETTINGS)
 def batch(
-    input_file: InputFile,
-    output_file: ResultFile,
-    url: Url = None,
-    api_key: ApiKey = "",
-    concurrency: Concurrency = 32,
-    attempts: Attempts = 10,
-    timeout: Timeout = 600.0,
-    model: Model = None,
-    prefill: Prefill = 1,
-    decode: Decode = 1,
+    input_file: Annotated[
+        Path, _file("--input-file", "-i", help="Requests, one JSON object per line.", metavar="FILE")
+    ],
+    output_file: Annotated[
+        Path, _file("--output-file", "-o", help="Results; those already there are kept.", metavar="FILE")
+    ],
+    url: Annotated[
+        str | None, _server(help="Server URL; by default that of this user's only `kvrelay up`, else port 8000.")
+    ] = None,
+    api_key: Annotated[str, _server(help="Bearer token.", envvar=ENV_PREFIX + "API_KEY")] = "",
+    concurrency: Annotated[int, _server(help="Maximum number of requests at once.", min=1, max=1024)] = 32,
+    attempts: Annotated[
+        int, _server(help="Attempts per request after 429, 502, 503 or a lost connection.", min=1)
+    ] = 10,
+    timeout: Annotated[float, _server(help="Maximum seconds per attempt.", min=0.001)] = 600.0,
+    model: Annotated[str | None, _cluster(help="Start a cluster for this model, as `kvrelay up` does.")] = None,
+    prefill: Annotated[int, _cluster(help="Prefill nodes to run.", min=0)] = 1,
+    decode: Annotated[int, _cluster(help="Decode nodes to run.", min=1)] = 1,
 ) -> None:
     if url is not None and model is not None:
         raise typer.BadParameter("--url names a running server, --model starts one: give one of them")
     cluster = None if model is None else ["--model", model, "--prefill", str(prefill), "--decode", str(decode)]
 
     def act() -> None:
-        from kvrelay.api_client import ApiClient
-        from kvrelay.batch.input_file import BadBatch, check_lines
-        from kvrelay.batch.output_file import OutputFile
-        from kvrelay.local_cluster import own_key
+        from kvrelay.batch.runner import run_batch
 
-        custom_ids = check_lines(input_file)
-        if output_file.exists() and output_file.samefile(input_file):
-            raise BadBatch("the output file must not be the input file")
-        key = api_key if cluster is None else own_key(api_key)
-        with OutputFile(output_file) as output:
-            if foreign := output.finished - custom_ids:
-                raise BadBatch(f"{output_file} has a result for {min(foreign)!r}, which {input_file} does not ask for")
-            before = len(output.finished)
-            if before < len(custom_ids):
-                with _server(url, cluster) as address:
-                    client = ApiClient(address, key, connections=concurrency, timeout_s=timeout, attempts=attempts)
-                    _run(client, input_file, output, concurrency, len(custom_ids))
-            _report(output, before)
+        run_batch(
+            input_file,
+            output_file,
+            url=url,
+            cluster=cluster,
+            api_key=api_key,
+            concurrency=concurrency,
+            attempts=attempts,
+            timeout_s=timeout,
+        )
 
     run_checked(act)
-
-
-@contextlib.contextmanager
-def _server(url: str | None, cluster: list[str] | None) -> Generator[str]:
-    """The URL of the server to ask; with `cluster`, arguments of `kvrelay up`, one that runs until the block ends."""
-    from kvrelay.local_cluster import LocalCluster
-    from kvrelay.served_models import default_url
-
-    if cluster is None:
-        yield url or default_url()
-        return
-    print(f"kvrelay: starting a cluster: {' '.join(cluster)}", file=sys.stderr, flush=True)
-    with contextlib.closing(LocalCluster(cluster)) as running:
-        yield running.url
-
-
-def _run(client: Any, input_file: Path, output: Any, concurrency: int, total: int) -> None:
-    from common.base.progress import LiveProgress
-    from kvrelay.batch.input_file import read_lines
-    from kvrelay.batch.runner import run_batch
-
-    async def run() -> None:
-        async with client:
-            with LiveProgress("requests", total=total, completed=len(output.finished)) as progress:
-                await run_batch(
-                    read_lines(input_file),
-                    output,
-                    client,
-                    concurrency=concurrency,
-                    on_result=progress.advance,
-                )
-
-    asyncio.run(run())
-
-
-def _report(output: Any, before: int) -> None:
-    """Print the counts of results. Raises: BatchFailed if any result is not an answer."""
-    from kvrelay.batch.output_file import BatchFailed
-
-    total, failed = len(output.finished), output.failed
-    earlier = f", {counted(before, 'result')} from earlier runs" if before else ""
-    summary = f"{total - failed} of {counted(total, 'request')} answered{earlier}: {output.path}"
-    if failed:
-        raise BatchFailed(f"{summary}; {failed} failed")
-    print(f"kvrelay: {summary}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -20,15 +20,9 @@ class BadBatch(KvRelayError):
     exit_code = 2
 
 
-class BatchLine(NamedTuple):
+class BatchLine(BaseModel):
     """One request. `url`: path on the server."""
 
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-
-
-class _Line(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     custom_id: str = Field(min_length=1, max_length=_MAX_ID)
     method: Literal["POST"]
@@ -76,10 +70,9 @@ def check_lines(path: Path) -> set[str]:
 
 def _parse(line: bytes, place: str) -> BatchLine:
     try:
-        parsed = _Line.model_validate_json(line)
+        return BatchLine.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise BadBatch(f"{place}: {where + ': ' if where else ''}{message}") from None
-    return BatchLine(parsed.custom_id, parsed.url, parsed.body)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.base.cache_folder import cache_folder
 from common.base.errors import ConfigError
-from common.config.cli import command_group, run_checked
+from common.config.cli import command_group
 from common.kernels.native.build import clear_libraries, native_folder
 from common.model.cached_models import CachedModel, cached_models, weights_folder
 from common.model.tokenizer_folder import written_tokenizers
@@ -27,17 +27,6 @@ app = command_group("cache", _HELP)
 @app.command("list")
 def list_cache() -> None:
     """List the compiled kernels and the models whose packed weights are kept."""
-    run_checked(_list)
-
-
-@app.command("clear")
-def clear() -> None:
-    """Remove everything but the packed weights that a running node uses, and native kernels that are being compiled."""
-    run_checked(_clear)
-
-
-def _list() -> None:
-    """Raises: ConfigError naming what cannot be read."""
     print(cache_folder())
     try:
         print(f"{_megabytes(_size_bytes(native_folder()))}  native kernels")
@@ -49,8 +38,9 @@ def _list() -> None:
         raise ConfigError(f"cannot list the cache: {error}") from error
 
 
-def _clear() -> None:
-    """Raises: ConfigError naming what cannot be removed."""
+@app.command("clear")
+def clear() -> None:
+    """Remove everything but the packed weights that a running node uses, and native kernels that are being compiled."""
     try:
         for model in cached_models(weights_folder()):
             print(f"{'removed' if model.remove() else 'kept'} packed weights {_describe(model)}")

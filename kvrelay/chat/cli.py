@@ -28,38 +28,24 @@ Exit codes: 0 done, 1 an answer failed (from a pipe), 2 wrong usage, 3 no server
 """
 
 
-def _option(name: str, help: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, **more)
-
-
-Url = Annotated[
-    str | None, _option("--url", "Server URL; by default that of this user's only `kvrelay up`, else port 8000.")
-]
-Model = Annotated[str | None, _option("--model", "Model name; by default the first that the server lists.")]
-ApiKey = Annotated[str, _option("--api-key", "Bearer token.", envvar=ENV_PREFIX + "API_KEY")]
-System = Annotated[str, _option("--system", "System message.")]
-Temperature = Annotated[
-    float | None, _option("--temperature", "By default the model's; 0 is greedy.", min=0.0, max=2.0)
-]
-TopP = Annotated[float | None, _option("--top-p", "By default the model's.", min=0.0, max=1.0)]
-MaxTokens = Annotated[int | None, _option("--max-tokens", "Maximum number of tokens of an answer.", min=1)]
-Seed = Annotated[int | None, _option("--seed", "Random seed; by default a new one for each answer.")]
-Timeout = Annotated[float, _option("--timeout", "Maximum seconds to wait for the next token.", min=0.001)]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 @app.command("chat", help=flowing(_HELP), context_settings=CONTEXT_SETTINGS)
 def chat(
-    url: Url = None,
-    model: Model = None,
-    api_key: ApiKey = "",
-    system: System = "",
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    timeout: Timeout = 600.0,
+    url: Annotated[
+        str | None, typer.Option(help="Server URL; by default that of this user's only `kvrelay up`, else port 8000.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; by default the first that the server lists.")] = None,
+    api_key: Annotated[str, typer.Option(help="Bearer token.", envvar=ENV_PREFIX + "API_KEY")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(help="By default the model's; 0 is greedy.", min=0.0, max=2.0)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="By default the model's.", min=0.0, max=1.0)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; by default a new one for each answer.")] = None,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds to wait for the next token.", min=0.001)] = 600.0,
 ) -> None:
     fields = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     given = {name: value for name, value in fields.items() if value is not None}

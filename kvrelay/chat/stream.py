@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import httpx
@@ -63,9 +62,7 @@ class ChatClient:
     def __enter__(self) -> ChatClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
 

@@ -10,7 +10,7 @@ import typer
 
 from common.base.errors import ConfigError
 from common.base.sentences import counted
-from common.config.cli import command_group, run_checked
+from common.config.cli import command_group
 from common.security.names import CA, CERTIFICATE, REVOKED, ROLES, ServiceRole
 
 if TYPE_CHECKING:
@@ -35,34 +35,6 @@ app = command_group("keys", _HELP)
 @app.command("init")
 def init(folder: _Folder, days: _Days = _DAYS) -> None:
     """Make an authority, and certificates of the services router, prefill, decode and admin; if interrupted, run it again."""
-    run_checked(lambda: _init(folder, days))
-
-
-@app.command("issue")
-def issue(
-    folder: _Folder,
-    name: _Name,
-    role: Annotated[str, typer.Option(help=f"What the service may be: {', '.join(ROLES)}.")],
-    days: _Days = _DAYS,
-) -> None:
-    """Make a service's certificate, or renew it."""
-    run_checked(lambda: _issue(folder, name, role, days))
-
-
-@app.command("renew")
-def renew(folder: _Folder) -> None:
-    """Renew the authority for ten years, and update its certificate in every service's folder; its key stays."""
-    run_checked(lambda: _renew(folder))
-
-
-@app.command("revoke")
-def revoke(folder: _Folder, name: _Name) -> None:
-    """Revoke all certificates of a service, and update the list of revoked ones in every service's folder."""
-    run_checked(lambda: _revoke(folder, name))
-
-
-def _init(folder: Path, days: int) -> None:
-    """Raises: ConfigError."""
     try:
         present = [name for name in _SERVICES if (folder / name / CERTIFICATE).exists()]
     except OSError as error:  # a folder of another user
@@ -76,37 +48,37 @@ def _init(folder: Path, days: int) -> None:
             f"{authority.folder} has not issued the certificates in {' and '.join(strange)}: move them away"
         )
     for name in [name for name in _SERVICES if name not in present]:
-        _issue_one(authority, folder / name, _SERVICES[name], days)
+        _issue(authority, folder / name, _SERVICES[name], days)
     print(f"keep {authority.folder} to yourself: everyone who has it can join the cluster")
 
 
-def _issue(folder: Path, name: str, role: str, days: int) -> None:
-    """Raises: ConfigError."""
+@app.command("issue")
+def issue(
+    folder: _Folder,
+    name: _Name,
+    role: Annotated[str, typer.Option(help=f"What the service may be: {', '.join(ROLES)}.")],
+    days: _Days = _DAYS,
+) -> None:
+    """Make a service's certificate, or renew it."""
     if role not in ROLES:
         raise ConfigError(f"--role must be one of {', '.join(ROLES)}, not {role!r}")
     if Path(name).name != name or name in ("", ".", "..", "ca"):
         raise ConfigError(f"{name!r} cannot be the name of a service's folder")
-    _issue_one(_open(folder), folder / name, cast(ServiceRole, role), days)
+    _issue(_open(folder), folder / name, cast(ServiceRole, role), days)
 
 
-def _issue_one(authority: Authority, folder: Path, role: ServiceRole, days: int) -> None:
-    """Raises: ConfigError."""
-    ends_early = authority.issue(folder.name, role, folder, days)
-    print(
-        f"{folder} (ends with its authority on {authority.ends:%Y-%m-%d}: see `keys renew`)" if ends_early else folder
-    )
-
-
-def _renew(folder: Path) -> None:
-    """Raises: ConfigError."""
+@app.command("renew")
+def renew(folder: _Folder) -> None:
+    """Renew the authority for ten years, and update its certificate in every service's folder; its key stays."""
     authority = _open(folder)
     authority.renew()
     print(f"the authority is valid until {authority.ends:%Y-%m-%d}; issue certificates that ended with it again")
     _update(folder, authority, (CA, REVOKED), authority.copy_all)
 
 
-def _revoke(folder: Path, name: str) -> None:
-    """Raises: ConfigError."""
+@app.command("revoke")
+def revoke(folder: _Folder, name: _Name) -> None:
+    """Revoke all certificates of a service, and update the list of revoked ones in every service's folder."""
     authority = _open(folder)
     count = authority.revoke(name)
     print(
@@ -115,6 +87,14 @@ def _revoke(folder: Path, name: str) -> None:
         else f"all certificates of {name} were revoked before"
     )
     _update(folder, authority, (REVOKED,), authority.copy_revoked)
+
+
+def _issue(authority: Authority, folder: Path, role: ServiceRole, days: int) -> None:
+    """Raises: ConfigError."""
+    ends_early = authority.issue(folder.name, role, folder, days)
+    print(
+        f"{folder} (ends with its authority on {authority.ends:%Y-%m-%d}: see `keys renew`)" if ends_early else folder
+    )
 
 
 def _update(folder: Path, authority: Authority, files: tuple[str, ...], copy: Callable[[Path], None]) -> None:

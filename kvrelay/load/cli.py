@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +16,15 @@ from typing import Annotated, Any
 import typer
 
 from common.base.errors import ConfigError
-from common.config.cli import check_writable, command_group, run_checked
+from common.config.cli import check_writable, command_group
 from kvrelay.admin.client import AdminUnreachable, AdminUsage
 from kvrelay.load.measure import ask_server, measure
-from kvrelay.load.options import MAX_RATE, MAX_SECONDS, check_usage, takes_plan
+from kvrelay.load.options import check_usage, takes_plan
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import MIN_RATE, LoadPlan, Workload
+from kvrelay.load.plan import MAX_RATE, MAX_SECONDS, MIN_RATE, LoadPlan
 from kvrelay.load.processes import LoadFailed
-from kvrelay.load.results import read_result, run_result, write_report, write_result
+from kvrelay.load.results import read_result, run_result, write
+from kvrelay.load.workload import Workload
 from kvrelay.served_models import list_models
 
 _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, throughput and goodput.
@@ -79,24 +82,20 @@ def run(
 ) -> None:
     """Send requests (closed loop, open loop or a trace); print latencies, prefix hits, errors and goodput."""
     check_usage(plan)
-
-    def act() -> None:
-        ready, workload = _ready(plan, json_file, html_file)
-        began = time.time()
-        outcomes, interrupted = measure(ready, workload, ready.model)
-        result = run_result(ready, [outcomes], (slo_ttft, slo_tpot), began=began, left_out=workload.left_out)
-        if details:
-            result["requests"] = [outcome.as_json() for outcome in outcomes]
-        _finish(result, json_file, html_file)
-        if not outcomes and not interrupted:
-            raise LoadFailed("no request was due within --duration: make it longer, or --rate higher")
-        failed = result["summary"]["error_rate"]
-        if failed > max_error_rate:
-            raise LoadFailed(
-                f"{100 * failed:.1f} % of the requests failed, more than the allowed {100 * max_error_rate:g} %"
-            )
-
-    run_checked(act)
+    workload = _ready(plan, json_file, html_file)
+    plan, began = workload.plan, time.time()
+    outcomes, interrupted = measure(workload, plan.model)
+    result = run_result(plan, [outcomes], (slo_ttft, slo_tpot), began=began, left_out=workload.left_out)
+    if details:
+        result["requests"] = [dataclasses.asdict(outcome) for outcome in outcomes]
+    _finish(result, json_file, html_file)
+    if not outcomes and not interrupted:
+        raise LoadFailed("no request was due within --duration: make it longer, or --rate higher")
+    failed = result["summary"]["error_rate"]
+    if failed > max_error_rate:
+        raise LoadFailed(
+            f"{100 * failed:.1f} % of the requests failed, more than the allowed {100 * max_error_rate:g} %"
+        )
 
 
 @app.command("sweep")
@@ -141,23 +140,22 @@ def sweep(
     wanted = _rates(rates)
 
     def measure_one(at_rate: LoadPlan) -> Sequence[RequestOutcome]:
-        outcomes, interrupted = measure(at_rate, Workload(at_rate), f"{at_rate.rate:.3g} requests/s")
+        outcomes, interrupted = measure(Workload(at_rate), f"{at_rate.rate:.3g} requests/s")
         if interrupted:
             raise KeyboardInterrupt
         return outcomes
 
-    def act() -> None:
-        ready, _ = _ready(base, json_file, html_file)
-        settings = sweeping.SweepPlan(
-            ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
-        )
-        told = sweeping.Told(partial(_say_left, duration), partial(_write_files, json_file, html_file))
-        result = sweeping.sweep(settings, measure_one, lambda: list_models(ready.url, ready.api_key), told)
-        _finish(result, json_file, html_file)
-        if result["failure"]:
-            raise AdminUnreachable(result["failure"])
-
-    run_checked(act)
+    ready = _ready(base, json_file, html_file).plan
+    result = sweeping.sweep(
+        sweeping.SweepPlan(ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate),
+        measure_one,
+        ask=lambda: list_models(ready.url, ready.api_key),
+        on_left=partial(_say_left, duration),
+        keep=partial(_write_files, json_file, html_file),
+    )
+    _finish(result, json_file, html_file)
+    if result["failure"]:
+        raise AdminUnreachable(result["failure"])
 
 
 @app.command("ab")
@@ -177,22 +175,15 @@ def ab(
 ) -> None:
     """Run the same load on two servers in turns (A B B A ...); print how they differ, with 95 % intervals."""
     check_usage(plan)
-
-    def act() -> None:
-        plans = [_ready(plan, json_file, json_b, html_file)[0]]
-        plans.append(_ready(dataclasses.replace(plan, url=url_b, model=model_b))[0])
-        began, slo = time.time(), (slo_ttft, slo_tpot)
-        done = _interleaved(plans, rounds)
-        pair = secrets.token_hex(4)
-        a, b = (
-            run_result(side, of_side, slo, began=began, pair=pair) for side, of_side in zip(plans, done, strict=True)
-        )
-        for path, result in ((json_file, a), (json_b, b)):
-            if path is not None:
-                write_result(path, result)
-        _finish(_comparison(a, b), None, html_file)
-
-    run_checked(act)
+    plans = [_ready(plan, json_file, json_b, html_file).plan]
+    plans.append(_ready(dataclasses.replace(plan, url=url_b, model=model_b)).plan)
+    began, slo = time.time(), (slo_ttft, slo_tpot)
+    done = _interleaved(plans, rounds)
+    pair = secrets.token_hex(4)
+    a, b = (run_result(side, of_side, slo, began=began, pair=pair) for side, of_side in zip(plans, done, strict=True))
+    _write_files(json_file, None, a)
+    _write_files(json_b, None, b)
+    _finish(_comparison(a, b), None, html_file)
 
 
 @app.command("compare")
@@ -203,7 +194,8 @@ def compare(
     html_file: HtmlFile = None,
 ) -> None:
     """Print how run B differs from run A, with 95 % intervals; both sides of `ab` are compared round by round."""
-    _checked(lambda: _finish(_comparison(read_result(a), read_result(b)), json_file, html_file))
+    with _config_errors_as_usage():
+        _finish(_comparison(read_result(a), read_result(b)), json_file, html_file)
 
 
 @app.command("report")
@@ -211,7 +203,8 @@ def report(file: Result, page: Annotated[Path, typer.Argument(metavar="HTML", he
     """Write results as one HTML page with charts, which needs no network and no scripts."""
     from kvrelay.load.report.page import render
 
-    _checked(lambda: write_report(page, render(read_result(file))))
+    with _config_errors_as_usage():
+        write(page, render(read_result(file)))
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -225,28 +218,23 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def _checked(act: Callable[[], None]) -> None:
-    """`run_checked`; a wrong file is wrong usage."""
-
-    def checked() -> None:
-        try:
-            act()
-        except ConfigError as error:
-            raise AdminUsage(error.message) from error
-
-    run_checked(checked)
-
-
-def _ready(plan: LoadPlan, *files: Path | None) -> tuple[LoadPlan, Workload]:
-    """The plan with what the server says, and its jobs; `files` can be written. Raises: AdminUsage."""
+@contextlib.contextmanager
+def _config_errors_as_usage() -> Generator[None]:
+    """Raises: AdminUsage in place of ConfigError: a wrong file or plan is wrong usage."""
     try:
-        ready = ask_server(plan)
-        for path in files:
-            if path is not None:
-                check_writable(path)
-        return ready, Workload(ready)
+        yield
     except ConfigError as error:
         raise AdminUsage(error.message) from error
+
+
+@_config_errors_as_usage()
+def _ready(plan: LoadPlan, *files: Path | None) -> Workload:
+    """The jobs of the plan, completed by what the server says; `files` can be written. Raises: AdminUsage."""
+    ready = ask_server(plan)
+    for path in files:
+        if path is not None:
+            check_writable(path)
+    return Workload(ready)
 
 
 def _interleaved(
@@ -260,7 +248,7 @@ def _interleaved(
     for number in range(rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             plan = dataclasses.replace(plans[side], seed=plans[side].seed + number)
-            outcomes, interrupted = measure(plan, Workload(plan), f"{'AB'[side]}, round {number + 1} of {rounds}")
+            outcomes, interrupted = measure(Workload(plan), f"{'AB'[side]}, round {number + 1} of {rounds}")
             if interrupted:
                 whole = min(map(len, done))
                 return done[0][:whole], done[1][:whole]
@@ -273,11 +261,8 @@ def _comparison(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     from kvrelay.load.compare import compare
 
     method, rows = compare(a, b)
-    sides = {
-        "a": {"config": a["config"], "samples": a["samples"]},
-        "b": {"config": b["config"], "samples": b["samples"]},
-    }
-    told = [row.as_json() | {"verdict": row.verdict} for row in rows]
+    sides = {name: {key: side[key] for key in ("config", "samples")} for name, side in (("a", a), ("b", b))}
+    told = [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]
     return {"kind": "comparison", "began": a["began"], "method": method, "rows": told, **sides}
 
 
@@ -296,9 +281,9 @@ def _write_files(json_file: Path | None, html_file: Path | None, result: dict[st
     from kvrelay.load.report.page import render
 
     if json_file is not None:
-        write_result(json_file, result)
+        write(json_file, json.dumps(result, indent=1) + "\n")
     if html_file is not None:
-        write_report(html_file, render(result))
+        write(html_file, render(result))
 
 
 def _finish(result: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:

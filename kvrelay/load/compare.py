@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.base.errors import ConfigError
-from kvrelay.load.summary import within
+from kvrelay.load.summary import LATENCIES, window_rates
 
 _RATES = (("requests/s", "requests_per_s"), ("output tokens/s", "output_tokens_per_s"), ("goodput/s", "goodput_per_s"))
-_LATENCIES = (("time to first token", "ttft_s"), ("per token after the first", "tpot_s"), ("whole request", "e2e_s"))
 _STATISTICS = ("mean", "p50", "p99")
 _RESAMPLES, _AT_ONCE, _WINDOWS, _SEED = 2000, 100, 10, 1
 _T975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -46,9 +45,6 @@ class Row:
             return "undecided"
         return "B is better" if (self.high < 1.0) == self.lower_is_better else "A is better"
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, list[Row]]:
     """Compare two runs. Returns how they were compared, and a row for each figure. Raises: ConfigError for a run without requests."""
@@ -64,8 +60,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, list[Row]]
         if key != "goodput_per_s" or any(value is not None for value in a["summary"]["slo"].values()):
             interval = _paired_interval((key,), a, b) if paired else _rate_interval(key, a, b)
             rows.append(_row(title, (key,), a, b, interval, lower_is_better=False))
-    for title, key in _LATENCIES:
-        if not a["summary"][key] or not b["summary"][key]:
+    for key, title in LATENCIES.items():
+        if key == "itl_s" or not a["summary"][key] or not b["summary"][key]:
             continue
         of_requests = {} if paired else _sampled_intervals(key, a, b)
         for name in _STATISTICS:
@@ -142,23 +138,6 @@ def _rate_interval(key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> _Int
         means.append(mean)
         spreads.append(statistics.stdev(rates) / math.sqrt(len(rates)) / mean)
     return _around(math.log(means[1] / means[0]), math.hypot(*spreads), _WINDOWS - 1)
-
-
-def window_rates(result: Mapping[str, Any], key: str, windows: int) -> list[float]:
-    """`key` per second in equal parts of the run, by when requests ended; [] for a run that took no time."""
-    samples, slo = result["samples"], result["summary"]["slo"]
-    wall_s = result["summary"]["wall_s"]
-    if not wall_s:
-        return []
-    first_s = min(samples["sent_s"])
-    counts = [0.0] * windows
-    columns = ("sent_s", "e2e_s", "ttft_s", "tpot_s", "output_tokens", "error")
-    for sent_s, e2e_s, ttft_s, tpot_s, tokens, error in zip(*(samples[name] for name in columns), strict=True):
-        if error or (key == "goodput_per_s" and not within(ttft_s, tpot_s, slo["ttft_s"], slo["tpot_s"])):
-            continue
-        window = min(windows - 1, int((sent_s + e2e_s - first_s) / wall_s * windows))
-        counts[window] += tokens if key == "output_tokens_per_s" else 1
-    return [count * windows / wall_s for count in counts]
 
 
 def _around(log_ratio: float, error: float, freedom: int) -> tuple[float, float]:

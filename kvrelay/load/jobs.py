@@ -7,10 +7,12 @@ import math
 import random
 from dataclasses import dataclass
 
+from kvrelay.load.plan import LoadPlan
+
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One request."""
+    """One request, or the session that it begins."""
 
     number: int
     prompt: list[int] | str
@@ -19,48 +21,37 @@ class LoadJob:
     """Chat only: the system message, which is the shared prefix."""
     at_s: float | None = None
     """Time to send it, since the start; None: as soon as a worker is free."""
+    pauses_s: tuple[float, ...] = ()
+    """Sessions only: the pause before each later request."""
 
 
-@dataclass(frozen=True)
-class SyntheticPrompts:
-    """Prompts that share prefixes: each is one of `prefixes` shared prefixes and a unique suffix.
+def synthetic_job(plan: LoadPlan, number: int, at_s: float | None = None) -> LoadJob:
+    """Job `number` of a plan without a trace; negative numbers are for warm-up: same prefixes, other suffixes.
 
-    Token ids are drawn from the middle of the vocabulary, away from special tokens.
+    Its prompt is one of the plan's shared prefixes and a unique suffix: words (about one token each) for chats, else token ids
+    from the middle of the vocabulary, away from special tokens.
     """
+    which = random.Random(f"{plan.seed} pick {number}").randrange(plan.prefixes) if plan.prefix_tokens else 0
+    prefix, suffix = f"{plan.seed} prefix {which}", f"{plan.seed} suffix {number}"
+    length = _suffix_length(plan, number)
+    if plan.sends_chats:
+        words, system = fresh_words(suffix, length), shared_words(prefix, plan.prefix_tokens)
+        return LoadJob(number, words, plan.output_tokens, system, at_s, _pauses(plan, number))
+    ids = [*shared_ids(prefix, plan.prefix_tokens, plan.vocab_size), *fresh_ids(suffix, length, plan.vocab_size)]
+    return LoadJob(number, ids, plan.output_tokens, at_s=at_s)
 
-    prefixes: int
-    prefix_tokens: int
-    suffix_tokens: int
-    output_tokens: int
-    vocab_size: int
-    seed: int = 0
-    text: bool = False
-    """Use words, about one token each, instead of token ids."""
-    longest_tokens: int = 0
-    """Suffixes have log-uniform lengths between `suffix_tokens` and this; 0: all have `suffix_tokens`."""
 
-    def job(self, number: int, at_s: float | None = None) -> LoadJob:
-        """Job `number`; negative numbers are for warm-up: same prefixes, other suffixes."""
-        count = self._suffix_length(number)
-        if self.text:
-            suffix = fresh_words(f"{self.seed} suffix {number}", count)
-            return LoadJob(number, suffix, self.output_tokens, self.system(number), at_s)
-        prefix = shared_ids(f"{self.seed} prefix {self._which(number)}", self.prefix_tokens, self.vocab_size)
-        suffix = fresh_ids(f"{self.seed} suffix {number}", count, self.vocab_size)
-        return LoadJob(number, [*prefix, *suffix], self.output_tokens, at_s=at_s)
+def _suffix_length(plan: LoadPlan, number: int) -> int:
+    if not plan.longest_tokens:
+        return plan.suffix_tokens
+    low, high = math.log(max(1, plan.suffix_tokens)), math.log(plan.longest_tokens)
+    return round(math.exp(random.Random(f"{plan.seed} length {number}").uniform(low, high)))
 
-    def system(self, number: int) -> str:
-        """The shared prefix of job `number` as words."""
-        return shared_words(f"{self.seed} prefix {self._which(number)}", self.prefix_tokens)
 
-    def _which(self, number: int) -> int:
-        return random.Random(f"{self.seed} pick {number}").randrange(self.prefixes) if self.prefix_tokens else 0
-
-    def _suffix_length(self, number: int) -> int:
-        if not self.longest_tokens:
-            return self.suffix_tokens
-        low, high = math.log(max(1, self.suffix_tokens)), math.log(self.longest_tokens)
-        return round(math.exp(random.Random(f"{self.seed} length {number}").uniform(low, high)))
+def _pauses(plan: LoadPlan, number: int) -> tuple[float, ...]:
+    """The pauses of a session, exponential with mean `think_s`."""
+    rng = random.Random(f"{plan.seed} pauses {number}")
+    return tuple(rng.expovariate(1 / plan.think_s) if plan.think_s else 0.0 for _ in range(plan.turns - 1))
 
 
 def fresh_ids(key: str, count: int, vocab_size: int) -> tuple[int, ...]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from typing import NamedTuple
 
 from common.base.errors import ConfigError
 from common.base.progress import LiveProgress
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import LoadPlan, Workload
-from kvrelay.load.processes import LoadRun, run_load
+from kvrelay.load.plan import LoadPlan
+from kvrelay.load.processes import LoadFailed, run_on_children
+from kvrelay.load.runner import LoadRunner
+from kvrelay.load.stream import RequestFailed, run
 from kvrelay.load.summary import LiveFigures
+from kvrelay.load.workload import Workload
 from kvrelay.served_models import base_url, list_models
 
 _FALLBACK_VOCAB = 32_000
@@ -34,14 +39,37 @@ def ask_server(plan: LoadPlan) -> LoadPlan:
     return dataclasses.replace(plan, url=url, model=name, vocab_size=vocab_size, max_len=max_len)
 
 
-def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:
-    """Run a plan and show its progress. Raises: LoadFailed."""
-    figures = LiveFigures()
+class LoadRun(NamedTuple):
+    """All outcomes of a run by job number; if `interrupted` by Ctrl-C, those so far."""
+
+    outcomes: list[RequestOutcome]
+    interrupted: bool
+
+
+def measure(workload: Workload, title: str) -> LoadRun:
+    """Warm up and run, and show the progress. Raises: LoadFailed if the warm-up or a process failed."""
+    plan, figures = workload.plan, LiveFigures()
+    outcomes: list[RequestOutcome] = []
     duration_s = 0.0 if plan.trace else plan.duration_s
+    interrupted = False
     with LiveProgress(title, total=workload.total, duration_s=duration_s, details=figures.describe) as progress:
 
         def take(outcome: RequestOutcome) -> None:
+            outcomes.append(outcome)
             figures.take(outcome)
             progress.advance()
 
-        return run_load(plan, workload, take)
+        # Each runner has one event loop, to which its connections belong.
+        try:
+            if plan.warmup:
+                run(LoadRunner(workload, 0, take).warm_up())
+        except RequestFailed as error:
+            raise LoadFailed(str(error)) from error
+        try:
+            if plan.processes == 1:
+                run(LoadRunner(workload, 0, take).run(time.perf_counter()))
+            else:
+                run(run_on_children(plan, take))
+        except KeyboardInterrupt:  # the first one ends the run but keeps the report
+            interrupted = True
+    return LoadRun(sorted(outcomes, key=lambda outcome: outcome.number), interrupted)

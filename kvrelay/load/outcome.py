@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvrelay.load.stream import RequestFailed, Stream
@@ -47,9 +47,6 @@ class RequestOutcome:
         if self.ttft_s is None or self.output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.0) -> RequestOutcome:

@@ -2,96 +2,87 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
+from functools import partial
+from typing import Any
 
 from common.base.errors import ConfigError
-from kvrelay.load.jobs import LoadJob, SyntheticPrompts
-from kvrelay.load.sessions import Session, session
-from kvrelay.load.traces import TRACE_BLOCK, Replay, read_trace
 
-
-def arrivals(
-    rate: float,
-    burstiness: float,
-    seed: int,
-    *,
-    group: int = 1,
-    ramp_from: float | None = None,
-    ramp_s: float = 0.0,
-) -> Iterator[float]:
-    """Endless arrival times with Gamma-distributed gaps of mean 1 / `rate` and shape `burstiness`.
-
-    Shape 1 is a Poisson process; a lower one is burstier, a higher one more even. `group` requests arrive at a time, at
-    the same mean rate. With `ramp_from`, the rate grows linearly from it to `rate` within `ramp_s` seconds.
-    """
-    rng, expected = random.Random(f"{seed} arrivals"), 0.0
-    while True:
-        expected += group * rng.gammavariate(burstiness, 1.0 / burstiness)
-        at_s = expected / rate if ramp_from is None else _ramp_time(expected, ramp_from, rate, ramp_s)
-        yield from itertools.repeat(at_s, group)
-
-
-def _ramp_time(expected: float, low: float, high: float, ramp_s: float) -> float:
-    """The time at which `expected` requests have arrived on average: the integral of the rate, inverted."""
-    in_ramp = (low + high) / 2 * ramp_s
-    if expected >= in_ramp:
-        return ramp_s + (expected - in_ramp) / high
-    slope = (high - low) / ramp_s
-    return 2 * expected / (low + math.sqrt(low * low + 2 * slope * expected))
-
-
+TRACE_BLOCK = 512
+"""Tokens of one block, which has one hash id in a Mooncake trace."""
 MIN_RATE = 1e-6
 """Lowest rate of an open loop: one request in eleven days."""
+MAX_RATE, MAX_SECONDS, _MAX_COUNT, _MAX_TOKENS = 1e5, 1e8, 100_000, 10_000_000
+"""Upper bounds: with more, a run would not end, or would take all memory before its first request."""
+MAX_SEED = 2**31
+"""Requests have seeds derived from it, which must fit into 64 bits."""
+
+
+def _option(panel: str, help: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field that is an option of `kvrelay load`: its metadata are arguments of `typer.Option`."""
+    return field(default=default, metadata={"help": help, "rich_help_panel": panel, **more})
+
+
+_server, _pace, _prompts, _trace = (partial(_option, panel) for panel in ("Server", "Pace", "Prompts", "Trace"))
 
 
 @dataclass(frozen=True)
 class LoadPlan:
     """Everything that the run depends on, except the server."""
 
-    url: str
-    model: str
-    api_key: str = ""
-    chat: bool = False
-    concurrency: int = 0
-    """Closed loop with this many concurrent requests. 0: open loop, by `rate` or by the trace's times."""
-    rate: float = 0.0
-    """Open loop: mean arrivals per second."""
-    burstiness: float = 1.0
-    burst_size: int = 1
-    """Open loop: requests that arrive at a time."""
-    ramp_from: float | None = None
-    """Open loop: the rate at the start, which grows to `rate` within `duration_s`."""
-    requests: int = 0
-    """Number of requests, or of sessions. 0: until `duration_s`, or the whole trace."""
-    duration_s: float = 0.0
-    warmup: int = 0
-    timeout_s: float = 600.0
-    prefixes: int = 8
-    prefix_tokens: int = 256
-    suffix_tokens: int = 64
-    output_tokens: int = 32
-    longest_tokens: int = 0
-    """Suffixes are between `suffix_tokens` and this long; 0: all have `suffix_tokens`."""
-    turns: int = 1
-    """Requests of a session; 1: requests are independent."""
-    think_s: float = 0.0
-    """Mean pause between the turns of a session."""
-    tools: bool = False
-    """Sessions call tools."""
-    vocab_size: int = 32_000
+    url: str = _server("Server URL; by default that of this user's only `kvrelay up`, else port 8000 on this host.")
+    model: str = _server("Model name; by default the first that the server lists.")
+    api_key: str = _server("Bearer token.", "", envvar="KVRELAY_API_KEY")
+    concurrency: int = _pace("Closed loop: number of concurrent requests or sessions.", 0, min=0, max=_MAX_COUNT)
+    """0: open loop, by `rate` or by the trace's times."""
+    rate: float = _pace("Open loop: mean number of requests or sessions per second.", 0.0, min=0.0, max=MAX_RATE)
+    burstiness: float = _pace(
+        "Shape of the gaps: 1 is Poisson, lower is burstier, higher more even.", 1.0, min=0.01, max=1e6
+    )
+    burst_size: int = _pace("Open loop: requests that arrive at a time.", 1, min=1, max=_MAX_COUNT)
+    ramp_from: float | None = _pace(
+        "Rate at the start, which grows linearly to --rate within --duration.", None, min=0.0, max=MAX_RATE
+    )
+    requests: int = _pace("Total number of requests, or of sessions.", 0, min=0)
+    """0: until `duration_s`, or the whole trace."""
+    duration_s: float = _pace("Seconds during which requests are started.", 0.0, min=0.0, max=MAX_SECONDS)
+    warmup: int = _pace("Requests sent before the measurement and not counted.", 0, min=0, max=_MAX_COUNT)
+    timeout_s: float = _pace("Maximum seconds per request.", 600.0, min=0.001, max=MAX_SECONDS)
+    chat: bool = _prompts("Send text to /v1/chat/completions instead of token ids to /v1/completions.", False)
+    prefixes: int = _prompts("Number of different shared prefixes.", 8, min=1, max=_MAX_TOKENS)
+    prefix_tokens: int = _prompts("Tokens per prefix.", 256, min=0, max=_MAX_TOKENS)
+    suffix_tokens: int = _prompts("Unique tokens at the end of each prompt.", 64, min=0, max=_MAX_TOKENS)
+    output_tokens: int = _prompts("Tokens per answer.", 32, min=1, max=_MAX_TOKENS)
+    longest_tokens: int = _prompts(
+        "Long contexts: unique tokens vary log-uniformly from --suffix-tokens to this; 0: they do not vary.",
+        0,
+        min=0,
+        max=_MAX_TOKENS,
+    )
+    turns: int = _prompts("Chat sessions of this many requests, each with all before it.", 1, min=1, max=_MAX_COUNT)
+    think_s: float = _prompts(
+        "Mean seconds between the turns of a session.", 0.0, flag="--think-time", min=0.0, max=MAX_SECONDS
+    )
+    tools: bool = _prompts("Agents: every turn but the last one of a session calls a tool.", False)
+    vocab_size: int = _prompts(
+        "Token ids are below this; 0: the size that the server reports.", 32_000, min=0, max=2**31
+    )
     max_len: int = 0
     """Longer requests of a trace are skipped; 0: no limit."""
-    trace: str = ""
-    scale: int = 32
-    rate_scale: float = 1.0
-    seed: int = 0
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    processes: int = 1
+    trace: str = _trace("Trace to replay: Mooncake's JSON lines or Azure's CSV.", "")
+    scale: int = _trace(f"Divide all lengths by this; must divide {TRACE_BLOCK}.", 32, min=1)
+    rate_scale: float = _trace("Speed-up of the trace's arrival times.", 1.0, min=1e-6, max=1e6)
+    seed: int = _prompts(
+        "Random seed for prompts and arrivals; by default a new one, so that no prompt is in the server's cache already.",
+        0,
+        min=-MAX_SEED,
+        max=MAX_SEED,
+    )
+    temperature: float = _prompts("Sampling temperature; 0 is greedy.", 0.0, min=0.0, max=2.0)
+    ignore_eos: bool = _prompts(
+        "Whether answers have all of their tokens whatever the model says.", True, flag="--ignore-eos/--respect-eos"
+    )
+    processes: int = _pace("Number of sending processes.", 1, min=1, max=64)
 
     @property
     def sends_chats(self) -> bool:
@@ -132,86 +123,3 @@ class LoadPlan:
             raise ConfigError("--burst-size and --ramp-from are for the open loop: give --rate")
         if self.ramp_from is not None and not self.duration_s:
             raise ConfigError("--ramp-from needs --duration, in which the rate grows to --rate")
-
-
-class Workload:
-    """The jobs of a plan.
-
-    Raises: ConfigError for an unusable trace.
-    """
-
-    def __init__(self, plan: LoadPlan) -> None:
-        self._plan = plan
-        self._synthetic = SyntheticPrompts(
-            plan.prefixes,
-            plan.prefix_tokens,
-            plan.suffix_tokens,
-            plan.output_tokens,
-            plan.vocab_size,
-            plan.seed,
-            text=plan.sends_chats,
-            longest_tokens=plan.longest_tokens,
-        )
-        self._replay: Replay | None = None
-        self.left_out = 0
-        """Number of requests of the trace that exceed the model's context."""
-        if plan.trace:
-            every = read_trace(plan.trace)
-            longest = plan.max_len * plan.scale or float("inf")
-            fitting = [entry for entry in every if entry.input_tokens + entry.output_tokens < longest]
-            self.left_out = len(every) - len(fitting)
-            if not fitting:
-                raise ConfigError(f"no request of the trace fits into {plan.max_len} tokens; try another --scale")
-            self._replay = Replay(fitting, plan.scale, plan.rate_scale, plan.vocab_size, plan.seed)
-
-    @property
-    def total(self) -> int | None:
-        """Number of requests; None if the run ends by time."""
-        jobs = self._total_jobs
-        return jobs and jobs * self._plan.turns
-
-    @property
-    def _total_jobs(self) -> int | None:
-        if self._replay is not None:
-            count = len(self._replay.entries)
-            return min(count, self._plan.requests or count)
-        return self._plan.requests or None
-
-    def jobs(self, process: int = 0) -> Iterator[LoadJob | Session]:
-        """The jobs of this process, in order of sending."""
-        plan = self._plan
-        for number, at_s in self._numbers(process):
-            if self._replay is not None:
-                job = self._replay.job(number)
-                yield job if not plan.concurrency else LoadJob(job.number, job.prompt, job.output_tokens)
-            elif plan.turns > 1:
-                yield session(self._synthetic, number, plan.turns, plan.think_s, tools=plan.tools, at_s=at_s)
-            else:
-                yield self._synthetic.job(number, at_s)
-
-    def warm_up(self) -> list[LoadJob]:
-        """Jobs sent before the measurement and not counted."""
-        return [self._synthetic.job(-1 - number) for number in range(self._plan.warmup)]
-
-    def _numbers(self, process: int) -> Iterator[tuple[int, float | None]]:
-        plan = self._plan
-        total = self._total_jobs
-        numbers = itertools.count() if total is None else iter(range(total))
-        times = self._arrivals() if plan.rate else None
-        for number in numbers:
-            at_s = None if times is None else next(times)
-            if plan.duration_s and at_s is not None and at_s > plan.duration_s:
-                return
-            if number % plan.processes == process:
-                yield number, at_s
-
-    def _arrivals(self) -> Iterator[float]:
-        plan = self._plan
-        return arrivals(
-            plan.rate,
-            plan.burstiness,
-            plan.seed,
-            group=plan.burst_size,
-            ramp_from=plan.ramp_from,
-            ramp_s=plan.duration_s,
-        )

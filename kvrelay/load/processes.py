@@ -1,4 +1,4 @@
-"""Runs a plan in the calling process, or in several children that report on their standard output.
+"""Runs a plan in several children that report on their standard output.
 
 python -m kvrelay.load.processes     a child; its plan arrives as JSON on standard input
 """
@@ -10,16 +10,16 @@ import json
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.base.errors import KvRelayError
 from common.base.process import module_command, tied_command
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import LoadPlan, Workload
-from kvrelay.load.runner import LoadRunner
-from kvrelay.load.stream import RequestFailed, run
+from kvrelay.load.plan import LoadPlan
+from kvrelay.load.runner import LoadRunner, OnOutcome
+from kvrelay.load.stream import run
+from kvrelay.load.workload import Workload
 
 _READY = b"ready\n"
 _BEGIN_S = 0.05
@@ -27,53 +27,13 @@ _BEGIN_S = 0.05
 _WRITE_EVERY_S = 0.5
 _MAX_LINE_BYTES = 2**30
 
-Tick = Callable[[RequestOutcome], None]
-"""Called for every outcome as it arrives."""
-
 
 class LoadFailed(KvRelayError):
     """The run could not be carried out."""
 
 
-class LoadRun(NamedTuple):
-    """All outcomes of a run by job number; if `interrupted` by Ctrl-C, those so far."""
-
-    outcomes: list[RequestOutcome]
-    interrupted: bool
-
-
-def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> LoadRun:
-    """Warm up and run.
-
-    Raises: LoadFailed if the warm-up or a process failed.
-    """
-    outcomes: list[RequestOutcome] = []
-
-    def take(outcome: RequestOutcome) -> None:
-        outcomes.append(outcome)
-        tick(outcome)
-
-    try:
-        run(_warm_up(plan, workload))
-    except RequestFailed as error:
-        raise LoadFailed(str(error)) from error
-    interrupted = False
-    try:
-        if plan.processes == 1:
-            run(LoadRunner(plan, workload, 0, take).run(time.perf_counter()))
-        else:
-            run(_on_children(plan, take))
-    except KeyboardInterrupt:  # the first one ends the run but keeps the report
-        interrupted = True
-    return LoadRun(sorted(outcomes, key=lambda outcome: outcome.number), interrupted)
-
-
-async def _warm_up(plan: LoadPlan, workload: Workload) -> None:
-    if plan.warmup:
-        await LoadRunner(plan, workload, 0, lambda outcome: None).warm_up()
-
-
-async def _on_children(plan: LoadPlan, take: Tick) -> None:
+async def run_on_children(plan: LoadPlan, on_outcome: OnOutcome) -> None:
+    """Run the plan in `plan.processes` children. Raises: LoadFailed if one fails."""
     children: list[Process] = []
     try:
         for process in range(plan.processes):
@@ -85,7 +45,7 @@ async def _on_children(plan: LoadPlan, take: Tick) -> None:
         start = f"{time.perf_counter() + _BEGIN_S}\n".encode()
         for child in children:
             _input(child).write(start)
-        codes = await asyncio.gather(*(_collect(child, take) for child in children))
+        codes = await asyncio.gather(*(_collect(child, on_outcome) for child in children))
         if any(codes):
             raise LoadFailed(f"a process of the load generator ended with {next(filter(None, codes))}")
     finally:
@@ -106,9 +66,9 @@ async def _start(plan: LoadPlan, process: int) -> Process:
     return child
 
 
-async def _collect(child: Process, take: Tick) -> int:
+async def _collect(child: Process, on_outcome: OnOutcome) -> int:
     async for line in _output(child):
-        take(RequestOutcome(**json.loads(line)))
+        on_outcome(RequestOutcome(**json.loads(line)))
     return await child.wait()
 
 
@@ -130,7 +90,7 @@ class _Writer:
         self._written_s = 0.0
 
     def take(self, outcome: RequestOutcome) -> None:
-        self._lines.append(json.dumps(outcome.as_json()) + "\n")
+        self._lines.append(json.dumps(asdict(outcome)) + "\n")
         if time.perf_counter() - self._written_s > _WRITE_EVERY_S:
             self.flush()
 
@@ -143,14 +103,12 @@ class _Writer:
 
 def _main() -> None:
     message: dict[str, Any] = json.loads(sys.stdin.readline())
-    plan = LoadPlan(**message["plan"])
-    writer = _Writer()
-    workload = Workload(plan)
+    writer, workload = _Writer(), Workload(LoadPlan(**message["plan"]))
     sys.stdout.write(_READY.decode())
     sys.stdout.flush()
     start = sys.stdin.readline()
     if start:
-        run(LoadRunner(plan, workload, message["process"], writer.take).run(float(start)))
+        run(LoadRunner(workload, message["process"], writer.take).run(float(start)))
         writer.flush()
 
 

@@ -82,17 +82,8 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Raises: LoadFailed."""
-    _write(path, json.dumps(result, indent=1) + "\n")
-
-
-def write_report(path: Path, page: str) -> None:
-    """Raises: LoadFailed."""
-    _write(path, page)
-
-
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write the file of a result or a report. Raises: LoadFailed."""
     try:
         write_whole(path, text.encode())
     except OSError as error:

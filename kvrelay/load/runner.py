@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvrelay.load.jobs import LoadJob
+from kvrelay.load.jobs import LoadJob, synthetic_job
 from kvrelay.load.outcome import RequestOutcome, read_outcome
-from kvrelay.load.plan import LoadPlan, Workload
-from kvrelay.load.sessions import Conversation, Session, read_answer
+from kvrelay.load.sessions import Conversation, first_messages, read_answer
 from kvrelay.load.stream import RequestFailed, Stream, Target
+from kvrelay.load.workload import Workload
 
 _AHEAD_S = 0.001
 """The event loop wakes up at least this late; jobs due by then are sent now."""
@@ -24,13 +24,14 @@ _FAILED_PAUSE_S = 0.5
 """Pause of a closed loop's worker after a request that failed: a server that is gone, or refuses at once, would be flooded."""
 
 OnOutcome = Callable[[RequestOutcome], None]
+"""Called for every outcome as it arrives."""
 
 
 class LoadRunner:
     """The part of a run that one process executes."""
 
-    def __init__(self, plan: LoadPlan, workload: Workload, process: int, on_outcome: OnOutcome) -> None:
-        self._plan = plan
+    def __init__(self, workload: Workload, process: int, on_outcome: OnOutcome) -> None:
+        self._plan = plan = workload.plan
         self._workload = workload
         self._process = process
         self._on_outcome = on_outcome
@@ -56,7 +57,7 @@ class LoadRunner:
 
     async def warm_up(self) -> None:
         """Send the warm-up jobs. Raises: RequestFailed if one fails."""
-        jobs = iter(self._workload.warm_up())
+        jobs = (synthetic_job(self._plan, -1 - number) for number in range(self._plan.warmup))
         self._start_s = time.perf_counter()
 
         async def worker() -> None:
@@ -67,30 +68,29 @@ class LoadRunner:
 
         await asyncio.gather(*(worker() for _ in range(self._plan.concurrency or 4)))
 
-    async def _one_after_the_other(self, jobs: Iterator[LoadJob | Session]) -> None:
+    async def _one_after_the_other(self, jobs: Iterator[LoadJob]) -> None:
         for job in jobs:
             if self._is_over():
                 return
-            if await (self._session(job) if isinstance(job, Session) else self._report(job)):
+            if await (self._session(job) if job.pauses_s else self._report(job)):
                 await asyncio.sleep(_FAILED_PAUSE_S)
 
     def _is_over(self) -> bool:
         """Whether the time in which requests are started has ended."""
         return bool(self._plan.duration_s) and time.perf_counter() - self._start_s >= self._plan.duration_s
 
-    async def _at_their_times(self, jobs: Iterator[LoadJob | Session]) -> None:
+    async def _at_their_times(self, jobs: Iterator[LoadJob]) -> None:
         tasks: set[asyncio.Task[str]] = set()
         for job in jobs:
             assert job.at_s is not None
             if self._plan.duration_s and job.at_s > self._plan.duration_s:
                 break
             # Built early, so that it can be sent on time.
-            stream = self._stream(job) if isinstance(job, LoadJob) else None
+            stream = None if job.pauses_s else self._stream(job)
             wait_s = self._start_s + job.at_s - time.perf_counter()
             # Also where it is late: else nothing would be sent until all jobs are built, and Ctrl-C would not end it.
             await asyncio.sleep(wait_s if wait_s > _AHEAD_S else 0)
-            work = self._session(job) if isinstance(job, Session) else self._report(job, stream)
-            task = asyncio.ensure_future(work)
+            task = asyncio.ensure_future(self._session(job) if job.pauses_s else self._report(job, stream))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
@@ -101,21 +101,21 @@ class LoadRunner:
         self._on_outcome(outcome)
         return outcome.error
 
-    async def _session(self, session: Session) -> str:
+    async def _session(self, first: LoadJob) -> str:
         """Send the turns of a session; it ends early with the first that fails, and with the run.
 
         Returns the kind of error that ended it, empty if none did.
         """
-        conversation = Conversation(session, self._plan.seed)
-        due_s = time.perf_counter() if session.at_s is None else self._start_s + session.at_s
-        for turn, pause_s in enumerate((0.0, *session.pauses_s)):
+        conversation = Conversation(self._plan, first)
+        due_s = self._due_s(first)
+        for turn, pause_s in enumerate((0.0, *first.pauses_s)):
             due_s += pause_s
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             if turn and self._is_over():
                 break
-            number = session.number * session.turns + turn
-            body = self._body(number, conversation.fields(), calls_tools=session.tools)
-            stream, outcome = await self._send(number, lambda body=body: self._target.stream(self._path, body), due_s)
+            number = first.number * self._plan.turns + turn
+            stream = self._target.stream(self._path, self._body(number, conversation.fields()))
+            stream, outcome = await self._send(number, due_s, stream)
             self._on_outcome(outcome)
             if outcome.error:
                 return outcome.error
@@ -123,21 +123,20 @@ class LoadRunner:
             due_s = time.perf_counter()
         return ""
 
-    async def _one(self, job: LoadJob, stream: Stream | None = None) -> RequestOutcome:
-        due_s = time.perf_counter() if job.at_s is None else self._start_s + job.at_s
-        return (await self._send(job.number, lambda: self._stream(job), due_s, stream))[1]
+    def _due_s(self, job: LoadJob) -> float:
+        return time.perf_counter() if job.at_s is None else self._start_s + job.at_s
 
-    async def _send(
-        self, number: int, build: Callable[[], Stream], due_s: float, stream: Stream | None = None
-    ) -> tuple[Stream, RequestOutcome]:
-        """Send a request, which is `stream` or built now, and wait for its end."""
-        stream = stream or build()
+    async def _one(self, job: LoadJob, stream: Stream | None = None) -> RequestOutcome:
+        return (await self._send(job.number, self._due_s(job), stream or self._stream(job)))[1]
+
+    async def _send(self, number: int, due_s: float, stream: Stream) -> tuple[Stream, RequestOutcome]:
+        """Send a request and wait for its end. Returns its stream, another one if it had to be sent again."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._target.send(stream)
                 await stream.ended.wait()
                 if self._never_arrived(stream):
-                    stream = await self._target.send(build())
+                    stream = await self._target.send(Stream(stream.request))
                     await stream.ended.wait()
         except TimeoutError:
             stream.finish(RequestFailed(f"not finished after {self._plan.timeout_s:g} s", "timeout"))
@@ -155,14 +154,10 @@ class LoadRunner:
 
     def _stream(self, job: LoadJob) -> Stream:
         fields: dict[str, Any] = {"max_tokens": job.output_tokens}
-        if self._plan.sends_chats:
-            system = [{"role": "system", "content": job.system}] if job.system else []
-            fields["messages"] = [*system, {"role": "user", "content": job.prompt or "Go on."}]
-        else:
-            fields["prompt"] = job.prompt
+        fields |= {"messages": first_messages(job)} if self._plan.sends_chats else {"prompt": job.prompt}
         return self._target.stream(self._path, self._body(job.number, fields))
 
-    def _body(self, number: int, fields: Mapping[str, Any], *, calls_tools: bool = False) -> dict[str, Any]:
+    def _body(self, number: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The body of request `number` with these fields. An answer that calls tools ends when the call is complete."""
         plan = self._plan
         body: dict[str, Any] = {
@@ -171,7 +166,7 @@ class LoadRunner:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if plan.ignore_eos and not calls_tools:
+        if plan.ignore_eos and "tools" not in fields:
             body["ignore_eos"] = True
         if plan.temperature:
             body["seed"] = plan.seed * 1_000_003 + number % 1_000_003

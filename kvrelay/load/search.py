@@ -18,7 +18,8 @@ class RateSearch:
     """
 
     def __init__(self, first: float, precision: float, *, lowest: float, highest: float) -> None:
-        self._next: float | None = min(first, highest)
+        self.next_rate: float | None = min(first, highest)
+        """The rate to try now; None: the search has ended."""
         self._precision = precision
         self._lowest, self._highest = lowest, highest
         self.best = 0.0
@@ -26,21 +27,16 @@ class RateSearch:
         self.worst = math.inf
         """The lowest rate that missed them; infinity: none did."""
 
-    @property
-    def next_rate(self) -> float | None:
-        """The rate to try now; None: the search has ended."""
-        return self._next
-
     def left(self) -> tuple[int, int]:
         """How many rates are still to be tried, at least and at most."""
-        if self._next is None:
+        if self.next_rate is None:
             return 0, 0
         if self.best and self.worst < math.inf:
             left = self._bisections(self.worst / self.best)
             return left, left
         within = self._bisections(2.0)
-        up = 1 + _halvings(self._highest / self._next) if self.worst == math.inf else 0
-        down = 1 + _halvings(self._next / self._lowest) if not self.best else 0
+        up = 1 + _halvings(self._highest / self.next_rate) if self.worst == math.inf else 0
+        down = 1 + _halvings(self.next_rate / self._lowest) if not self.best else 0
         # The first rate alone cannot have a limit on both sides; a bound may be reached before there is one.
         least = (1 if self.best or self.worst < math.inf else 2) + within
         return min(least, *(each for each in (up, down) if each)), max(up, down) + within
@@ -51,12 +47,12 @@ class RateSearch:
 
     def record(self, *, met: bool) -> None:
         """Take the result at `next_rate`."""
-        assert self._next is not None
+        assert self.next_rate is not None
         if met:
-            self.best = max(self.best, self._next)
+            self.best = max(self.best, self.next_rate)
         else:
-            self.worst = min(self.worst, self._next)
-        self._next = self._propose()
+            self.worst = min(self.worst, self.next_rate)
+        self.next_rate = self._propose()
 
     def _propose(self) -> float | None:
         if self.worst == math.inf:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvrelay.load.jobs import LoadJob, SyntheticPrompts, fresh_words
+from kvrelay.load.jobs import LoadJob, fresh_words
+from kvrelay.load.plan import LoadPlan
 
 _TOOL_NAME = "look_up"
 _TOOL: dict[str, Any] = {
@@ -26,6 +26,8 @@ _TOOL: dict[str, Any] = {
 }
 _CALL_TOKENS = 96
 """Room for a whole call: one that is cut off cannot be continued."""
+_NO_WORDS = "Go on."
+"""What a user says instead of nothing, which some servers refuse."""
 
 
 @dataclass(frozen=True)
@@ -36,46 +38,29 @@ class ReceivedAnswer:
     calls: Sequence[Mapping[str, Any]] = ()
 
 
-@dataclass(frozen=True)
-class Session:
-    """One session: `turns` requests, each with all messages so far, a pause of `pauses_s` before each later one.
+def first_messages(job: LoadJob) -> list[dict[str, Any]]:
+    """The messages of a chat that has no answer yet."""
+    system = [{"role": "system", "content": job.system}] if job.system else []
+    return [*system, {"role": "user", "content": job.prompt or _NO_WORDS}]
+
+
+class Conversation:
+    """The messages of a session while it runs: `turns` requests, each with all messages so far.
 
     With `tools` every turn but the last must call a tool, and the next one carries the tool's result: an agent's loop.
     """
 
-    number: int
-    first: LoadJob
-    turns: int
-    pauses_s: tuple[float, ...]
-    tools: bool
-    at_s: float | None = None
-
-
-def session(
-    synthetic: SyntheticPrompts, number: int, turns: int, think_s: float, *, tools: bool, at_s: float | None
-) -> Session:
-    """Session `number`; its pauses are exponential with mean `think_s`."""
-    rng = random.Random(f"{synthetic.seed} pauses {number}")
-    pauses = tuple(rng.expovariate(1 / think_s) if think_s else 0.0 for _ in range(turns - 1))
-    return Session(number, synthetic.job(number), turns, pauses, tools, at_s)
-
-
-class Conversation:
-    """The messages of a session while it runs."""
-
-    def __init__(self, session: Session, seed: int) -> None:
-        self._session = session
-        self._seed = seed
-        first = session.first
-        system = [{"role": "system", "content": first.system}] if first.system else []
-        self.messages: list[dict[str, Any]] = [*system, {"role": "user", "content": first.prompt}]
+    def __init__(self, plan: LoadPlan, first: LoadJob) -> None:
+        self._plan = plan
+        self._first = first
+        self.messages = first_messages(first)
         self.turn = 0
 
     def fields(self) -> dict[str, Any]:
         """What the body of the current turn's request says besides the model and how to sample."""
-        fields: dict[str, Any] = {"messages": self.messages, "max_tokens": self._session.first.output_tokens}
-        if self._session.tools:
-            calls = self.turn < self._session.turns - 1
+        fields: dict[str, Any] = {"messages": self.messages, "max_tokens": self._first.output_tokens}
+        if self._plan.tools:
+            calls = self.turn < self._plan.turns - 1
             fields |= {"tools": [_TOOL], "tool_choice": "required" if calls else "none"}
             if calls:
                 fields["max_tokens"] = max(fields["max_tokens"], _CALL_TOKENS)
@@ -84,9 +69,8 @@ class Conversation:
     def take(self, answer: ReceivedAnswer) -> None:
         """Take the answer of the current turn, and go on to the next."""
         self.turn += 1
-        words = fresh_words(
-            f"{self._seed} turn {self._session.number} {self.turn}", len(str(self._session.first.prompt).split())
-        )
+        key, length = f"{self._plan.seed} turn {self._first.number} {self.turn}", len(str(self._first.prompt).split())
+        words = fresh_words(key, length) or _NO_WORDS
         if not answer.calls:
             self.messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": words}]
             return

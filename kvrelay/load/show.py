@@ -10,40 +10,28 @@ from rich.text import Text
 
 from common.base.sentences import counted
 from kvrelay.admin.show import Fitted, percent, size, table
-from kvrelay.load.report.page import objectives
-from kvrelay.load.summary import PERCENTILES
+from kvrelay.load.report.page import comparison_rows, latency_rows, objectives, sweep_rows
+from kvrelay.load.summary import STATISTICS
 
 _LATE_S = 0.01
 _CACHED_BEFORE = 0.5
-"""Share of the unique tokens that were cached from which on it is reported; words of a chat may be fewer tokens than words."""
-_LATENCIES = (
-    ("time to first token", "ttft_s"),
-    ("between tokens (events)", "itl_s"),
-    ("per token after the first", "tpot_s"),
-    ("whole request", "e2e_s"),
-)
+"""A warning is shown if a larger share of the unique tokens was cached. Not 0: a chat's words may be fewer tokens than words."""
 
 
 def run(result: Mapping[str, Any]) -> RenderableType:
     """The result of a run."""
     summary, left_out = result["summary"], result["left_out"]
-    names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
-    rows = [
-        [title, *(_milliseconds(summary[key][name]) for name in names)]
-        for title, key in _LATENCIES
-        if summary[key] is not None
-    ]
     facts = [*_facts(summary, left_out), ["seed", f"{result['config']['seed']} (--seed repeats these prompts)"]]
     parts: list[RenderableType] = [table("", ("", ""), facts, numeric=False)]
-    if rows:
-        parts.append(table("latency, ms", ("", *names), rows))
+    if rows := latency_rows(summary):
+        parts.append(table("latency, ms", ("", *STATISTICS), rows))
     parts += [Text(f"error: {detail}", "red") for detail in summary["first_errors"]]
     if (cached := result.get("cached_before", 0.0)) > _CACHED_BEFORE:
         warning = f"{100 * cached:.0f} % of what is unique in each prompt was in the server's cache before this run"
         parts.append(Text(f"{warning}: another run had --seed {result['config']['seed']}; leave it out", "yellow"))
     late = summary["late_s"]
     if late is not None and late["p99"] > _LATE_S:
-        warning = f"the load generator was late: 1 % of requests were sent {_milliseconds(late['p99'])} ms or more late"
+        warning = f"the load generator was late: 1 % of requests were sent {1000 * late['p99']:.1f} ms or more late"
         parts.append(Text(f"{warning}; try --processes", "yellow"))
     return Group(*parts)
 
@@ -51,32 +39,18 @@ def run(result: Mapping[str, Any]) -> RenderableType:
 def sweep(result: Mapping[str, Any]) -> RenderableType:
     """The result of `sweep.sweep`."""
     columns = ("rate/s", "goodput/s", "inside %", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "errors %")
-    rows: list[list[Any]] = []
-    for point in result["points"]:
-        times = [
-            point[key] and _milliseconds(point[key][name]) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")
-        ]
-        shares = (f"{100 * point[key]:.1f}" for key in ("within_slo", "error_rate"))
-        inside, errors = shares
-        rows.append([f"{point['rate']:.3g}", f"{point['goodput_per_s']:.2f}", inside, *times, errors])
     best = result["best_rate"]
     share = f"{100 * result['attainment']:g} % of the requests inside {objectives(result['slo'])}"
     least = "" if result.get("is_limit_found", True) else "at least "
     found = f"highest rate with {share}: {least}{best:.3g}/s" if best else f"no rate had {share}"
-    return Group(table("goodput (times in ms)", columns, rows), Text(found, "bold"))
+    return Group(table("goodput (times in ms)", columns, sweep_rows(result)), Text(found, "bold"))
 
 
 def comparison(result: Mapping[str, Any]) -> RenderableType:
     """The result of `compare.compare`, as its file has it."""
-    rows: list[list[Any]] = []
-    for row in result["rows"]:
-        scale = 1000 if row["lower_is_better"] else 1
-        interval = None if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
-        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else None
-        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
-        rows.append([row["name"], *sides, ratio, interval, row["verdict"]])
-    title = f"{result['method']} (times in ms)"
-    return Fitted(("", "A", "B", "B / A", "95 % interval", "verdict"), rows, ("95 % interval", "B", "A"), title)
+    columns = ("", "A", "B", "B / A", "95 % interval", "verdict")
+    rows: list[Mapping[str, Any]] = [dict(zip(columns, row, strict=True)) for row in comparison_rows(result)]
+    return Fitted(rows, ("95 % interval", "B", "A"), f"{result['method']} (times in ms)")
 
 
 def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
@@ -105,7 +79,3 @@ def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
 
 def _counts(counts: Mapping[str, int]) -> str | None:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or None
-
-
-def _milliseconds(value_s: float) -> str:
-    return f"{1000 * value_s:.1f}"

@@ -40,7 +40,7 @@ class RequestFailed(Exception):
 
 
 class Stream:
-    """One POST and the events of its response. `first` and `ended` are set as they happen."""
+    """One POST and the events of its response. `ended` is set with the last one."""
 
     def __init__(self, request: bytes) -> None:
         self.request = request
@@ -52,7 +52,6 @@ class Stream:
         self.ended_s = 0.0
         self.events: list[tuple[float, bytes]] = []
         """(arrival, data) of every event except [DONE]."""
-        self.first = asyncio.Event()
         self.ended = asyncio.Event()
         self.done = False
         """[DONE] was seen."""
@@ -74,16 +73,14 @@ class Stream:
                 self.done = True
             elif not data.startswith(b":"):  # a comment, which keeps a connection alive
                 self.events.append((arrived_s, data))
-        if self.events:
-            self.first.set()
 
     def complete(self) -> None:
         """The response is complete."""
+        error = None
         if self.status != 200:
             text = self._buffer[:_SHOWN_BYTES].decode(errors="replace")
-            self.finish(RequestFailed(f"HTTP {self.status}: {text}", f"HTTP {self.status}"))
-        else:
-            self.finish(None)
+            error = RequestFailed(f"HTTP {self.status}: {text}", f"HTTP {self.status}")
+        self.finish(error)
 
     def finish(self, error: RequestFailed | None) -> None:
         """End the stream; only the first call counts."""
@@ -91,24 +88,7 @@ class Stream:
             return
         self.error = error
         self.ended_s = time.perf_counter()
-        self.first.set()
         self.ended.set()
-
-    async def wait(self, timeout_s: float = 600.0) -> Stream:
-        """Wait until the response is complete. Raises: RequestFailed, TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            await self.ended.wait()
-        if self.error is not None:
-            raise self.error
-        return self
-
-    async def wait_first(self, timeout_s: float = 600.0) -> Stream:
-        """Wait for the first event. Raises: RequestFailed, TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            await self.first.wait()
-        if self.error is not None:
-            raise self.error
-        return self
 
     def close(self) -> None:
         """Close the connection before the end; the server has to notice."""
@@ -116,42 +96,11 @@ class Stream:
         if self.connection is not None:
             self.connection.close()
 
-    def token_times(self) -> list[tuple[float, int]]:
-        """(arrival, number of tokens) of all events with tokens; needs `return_token_ids`.
-
-        Events from the same read are one arrival: no client could have seen the first of them earlier.
-        Raises: RequestFailed for an error event.
-        """
-        times: list[tuple[float, int]] = []
-        for arrived, data in self.events:
-            event = json.loads(data)
-            if "error" in event:
-                raise RequestFailed(str(event["error"]), "stream")
-            count = sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
-            if count and times and times[-1][0] == arrived:
-                times[-1] = (arrived, times[-1][1] + count)
-            elif count:
-                times.append((arrived, count))
-        return times
-
-    def usage(self) -> dict[str, Any]:
-        """The usage of the last event that has one; {} if none has."""
-        for _, data in reversed(self.events):
-            usage = json.loads(data).get("usage")
-            if usage:
-                return usage
-        return {}
-
-    @property
-    def ttft_s(self) -> float:
-        """Time from sending the request to the first event with tokens."""
-        return self.token_times()[0][0] - self.sent_s
-
 
 class StreamConnection(asyncio.Protocol):
     """One connection for one stream at a time. `on_free` is called when it can take the next."""
 
-    def __init__(self, on_free: Callable[[StreamConnection], None] | None = None) -> None:
+    def __init__(self, on_free: Callable[[StreamConnection], None]) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._on_free = on_free
@@ -208,9 +157,9 @@ class StreamConnection(asyncio.Protocol):
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        keep = self._on_free is not None and self._parser.should_keep_alive() and not self.closed
+        keep = self._parser.should_keep_alive() and not self.closed
         stream.complete()
-        if keep and self._on_free is not None:
+        if keep:
             self._on_free(self)
         else:
             self.close()
@@ -228,7 +177,7 @@ class Target:
     Raises: ValueError for a malformed URL.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None, *, keep_alive: bool = True) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http:// or https:// URL")
@@ -236,7 +185,6 @@ class Target:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path.rstrip("/")
-        self._keep_alive = keep_alive
         given = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n{given}"
         self._idle: list[StreamConnection] = []
@@ -250,12 +198,9 @@ class Target:
     async def send(self, stream: Stream) -> Stream:
         """Send on an idle connection or a new one. Raises: OSError if no connection can be made."""
         stream.sent_s = time.perf_counter()
-        connection: StreamConnection | None = None
-        while self._idle and connection is None:
-            candidate = self._idle.pop()
-            connection = None if candidate.closed else candidate
-        if connection is None:
-            connection = await self._connect()
+        while self._idle and self._idle[-1].closed:
+            self._idle.pop()
+        connection = self._idle.pop() if self._idle else await self._connect()
         connection.begin(stream)
         return stream
 
@@ -266,15 +211,7 @@ class Target:
         self._idle.clear()
 
     async def _connect(self) -> StreamConnection:
-        on_free = self._idle.append if self._keep_alive else None
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: StreamConnection(on_free), self._host, self._port, ssl=self._tls
+            lambda: StreamConnection(self._idle.append), self._host, self._port, ssl=self._tls
         )
         return connection
-
-
-async def post(url: str, body: Mapping[str, Any]) -> Stream:
-    """Send `body` as JSON on a new connection; the response arrives in the background."""
-    parts = urlsplit(url)
-    target = Target(f"{parts.scheme}://{parts.netloc}", keep_alive=False)
-    return await target.send(target.stream(parts.path, body))

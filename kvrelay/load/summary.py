@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrelay.load.outcome import RequestOutcome
 
-PERCENTILES = (50, 90, 95, 99)
+LATENCIES = {
+    "ttft_s": "time to first token",
+    "itl_s": "between tokens (events)",
+    "tpot_s": "per token after the first",
+    "e2e_s": "whole request",
+}
+"""Latencies of a summary, with their titles in tables."""
+_PERCENTILES = (50, 90, 95, 99)
+STATISTICS = ("mean", *(f"p{percent}" for percent in _PERCENTILES), "max")
+"""What a summary has of each latency."""
 _WINDOW = 1000
 """Number of last requests that the figures cover."""
 
@@ -26,7 +35,7 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
     ordered = sorted(values)
     if not ordered:
         return None
-    named = {f"p{percent}": round(percentile(ordered, percent), 6) for percent in PERCENTILES}
+    named = {f"p{percent}": round(percentile(ordered, percent), 6) for percent in _PERCENTILES}
     return {"mean": round(sum(ordered) / len(ordered), 6), **named, "max": round(ordered[-1], 6)}
 
 
@@ -39,7 +48,7 @@ def summarise(outcomes: Sequence[RequestOutcome], slo_ttft_s: float | None, slo_
     wall_s = max((o.ended_s for o in outcomes), default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
-    within = [outcome for outcome in good if meets(outcome, slo_ttft_s, slo_tpot_s)]
+    met = [outcome for outcome in good if within(outcome.ttft_s, outcome.tpot_s, slo_ttft_s, slo_tpot_s)]
 
     def per_second(count: float) -> float:
         return round(count / wall_s, 3) if wall_s > 0 else 0.0
@@ -69,21 +78,34 @@ def summarise(outcomes: Sequence[RequestOutcome], slo_ttft_s: float | None, slo_
         "e2e_s": distribution(o.e2e_s for o in good),
         "late_s": distribution(o.late_s for o in outcomes),
         "slo": {"ttft_s": slo_ttft_s, "tpot_s": slo_tpot_s},
-        "goodput_per_s": per_second(len(within)),
-        "within_slo": round(len(within) / len(outcomes), 6) if outcomes else 0.0,
+        "goodput_per_s": per_second(len(met)),
+        "within_slo": round(len(met) / len(outcomes), 6) if outcomes else 0.0,
     }
 
 
-def meets(outcome: RequestOutcome, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
-    """Whether a successful request met both objectives; None: no objective."""
-    return within(outcome.ttft_s, outcome.tpot_s, slo_ttft_s, slo_tpot_s)
-
-
 def within(ttft_s: float | None, tpot_s: float | None, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
-    """Whether a request of these times met both objectives. An answer of one token has no time per later token."""
+    """Whether a request of these times met both objectives; None: no objective. An answer of one token has no time per later
+    token."""
     if slo_ttft_s is not None and (ttft_s is None or ttft_s > slo_ttft_s):
         return False
     return slo_tpot_s is None or tpot_s is None or tpot_s <= slo_tpot_s
+
+
+def window_rates(result: Mapping[str, Any], key: str, windows: int) -> list[float]:
+    """`key` per second in equal parts of the run, by when requests ended; [] for a run that took no time."""
+    samples, slo = result["samples"], result["summary"]["slo"]
+    wall_s = result["summary"]["wall_s"]
+    if not wall_s:
+        return []
+    first_s = min(samples["sent_s"])
+    counts = [0.0] * windows
+    columns = ("sent_s", "e2e_s", "ttft_s", "tpot_s", "output_tokens", "error")
+    for sent_s, e2e_s, ttft_s, tpot_s, tokens, error in zip(*(samples[name] for name in columns), strict=True):
+        if error or (key == "goodput_per_s" and not within(ttft_s, tpot_s, slo["ttft_s"], slo["tpot_s"])):
+            continue
+        window = min(windows - 1, int((sent_s + e2e_s - first_s) / wall_s * windows))
+        counts[window] += tokens if key == "output_tokens_per_s" else 1
+    return [count * windows / wall_s for count in counts]
 
 
 class LiveFigures:

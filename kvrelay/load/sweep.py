@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrelay.admin.client import AdminUnreachable
 from kvrelay.load.outcome import RequestOutcome
@@ -15,10 +15,12 @@ from kvrelay.load.results import Slo, config_of
 from kvrelay.load.search import RateSearch
 from kvrelay.load.summary import summarise
 
-_KEPT = ("requests", "requests_per_s", "goodput_per_s", "within_slo", "error_rate", "output_tokens_per_s")
-_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-
-Measure = Callable[[LoadPlan], Sequence[RequestOutcome]]
+_KEPT = (
+    *("requests", "requests_per_s", "goodput_per_s", "within_slo", "error_rate", "output_tokens_per_s"),
+    *("ttft_s", "tpot_s", "itl_s", "e2e_s"),
+)
+_LOWEST = 0.01
+"""No rate below this is tried."""
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,21 @@ class SweepPlan:
     first: float = 1.0
     precision: float = 0.1
     highest: float = 1000.0
-    lowest: float = 0.01
-
-
-class Told(NamedTuple):
-    """Who is told while a sweep runs."""
-
-    on_left: Callable[[int, int], None] = lambda least, most: None
-    """Before each rate: how many are left, at least and at most."""
-    keep: Callable[[dict[str, Any]], None] = lambda result: None
-    """After each rate: the result so far, so that it stays whatever ends the sweep."""
-
-
-UNTOLD = Told()
 
 
 def sweep(
     plan: SweepPlan,
-    measure: Measure,
+    measure: Callable[[LoadPlan], Sequence[RequestOutcome]],
+    *,
     ask: Callable[[], object] = lambda: None,
-    told: Told = UNTOLD,
+    on_left: Callable[[int, int], None] = lambda least, most: None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates.
 
     `ask()` is called after a rate at which connections broke. If it raises AdminUnreachable, the server is gone: the sweep
-    ends, and `failure` of the result says so.
+    ends, and `failure` of the result says so. `on_left` gets before each rate how many are left, at least and at most; `keep`
+    gets after each the result so far, so that it stays whatever ends the sweep.
     """
     began, failure = time.time(), ""
     points: list[dict[str, Any]] = []
@@ -68,11 +60,11 @@ def sweep(
         at_rate = dataclasses.replace(plan.base, rate=rate, seed=plan.base.seed + 1000 * len(points))
         outcomes = measure(at_rate)
         summary = summarise(outcomes, *plan.slo)
-        points.append({"rate": rate} | {key: summary[key] for key in (*_KEPT, *_LATENCIES)})
+        points.append({"rate": rate} | {key: summary[key] for key in _KEPT})
         is_met = summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
         if is_met:
             met.append(rate)
-        told.keep(result())
+        keep(result())
         if any(outcome.error == "connection" for outcome in outcomes):
             ask()
         return is_met
@@ -86,11 +78,11 @@ def sweep(
 
     try:
         for number, rate in enumerate(plan.rates):
-            told.on_left(len(plan.rates) - number, len(plan.rates) - number)
+            on_left(len(plan.rates) - number, len(plan.rates) - number)
             try_rate(rate)
-        search = RateSearch(plan.first, plan.precision, lowest=plan.lowest, highest=plan.highest)
+        search = RateSearch(plan.first, plan.precision, lowest=_LOWEST, highest=plan.highest)
         while not plan.rates and (rate := search.next_rate) is not None:
-            told.on_left(*search.left())
+            on_left(*search.left())
             search.record(met=try_rate(rate))
     except KeyboardInterrupt:  # ends the sweep but keeps the report
         pass

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from common.base.errors import ConfigError
 from kvrelay.load.jobs import LoadJob, fresh_ids, shared_ids
+from kvrelay.load.plan import TRACE_BLOCK, LoadPlan
 from router.simulator.azure_trace import azure_requests, is_azure
-
-TRACE_BLOCK = 512
-"""Tokens of one block, which has one hash id in a Mooncake trace."""
 
 _MAX_TOKENS = 2**31
 
@@ -81,28 +79,16 @@ def _azure(lines: Iterator[str], path: str) -> Iterator[TraceEntry]:
             yield TraceEntry(at_s, prompt, output, ())
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A trace scaled down: a 512-token block becomes 512 / `scale` token ids, which depend only on its hash id.
-
-    A prompt without hash ids is unlike any other.
+def replayed_job(plan: LoadPlan, entries: Sequence[TraceEntry], number: int) -> LoadJob:
+    """The entry of this number, scaled down: a 512-token block becomes 512 / `scale` token ids, which depend only on its hash id.
+    A prompt without hash ids is unlike any other. In a closed loop the trace's times do not count.
     """
-
-    entries: Sequence[TraceEntry]
-    scale: int
-    rate_scale: float
-    vocab_size: int
-    seed: int = 0
-
-    def job(self, number: int) -> LoadJob:
-        """The entry of this number."""
-        entry = self.entries[number]
-        block = TRACE_BLOCK // self.scale
-        length = max(1, entry.input_tokens // self.scale)
-        if entry.hash_ids:
-            blocks = (shared_ids(f"{self.seed} block {hash_id}", block, self.vocab_size) for hash_id in entry.hash_ids)
-            prompt = list(itertools.islice(itertools.chain.from_iterable(blocks), length))
-        else:
-            prompt = list(fresh_ids(f"{self.seed} entry {number}", length, self.vocab_size))
-        at_s = (entry.at_s - self.entries[0].at_s) / self.rate_scale
-        return LoadJob(number, prompt, max(1, entry.output_tokens // self.scale), at_s=at_s)
+    entry = entries[number]
+    block, length = TRACE_BLOCK // plan.scale, max(1, entry.input_tokens // plan.scale)
+    if entry.hash_ids:
+        blocks = (shared_ids(f"{plan.seed} block {hash_id}", block, plan.vocab_size) for hash_id in entry.hash_ids)
+        prompt = list(itertools.islice(itertools.chain.from_iterable(blocks), length))
+    else:
+        prompt = list(fresh_ids(f"{plan.seed} entry {number}", length, plan.vocab_size))
+    at_s = None if plan.concurrency else (entry.at_s - entries[0].at_s) / plan.rate_scale
+    return LoadJob(number, prompt, max(1, entry.output_tokens // plan.scale), at_s=at_s)

@@ -168,16 +168,13 @@ def to_answers(index: int, job: PromptJob, answer: ApiAnswer, pieces: TokenPiece
     answers: list[EngineAnswer] = []
     for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
         shown = choice["logprobs"]
+        finish_reason, prompt_logprobs = choice["finish_reason"], choice.get("prompt_logprobs")
         if job.chat is None:
             logprobs = None if shown is None else _logprobs(shown, count)
-            text, finish_reason, prompt_logprobs = (
-                choice["text"],
-                choice["finish_reason"],
-                choice.get("prompt_logprobs"),
-            )
+            text = choice["text"]
         else:
             logprobs = None if shown is None else _chat_logprobs(shown, count)
-            finish_reason = "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]
+            finish_reason = "stop" if finish_reason == "tool_calls" else finish_reason
             text = _text(job, choice["token_ids"], finish_reason, pieces)
             prompt_logprobs = body.get("prompt_logprobs") if choice["index"] == 0 else None
         found = _prompt_logprobs(prompt_logprobs, _most(job.params.prompt_logprobs))

@@ -35,11 +35,4 @@ class Engine(Protocol):
 
 def load_options(config: UpConfig) -> LoadOptions:
     """How the model's files are used."""
-    return LoadOptions(
-        config.chat_template,
-        config.generation_config,
-        config.tool_call_parser,
-        config.reasoning_parser,
-        config.fit_conversations,
-        config.tokenizer,
-    )
+    return LoadOptions(**{name: getattr(config, name) for name in LoadOptions._fields})

@@ -12,20 +12,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.base.errors import BadRequest, ConfigError
-from common.config.option_groups import (
-    CapacityOptions,
-    DeviceOptions,
-    GpuMemoryOptions,
-    ModelOptions,
-)
-from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
+from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
+from common.config.service_configs import DecodeConfig, UpConfig
 from common.config.sources import resolve
 from common.config.speculation import SpeculationOptions
 from common.control.messages import Task
@@ -128,11 +122,7 @@ class LLM:
 
         Raises: BadRequest for a wrong prompt, before anything runs.
         """
-        options = {
-            "dimensions": dimensions,
-            "normalize": normalize,
-            "truncate_prompt_tokens": truncate_prompt_tokens,
-        }
+        options = {"dimensions": dimensions, "normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens}
         engine = self._pooling("embed")
         with self._lock:
             found = list(engine.vectors(prompts, options, per_token=False))
@@ -168,9 +158,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _running(self) -> Engine:
@@ -206,10 +194,7 @@ class LLM:
                     prompt=job.prompt,
                     prompt_token_ids=prompt_ids,
                     prompt_logprobs=prompt_logprobs(prompt_ids, answers[0].prompt_logprobs, tokenizer),
-                    outputs=[
-                        completion_output(number, answer, engine.model.tokenizer)
-                        for number, answer in enumerate(answers)
-                    ],
+                    outputs=[completion_output(number, each, tokenizer) for number, each in enumerate(answers)],
                     num_cached_tokens=answers[0].cached_tokens,
                 )
                 generated += sum(len(answer.token_ids) for answer in answers)
@@ -242,17 +227,13 @@ def _local_engine(options: dict[str, Any]) -> Engine | PoolingEngine:
 
 
 def _cluster_engine(options: dict[str, Any]) -> Engine:
-    _check_known(options, _names(UpConfig) - _OWN_OF_CLUSTER, "of a local cluster")
+    _check_known(options, {field.name for field in fields(UpConfig)} - _OWN_OF_CLUSTER, "of a local cluster")
     texts = _texts(options)
     config = resolve(UpConfig, flags=texts, environ=os.environ, file=None).config
     from kvrelay.offline.cluster_engine import ClusterEngine
 
     arguments = [part for name, text in texts.items() for part in ("--" + name.replace("_", "-"), text)]
     return ClusterEngine(config, arguments)
-
-
-def _names(cls: type[ServiceConfig]) -> set[str]:
-    return {field.name for field in fields(cls)}
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from kvrelay.offline.outputs import EngineAnswer
 from kvrelay.offline.prompts import PromptJob
 from router.http.openai.samples import samples
 from router.models import served_model
-from router.models.served_model import LoadOptions, ServedModel
+from router.models.served_model import LoadOptions
 from router.text.detokenizer import TokenPieces
 
 
@@ -42,19 +42,15 @@ class LocalEngine:
         """None: closed."""
         self._node = LocalNode(config, self._deliver, self._news.put)
         info = self._node.model
-        self._model = replace(served, name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        self.model = replace(served, name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
         self._ids = itertools.count()
 
     def _deliver(self, sent: list[OutgoingMessage]) -> None:
         for each in sent:
             self._news.put(each.message)
 
-    @property
-    def model(self) -> ServedModel:
-        return self._model
-
     def run(self, jobs: Sequence[PromptJob]) -> Generator[tuple[int, list[EngineAnswer]]]:
-        prompts = (_Prompt(index, job, self._model.tokenizer.pieces) for index, job in enumerate(jobs))
+        prompts = (_Prompt(index, job, self.model.tokenizer.pieces) for index, job in enumerate(jobs))
         first_waiting = next(prompts, None)
         running: _Running = {}
         room = self._most_in_flight

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 
 from common.base.clock import monotonic
@@ -27,6 +25,7 @@ from common.node.ranks.leader import Leader
 from common.node.transfers import NodeTransfers
 from decode_node.node import DecodeNode
 from decode_node.role import ROLE
+from kvrelay.offline.run_async import start_thread
 
 MAX_ACCEPTED = 1024
 """Requests that the node holds at once, waiting ones included."""
@@ -46,59 +45,39 @@ class LocalNode:
 
         Raises: ConfigError in one sentence for what cannot start.
         """
-        started: Future[None] = Future()
-
-        def start() -> None:
-            try:
-                self._start(config, deliver, on_crash)
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(None)
-
+        self._deliver, self._on_crash = deliver, on_crash
         # The engine's thread inherits the floating-point environment that the start sets, but the caller's stays as it is;
         # and the caller may have an asyncio loop of its own.
-        threading.Thread(target=start, name="start", daemon=True).start()
+        started = start_thread(lambda: self._start(config), "start")
         try:
             started.result()
         except BaseException:  # Ctrl-C: the start goes on, and nobody would end what it starts
             started.add_done_callback(lambda _: self.close() if started.exception() is None else None)
             raise
 
-    def _start(
-        self,
-        config: DecodeConfig,
-        deliver: Callable[[list[OutgoingMessage]], None],
-        on_crash: Callable[[BaseException], None],
-    ) -> None:
+    def _start(self, config: DecodeConfig) -> None:
         plan = ROLE.plan(config)
         # No stream waits for its next token, so prompts may fill whole steps.
         plan = replace(plan, steps=replace(plan.steps, prefill_chunk=plan.steps.max_num_batched_tokens))
         self._leader = leader = Leader(ROLE, plan)
         asyncio.run(leader.load())
         try:
-            self._start_core(plan, deliver, on_crash)
+            self._start_core(plan)
         except BaseException:
             leader.close()
             raise
 
-    def _start_core(
-        self,
-        plan: NodePlan,
-        deliver: Callable[[list[OutgoingMessage]], None],
-        on_crash: Callable[[BaseException], None],
-    ) -> None:
-        leader = self._leader
-        plan = fit_memory(plan, leader.num_blocks)
+    def _start_core(self, plan: NodePlan) -> None:
+        plan = fit_memory(plan, self._leader.num_blocks)
         self.model: ModelInfo = plan.model
-        send_buffer = SendBuffer(deliver)
+        send_buffer = SendBuffer(self._deliver)
         self._grammars = make_grammars(plan, self._post)
         self.core = core = DecodeNode(
             self._parts(plan, send_buffer),
             NodeTransfers(1, _ignore, self._post, lambda _: _NoRelay()),
             early_s=plan.hosts.lease_s,
         )
-        self._loop = EngineLoop(core, send_buffer.flush, on_crash)
+        self._loop = EngineLoop(core, send_buffer.flush, self._on_crash)
         self._loop.start()
 
     def _parts(self, plan: NodePlan, send_buffer: SendBuffer) -> CoreParts:

@@ -38,21 +38,24 @@ class ChildHealth:
         if child.spec.role == "router":
             child.address = child.spec.url
             return await self.probe.health(child.spec.url) is not None
-        record = self.records.get(child.spec.node_id or "")
-        if record is None or record.peer.incarnation == child.incarnation:
-            return False
         # The wall clock may have been set since the child started, or since it registered.
-        if record.started_at < min(child.started_at, time.time() - (time.monotonic() - child.started_s)):
-            return False  # record of an earlier process: in a shared Redis it remains for one lease
-        _note(child, record)
-        return True
+        return self._has_registered(child, min(child.started_at, time.time() - (time.monotonic() - child.started_s)))
 
     def has_moved(self, child: Child) -> bool:
         """Whether a ready node has another incarnation, without a start of its process; notes its address and its role."""
+        return self._has_registered(child, child.started_at)
+
+    def _has_registered(self, child: Child, since_at: float) -> bool:
+        """Whether the node has a new incarnation; notes what its record says.
+
+        The record of a process that started before `since_at` does not count: in a shared Redis it remains for one lease.
+        """
         record = self.records.get(child.spec.node_id or "")
-        if record is None or record.peer.incarnation == child.incarnation or record.started_at < child.started_at:
+        if record is None or record.peer.incarnation == child.incarnation or record.started_at < since_at:
             return False
-        _note(child, record)
+        child.incarnation, child.address = record.peer.incarnation, record.peer.control_address
+        if child.spec.role != "pooling":
+            child.role = record.role
         return True
 
     async def answers(self, child: Child) -> bool:
@@ -73,9 +76,3 @@ class ChildHealth:
 
     def _on_nodes(self, records: list[NodeRecord]) -> None:
         self.records = {record.peer.node_id: record for record in records}
-
-
-def _note(child: Child, record: NodeRecord) -> None:
-    child.incarnation, child.address = record.peer.incarnation, record.peer.control_address
-    if child.spec.role != "pooling":
-        child.role = record.role

@@ -40,7 +40,7 @@ def _run(resolved: Resolved[UpConfig]) -> None:
 
 app = service_app(UpConfig, help=_HELP, run=_run)
 
-_SERVE_HELP = """Serve a model with a whole cluster on this machine: `kvrelay up --model MODEL`, for hands that know vLLM.
+_SERVE_HELP = """Serve a model with a whole cluster on this machine: `kvrelay up --model MODEL`, with the options of vLLM too.
 
 The options are those of `kvrelay up`, and vLLM's: those become ours, or have no effect, which the log says, or are refused with
 what to use instead (docs/vllm-options.md lists them all).

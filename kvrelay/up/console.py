@@ -46,14 +46,11 @@ class Console:
     def log_line(self, text: str) -> None:
         """One message of the log of the supervisor's process; one with a traceback has several lines."""
         for line in text.split("\n"):
-            self.child_line(_OWN_NAME, line)
+            self.say(line)
 
     def say(self, line: str) -> None:
         """One line of the supervisor."""
-        if self._as_json:
-            self._json(_OWN_NAME, line)
-            return
-        self.plain(f"{_OWN_NAME:<{self._width}} | {line}")
+        self.child_line(_OWN_NAME, line)
 
     def _json(self, name: str, line: str) -> None:
         service = json.dumps({"service": name})

@@ -72,8 +72,8 @@ class HealthProbe:
         return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
     async def sees(self, url: str, counts: Mapping[str, int]) -> bool:
-        """Whether the router at `url` serves requests and sees at least `counts[role]` usable nodes of each role. Roles have
-        their names in `/health`.
+        """Whether the router at `url` serves requests and sees at least `counts[role]` usable nodes of each role, by the names
+        of roles in `/health`.
 
         Raises: ConfigError if it cannot use the files of their model.
         """

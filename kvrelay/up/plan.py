@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.base.errors import ConfigError
 from common.base.process import module_command
 from common.config.fields import field_infos
+from common.config.option_groups import CPU_KV_GB
 from common.config.pooling_options import OF_PROCESS
 from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Resolved, Source, resolve
@@ -44,7 +46,7 @@ class ChildSpec:
     node_id: str | None = None
     """Id in the membership; nodes only."""
     model_path: str = ""
-    """Where the model is with which it generates; nodes only."""
+    """Path of the model with which it generates; nodes only."""
     url: str = ""
     """URL of the API; routers only."""
     quiet: bool = False
@@ -120,6 +122,31 @@ def resolved_child(spec: ChildSpec, environ: Mapping[str, str]) -> Resolved[Rout
     return resolve(cls, flags=flags, environ={**environ, **spec.environ}, file=None)
 
 
+def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_bytes: float, *, gpus: bool) -> None:
+    """Check that the KV caches of all nodes fit in main memory together. `gpus`: device "auto" means a GPU here.
+
+    A node allocates KV memory as requests need it and checks only its own cache. Without this check, nodes that share a
+    machine would run out of memory later, when the last cache fills, and one of them would be killed.
+    Caches whose size is given in blocks (--kv-blocks) are not counted: only the node knows the size of a block.
+
+    Raises: ConfigError with the figures if that is more than `free_bytes`, or for a mistake in a node's configuration.
+    """
+    sizes: dict[str, float] = {}
+    for spec in specs:
+        if spec.role in ("prefill", "decode"):
+            node = resolved_child(spec, environ).config
+            assert isinstance(node, NodeConfig)
+            if node.kv_blocks is None and (node.device == "cpu" or (node.device == "auto" and not gpus)):
+                sizes[spec.name] = node.num_ranks * node.cpu_kv_gb
+    free_gb = free_bytes / 2**30  # the unit of --kv-memory-gb
+    if sum(sizes.values()) > free_gb:
+        each = ", ".join(f"{name} {size:.2f}" for name, size in sizes.items())
+        raise ConfigError(
+            f"the nodes' KV caches may take {sum(sizes.values()):.2f} GB of memory together ({each}), but {free_gb:.2f} GB are "
+            f"free: lower --kv-memory-gb, which counts for each rank and is {CPU_KV_GB:g} by default, or start fewer nodes"
+        )
+
+
 def first_start_s(config: UpConfig, *, on_gpus: bool) -> float:
     """Seconds that the first start of everything may take."""
     is_default = config.start_timeout_s == UpConfig.start_timeout_s
@@ -142,8 +169,7 @@ def _of_pooling(sources: Mapping[str, Source], *, is_alone: bool) -> dict[str, S
 
 
 def role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
-    """The options of `config` for the nodes of `role` only, defaults included: GPUs and memory were planned with
-    them."""
+    """The options of `config` for the nodes of `role` only, defaults included: GPUs and memory were planned with them."""
     options = {} if share is None else {"gpu_memory_utilization": str(share.utilization)}
     for name, info in field_infos(UpConfig).items():
         value = getattr(config, name)
@@ -182,8 +208,7 @@ def _in_other_role(
 
 
 def _shares_cores(config: UpConfig) -> bool:
-    """Whether decode nodes on the CPU should leave more of it to the prefill nodes while streams are still in
-    prefill."""
+    """Whether decode nodes on the CPU leave cores to the prefill nodes while streams are still in prefill."""
     has_stages = config.decode_pp > 1 or config.decode_pp_layers
     return config.prefill > 0 and config.favor != "itl" and not has_stages
 

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _STEADY_S = 1.0
 """A child that was ready this long has served: its death is no failure to start, however often it is killed."""
-
-
-@dataclass(frozen=True)
-class RestartAfter:
-    """Restart the child after a delay."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class EndCluster:
-    """The child was never ready: stop everything and exit with `exit_code`."""
-
-    exit_code: int
 
 
 class RestartPolicy:
@@ -41,21 +25,22 @@ class RestartPolicy:
         self.was_ever_ready = True
         self._ready_since_s = now_s
 
-    def died(self, now_s: float, return_code: int) -> RestartAfter | EndCluster:
-        """The process ended. `return_code` as in `Popen`: negative for a signal."""
+    def died(self, now_s: float) -> float | None:
+        """The process ended. Returns the delay in seconds after which to restart it; None if the child was never ready."""
         if not self.was_ever_ready:
-            return EndCluster(exit_code(return_code))
+            return None
         steady = self._ready_since_s is not None and now_s - self._ready_since_s >= _STEADY_S
         self._ready_since_s = None
         self._quick_deaths = 0 if steady else self._quick_deaths + 1
         if self._quick_deaths <= 1:
             # No delay after the first death: clients wait for this node.
-            return RestartAfter(0.0)
-        return RestartAfter(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._quick_deaths - 2, 16)))
+            return 0.0
+        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._quick_deaths - 2, 16))
 
 
 def exit_code(return_code: int) -> int:
-    """The exit code that a shell would report; never 0, since the death was unexpected."""
+    """The exit code that a shell would report for a return code of `Popen`, which is negative for a signal. Never 0, since the
+    death was unexpected."""
     if return_code < 0:
         return 128 - return_code
     return return_code or 1

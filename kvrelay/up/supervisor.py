@@ -35,11 +35,10 @@ from kvrelay.up.console import Console, banner, failure_line
 from kvrelay.up.fork_client import ForkServer, watch_orphans
 from kvrelay.up.gpus import VISIBLE, find_gpus
 from kvrelay.up.hang_watch import HangWatch
-from kvrelay.up.kv_memory import check_memory
 from kvrelay.up.models import find_models
 from kvrelay.up.pid_file import PidEntry, PidFile
-from kvrelay.up.plan import STOP_ORDER, ChildSpec, first_start_s, plan_children
-from kvrelay.up.restarts import EndCluster, describe_exit
+from kvrelay.up.plan import STOP_ORDER, ChildSpec, check_memory, first_start_s, plan_children
+from kvrelay.up.restarts import describe_exit, exit_code
 from kvrelay.up.role_keeper import RoleKeeper
 from kvrelay.up.routers import router_places
 from kvrelay.up.run_folder import run_folder, with_config_copy
@@ -260,14 +259,14 @@ class Supervisor:
             if self._stop.is_set():
                 return
             child.show_hidden_lines()
-            decision = child.policy.died(time.monotonic(), return_code)
-            if isinstance(decision, EndCluster):
-                raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)
+            delay_s = child.policy.died(time.monotonic())
+            if delay_s is None:
+                raise ChildFailed(failure_line(name, return_code, child.last_line), exit_code(return_code))
             self._write_pids()
-            when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
+            when = f"in {delay_s:g} s" if delay_s else "now"
             self._console.say(f"{name} ended ({describe_exit(return_code)}); restarting it {when}")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), decision.delay_s)
+                await asyncio.wait_for(self._stop.wait(), delay_s)
 
     async def _run_child(self, child: Child) -> int:
         """Start the child and wait for its end. Returns its return code; 1 if a restart could not create a process, or

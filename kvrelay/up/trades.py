@@ -29,12 +29,8 @@ class Trades:
         self.roles |= roles
 
     def next(self) -> str | None:
-        """The node to change now: of the role that has too many, the one that has changed least recently."""
-        surplus = self._surplus()
+        """The node to change now: of the role that has more than are wanted, the one that has changed least recently."""
+        now = self.counts()
+        surplus = next((role for role in SCALED_ROLES if now[role] > self.wanted[role]), None)
         of_role = sorted(name for name, role in self.roles.items() if role == surplus)
         return min(of_role, key=lambda name: self._changed_s.get(name, -math.inf), default=None)
-
-    def _surplus(self) -> str | None:
-        """The role that has more nodes than are wanted."""
-        now = self.counts()
-        return next((role for role in SCALED_ROLES if now[role] > self.wanted[role]), None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.base.errors import ConfigError
 from common.base.sentences import counted
 from common.config.cli import Translated
-from kvrelay.up.vllm_options import OPTIONS, SHORT, VllmOption
+from kvrelay.up.vllm_options import OPTIONS, SHORT, Arity, VllmOption
 
 _BOOLEANS = ("true", "false", "none", "1", "0", "yes", "no")
 _YAML = (".yaml", ".yml")
@@ -47,7 +47,7 @@ def translate(args: Sequence[str], switches: set[str], lists: set[str]) -> Trans
             if flag == "--config" and (value or "".join(values)).endswith(_YAML):
                 found.problems.append("--config: the file is TOML, with the options of kvrelay up")
             continue
-        _apply(found, option, name, _values(option, value, rest))
+        _apply(found, option, name, _following(option.arity, rest) if value is None else [value])
     if found.problems:
         what = counted(len(found.problems), "option of vLLM is/options of vLLM are")
         raise ConfigError(f"{what} not taken: " + "; ".join(found.problems))
@@ -81,27 +81,18 @@ def _own_values(flag: str, value: str | None, rest: list[str], switches: set[str
     """Take the words that belong to one of our flags."""
     if value is not None or not flag.startswith("--") or flag == "--help":
         return []
-    if flag in switches or (flag.startswith("--no-") and "--" + flag[5:] in switches):
-        return [rest.pop(0)] if rest and rest[0].lower() in _BOOLEANS else []
-    return _several(rest) if flag in lists else [rest.pop(0)] if rest else []
+    is_switch = flag in switches or (flag.startswith("--no-") and "--" + flag[5:] in switches)
+    return _following("switch" if is_switch else "values" if flag in lists else "value", rest)
 
 
-def _several(rest: list[str]) -> list[str]:
-    """Take all words up to the next flag."""
-    count = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
+def _following(arity: Arity, rest: list[str]) -> list[str]:
+    """Take the words that belong to an option; `values`: all up to the next one."""
+    if arity == "values":
+        count = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
+    else:
+        count = int(bool(rest) and (arity == "value" or rest[0].lower() in _BOOLEANS))
     taken, rest[:count] = rest[:count], []
     return taken
-
-
-def _values(option: VllmOption, value: str | None, rest: list[str]) -> list[str]:
-    """Take the words that belong to one of vLLM's options."""
-    if value is not None:
-        return [value]
-    if option.arity == "switch":
-        return [rest.pop(0)] if rest and rest[0].lower() in _BOOLEANS else []
-    if option.arity == "values":
-        return _several(rest)
-    return [rest.pop(0)] if rest else []
 
 
 def _apply(found: _Translation, option: VllmOption, name: str, values: list[str]) -> None:

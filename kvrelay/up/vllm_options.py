@@ -88,8 +88,12 @@ class VllmOption:
     """How many words follow it; `values`: all up to the next option."""
     neutral: tuple[str, ...] = ()
     """Values of a refused option that ask for what is so anyway."""
-    convert: Callable[[list[str]], list[str]] = lambda _: []
+    convert: Convert = lambda _: []
     """Our words for its values. Raises: ValueError with a sentence."""
+
+
+def _becomes(says: str, convert: Convert, arity: Arity = "value") -> VllmOption:
+    return VllmOption("becomes", says, arity, convert=convert)
 
 
 _IGNORED: Mapping[str, str] = {
@@ -196,90 +200,62 @@ _REFUSED: Mapping[str, str] = {
 }
 """Options whose effect cannot be had, or is had in another way."""
 
-_REVISION = "`MODEL@REVISION`"
 _PARALLEL = "--prefill-tp and --decode-tp"
 
 _BECOMES: Mapping[str, VllmOption] = {
-    "tensor-parallel-size": VllmOption("becomes", _PARALLEL, convert=renamed("--prefill-tp", "--decode-tp")),
-    "pipeline-parallel-size": VllmOption(
-        "becomes", "--decode-pp; prefill nodes have no stages", convert=renamed("--decode-pp")
-    ),
-    "prefill-context-parallel-size": VllmOption(
-        "becomes", "--prefill-context-parallel", convert=renamed("--prefill-context-parallel")
-    ),
-    "decode-context-parallel-size": VllmOption(
-        "becomes",
+    "tensor-parallel-size": _becomes(_PARALLEL, renamed("--prefill-tp", "--decode-tp")),
+    "pipeline-parallel-size": _becomes("--decode-pp; prefill nodes have no stages", renamed("--decode-pp")),
+    "prefill-context-parallel-size": _becomes("--prefill-context-parallel", renamed("--prefill-context-parallel")),
+    "decode-context-parallel-size": _becomes(
         "--decode-context-parallel: as many times the ranks, where vLLM divides those of --tensor-parallel-size",
-        convert=renamed("--decode-context-parallel"),
+        renamed("--decode-context-parallel"),
     ),
-    "data-parallel-size": VllmOption("becomes", "--decode: as many decode nodes", convert=renamed("--decode")),
-    "max-num-batched-tokens": VllmOption(
-        "becomes",
+    "data-parallel-size": _becomes("--decode: as many decode nodes", renamed("--decode")),
+    "max-num-batched-tokens": _becomes(
         "--prefill-max-num-batched-tokens and --decode-max-num-batched-tokens",
-        convert=human_number("--prefill-max-num-batched-tokens", "--decode-max-num-batched-tokens"),
+        human_number("--prefill-max-num-batched-tokens", "--decode-max-num-batched-tokens"),
     ),
-    "max-num-seqs": VllmOption("becomes", "the same; 1k means 1000", convert=human_number("--max-num-seqs")),
-    "max-model-len": VllmOption(
-        "becomes",
-        "the same; 32k means 32000, 32K 32768; auto and -1 mean the default",
-        convert=optional_number("--max-model-len"),
+    "max-num-seqs": _becomes("the same; 1k means 1000", human_number("--max-num-seqs")),
+    "max-model-len": _becomes(
+        "the same; 32k means 32000, 32K 32768; auto and -1 mean the default", optional_number("--max-model-len")
     ),
-    "kv-cache-memory-bytes": VllmOption(
-        "becomes", "--kv-memory-gb", convert=human_number("--kv-memory-gb", divisor=1e9)
+    "kv-cache-memory-bytes": _becomes("--kv-memory-gb", human_number("--kv-memory-gb", divisor=1e9)),
+    "num-gpu-blocks-override": _becomes("--kv-blocks", renamed("--kv-blocks")),
+    "seed": _becomes("the same, for dummy weights; requests have seeds of their own", renamed("--seed")),
+    "dtype": _becomes(
+        "the same; half is float16, float is float32", table_of("--dtype", half="float16", float="float32")
     ),
-    "num-gpu-blocks-override": VllmOption("becomes", "--kv-blocks", convert=renamed("--kv-blocks")),
-    "seed": VllmOption(
-        "becomes", "the same, for dummy weights; requests have seeds of their own", convert=renamed("--seed")
-    ),
-    "dtype": VllmOption(
-        "becomes",
-        "the same; half is float16, float is float32",
-        convert=table_of("--dtype", half="float16", float="float32"),
-    ),
-    "quantization": VllmOption(
-        "becomes",
+    "quantization": _becomes(
         "the same; the name of a checkpoint's format (awq, gptq, ...) is auto, because checkpoints declare it",
-        convert=table_of(
+        table_of(
             "--quantization",
             **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "mxfp4", "modelopt", "none"), "auto"),
             **{"compressed-tensors": "auto"},
         ),
     ),
-    "load-format": VllmOption(
-        "becomes",
+    "load-format": _becomes(
         "the same; formats of files are auto",
-        convert=table_of(
+        table_of(
             "--load-format",
             **dict.fromkeys(("safetensors", "pt", "hf", "gguf", "fastsafetensors", "instanttensor"), "auto"),
         ),
     ),
-    "model-impl": VllmOption("becomes", "the same; vllm is native", convert=table_of("--model-impl", vllm="native")),
-    "task": VllmOption("becomes", "the same; embedding is embed", convert=table_of("--task", embedding="embed")),
-    "runner": VllmOption(
-        "becomes",
+    "model-impl": _becomes("the same; vllm is native", table_of("--model-impl", vllm="native")),
+    "task": _becomes("the same; embedding is embed", table_of("--task", embedding="embed")),
+    "runner": _becomes(
         "--task; pooling is auto: embed or score by the model's class",
-        convert=table_of("--task", pooling="auto", generate="generate"),
+        table_of("--task", pooling="auto", generate="generate"),
     ),
-    "convert": VllmOption("becomes", "--task", convert=table_of("--task", none="auto", embed="embed", auto="auto")),
-    "generation-config": VllmOption(
-        "becomes", "the same; vllm is none", convert=table_of("--generation-config", vllm="none")
-    ),
-    "uvicorn-log-level": VllmOption(
-        "becomes", "--log-level", convert=table_of("--log-level", critical="error", trace="debug")
-    ),
-    "lora-modules": VllmOption(
-        "becomes", "--lora, also from JSON with name and path", arity="values", convert=lora_module
-    ),
-    "api-key": VllmOption(
-        "becomes", "the same; several keys", arity="values", convert=lambda keys: ["--api-key", ",".join(keys)]
-    ),
-    "speculative-config": VllmOption(
-        "becomes", "--speculate, which takes the same JSON", convert=renamed("--speculate")
-    ),
-    "num-speculative-tokens": VllmOption("becomes", "--speculate-tokens", convert=renamed("--speculate-tokens")),
-    "spec-tokens": VllmOption("becomes", "--speculate-tokens", convert=renamed("--speculate-tokens")),
-    "model": VllmOption("becomes", "MODEL, without a flag", convert=lambda values: values),
-    "revision": VllmOption("becomes", _REVISION),
+    "convert": _becomes("--task", table_of("--task", none="auto", embed="embed", auto="auto")),
+    "generation-config": _becomes("the same; vllm is none", table_of("--generation-config", vllm="none")),
+    "uvicorn-log-level": _becomes("--log-level", table_of("--log-level", critical="error", trace="debug")),
+    "lora-modules": _becomes("--lora, also from JSON with name and path", lora_module, "values"),
+    "api-key": _becomes("the same; several keys", lambda keys: ["--api-key", ",".join(keys)], "values"),
+    "speculative-config": _becomes("--speculate, which takes the same JSON", renamed("--speculate")),
+    "num-speculative-tokens": _becomes("--speculate-tokens", renamed("--speculate-tokens")),
+    "spec-tokens": _becomes("--speculate-tokens", renamed("--speculate-tokens")),
+    "model": _becomes("MODEL, without a flag", lambda values: values),
+    "revision": _becomes("`MODEL@REVISION`", lambda _: []),
 }
 """`revision` has no words of its own: it is added to the model's name."""
 
@@ -309,26 +285,10 @@ SHORT: Mapping[str, str] = {
 """Short names of vLLM's options."""
 
 SAME = (
-    *(
-        "served-model-name",
-        "tokenizer",
-        "kv-cache-dtype",
-        "enforce-eager",
-        "async-scheduling",
-        "gpu-memory-utilization",
-    ),
-    *("max-loras", "max-lora-rank", "chat-template", "tool-call-parser", "reasoning-parser", "host", "port"),
-    *(
-        "allow-credentials",
-        "allowed-origins",
-        "allowed-methods",
-        "allowed-headers",
-        "ssl-certfile",
-        "ssl-keyfile",
-        "config",
-    ),
-    *("root-path", "max-logprobs", "return-tokens-as-token-ids", "enable-force-include-usage"),
-    "enable-tokenizer-info-endpoint",
+    "served-model-name tokenizer kv-cache-dtype enforce-eager async-scheduling gpu-memory-utilization max-loras "
+    "max-lora-rank chat-template tool-call-parser reasoning-parser host port allow-credentials allowed-origins "
+    "allowed-methods allowed-headers ssl-certfile ssl-keyfile config root-path max-logprobs "
+    "return-tokens-as-token-ids enable-force-include-usage enable-tokenizer-info-endpoint"
 )
 """Options that mean the same here."""
 
@@ -344,7 +304,7 @@ def _entries(does: Does, groups: Mapping[str, str]) -> Iterator[tuple[str, VllmO
 def _table() -> dict[str, VllmOption]:
     ours = {name.replace("_", "-") for name in field_infos(UpConfig)}
     table = {**dict(_entries("ignored", _IGNORED)), **dict(_entries("refused", _REFUSED))}
-    same = [*SAME, *(name for name in table if name in ours)]
+    same = [*SAME.split(), *(name for name in table if name in ours)]
     return table | dict(_BECOMES) | {name: VllmOption("same", "the same") for name in same}
 
 

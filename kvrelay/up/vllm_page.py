@@ -16,11 +16,12 @@ and parts of JSON options as in `--compilation-config.mode 3`. This page is made
 Differences that no option shows: `kvrelay serve` listens on 127.0.0.1 unless `--host 0.0.0.0` is given, and starts a prefill
 node and a decode node, which share a GPU if there is only one; `--prefill` and `--decode` set their numbers.
 """
-_TITLES: dict[Does, str] = {
-    "becomes": "Becomes",
-    "ignored": "Has no effect",
-    "refused": "Is refused",
+_TABLES: dict[Does, tuple[str, str]] = {
+    "becomes": ("Becomes", "what it becomes"),
+    "ignored": ("Has no effect", "why"),
+    "refused": ("Is refused", "instead"),
 }
+"""Title and second column of each table."""
 
 
 def page() -> str:
@@ -33,13 +34,12 @@ def page() -> str:
         "",
         _joined([shown[name] for name, each in OPTIONS.items() if each.does == "same"]),
     ]
-    for does, title in _TITLES.items():
+    for does, (title, head) in _TABLES.items():
         rows: defaultdict[str, list[str]] = defaultdict(list)
         for name, option in OPTIONS.items():
             if option.does == does:
                 taken = f" other than {', '.join(option.neutral)}" if option.neutral else ""
                 rows[option.says].append(shown[name] + taken)
-        head = "what it becomes" if does == "becomes" else "why" if does == "ignored" else "instead"
         lines = [f"| {', '.join(names)} | {says} |" for says, names in rows.items()]
         parts += [f"\n## {title}", "", f"| option of vLLM | {head} |", "|---|---|", *lines]
     return "\n".join(parts) + "\n"

@@ -40,7 +40,7 @@ def _node(answer: dict[str, Any]) -> RenderableType:
 
 def _whole_node(answer: dict[str, Any]) -> RenderableType:
     known = {key: value for key, value in answer["router"].items() if key != "load"}
-    return show.group(
+    return show.Group(
         show.properties("as the router sees it", known), show.properties("as it reports itself", answer["node"])
     )
 
@@ -59,7 +59,7 @@ COMMANDS: dict[str, Callable[[Any], RenderableType]] = {
     "request": show.story,
     "route": show.route,
     "blocks": show.blocks,
-    "lora list": lambda answer: show.group(*(show.properties(node, says) for node, says in answer.items())),
+    "lora list": lambda answer: show.Group(*(show.properties(node, says) for node, says in answer.items())),
     "roll": lambda rows: show.records("restarted", rows),
     "watch": _watch,
     "check": lambda _: show.findings(_FINDINGS),

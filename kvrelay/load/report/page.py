@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from kvrelay.load.report.chart import Chart, Series
-from kvrelay.load.summary import PERCENTILES, percentile
+from kvrelay.load.summary import LATENCIES, STATISTICS, percentile, window_rates
 
 _STYLE = """
 :root{--ink:#1c2733;--soft:#5b6b7b;--line:#dde3ea;--page:#fff;--c0:#1667c1;--c1:#c1500f;--c2:#2c8a4b;--c3:#8a3fb0}
@@ -29,12 +29,6 @@ circle.s0{fill:var(--c0)}circle.s1{fill:var(--c1)}circle.s2{fill:var(--c2)}circl
 th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:600}tr{border-bottom:1px solid var(--line)}
 """
 _CSP = "default-src 'none'; style-src 'unsafe-inline'"
-_LATENCIES = (
-    ("time to first token", "ttft_s"),
-    ("between tokens (events)", "itl_s"),
-    ("per token after the first", "tpot_s"),
-    ("whole request", "e2e_s"),
-)
 _PARTS = 60
 """Points of a chart over time."""
 
@@ -57,7 +51,8 @@ def _run_page(result: Mapping[str, Any]) -> str:
     if wanted:
         inside = f"{100 * summary['within_slo']:.1f} % of the requests inside {wanted}"
         facts.append(("goodput/s", f"{summary['goodput_per_s']:.2f} ({inside})"))
-    body = [_table(("", ""), facts), "<h2>Latency, ms</h2>", _latencies(summary), "<h2>Charts</h2>"]
+    latencies = _table(("", *STATISTICS), latency_rows(summary))
+    body = [_table(("", ""), facts), "<h2>Latency, ms</h2>", latencies, "<h2>Charts</h2>"]
     return _page(f"Load on {config['model']}", result, [*body, _charts(run_charts(result))])
 
 
@@ -80,7 +75,7 @@ def run_charts(result: Mapping[str, Any]) -> list[Chart]:
         Chart("Between tokens", "ms", "% of gaps", [Series("gaps", gaps)], y_max=100),
         Chart("Whole request", "ms", "% of requests", [Series("requests", _shares(samples["e2e_s"]))], y_max=100),
         *over_time,
-        _throughput(samples, min(result["samples"]["sent_s"], default=0.0), result["summary"]["wall_s"]),
+        _throughput(result),
     ]
 
 
@@ -92,30 +87,16 @@ def _succeeded(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _throughput(samples: Mapping[str, Sequence[Any]], first_s: float, wall_s: float) -> Chart:
-    tokens = [0.0] * _PARTS
-    for sent_s, e2e_s, count in zip(samples["sent_s"], samples["e2e_s"], samples["output_tokens"], strict=True):
-        if wall_s:
-            tokens[min(_PARTS - 1, int((sent_s + e2e_s - first_s) / wall_s * _PARTS))] += count
-    points = [
-        ((index + 0.5) * wall_s / _PARTS, count * _PARTS / wall_s) for index, count in enumerate(tokens) if wall_s
-    ]
+def _throughput(result: Mapping[str, Any]) -> Chart:
+    part_s = result["summary"]["wall_s"] / _PARTS
+    rates = window_rates(result, "output_tokens_per_s", _PARTS)
+    points = [((index + 0.5) * part_s, rate) for index, rate in enumerate(rates)]
     return Chart("Output of requests as they end", "seconds since the start", "tokens/s", [Series("tokens/s", points)])
 
 
 def _sweep_page(result: Mapping[str, Any]) -> str:
     points, slo = result["points"], result["slo"]
     columns = ("rate", "goodput/s", "inside, %", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "errors, %")
-    rows = [
-        (
-            f"{point['rate']:.3g}",
-            f"{point['goodput_per_s']:.2f}",
-            f"{100 * point['within_slo']:.1f}",
-            *(_ms(point[key] and point[key][name]) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")),
-            f"{100 * point['error_rate']:.1f}",
-        )
-        for point in points
-    ]
     x = "requests/s offered"
     goodput = [
         Series("goodput", [(point["rate"], point["goodput_per_s"]) for point in points]),
@@ -137,17 +118,10 @@ def _sweep_page(result: Mapping[str, Any]) -> str:
     highest = "is the highest rate" if is_found else "or more is the highest rate (none that was tried is above it)"
     found = f"{best:.3g} requests/s {highest} with {share}." if best else f"No rate had {share}."
     body = [f"<p><strong>{escape(found)}</strong></p>", _charts(charts), "<h2>Rates (times in ms)</h2>"]
-    return _page(f"Goodput of {result['config']['model']}", result, [*body, _table(columns, rows)])
+    return _page(f"Goodput of {result['config']['model']}", result, [*body, _table(columns, sweep_rows(result))])
 
 
 def _comparison_page(result: Mapping[str, Any]) -> str:
-    rows: list[Sequence[str]] = []
-    for row in result["rows"]:
-        scale = 1000 if row["lower_is_better"] else 1
-        interval = "-" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
-        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else "-"
-        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
-        rows.append((row["name"], *sides, ratio, interval, row["verdict"]))
     samples = {side: _succeeded(result[side]["samples"]) for side in ("a", "b")}
     charts = [
         Chart(
@@ -157,13 +131,17 @@ def _comparison_page(result: Mapping[str, Any]) -> str:
             [Series(side.upper(), _shares(samples[side][key])) for side in ("a", "b")],
             y_max=100,
         )
-        for title, key in _LATENCIES
+        for key, title in LATENCIES.items()
         if key != "itl_s"
     ]
     columns = ("rates per second, times in ms", "A", "B", "B / A", "95 % interval", "")
     sides = " ".join(f"{side.upper()}: {result[side]['config']['url']}." for side in ("a", "b"))
     told = f"<p>{escape(sides)} Compared by {escape(result['method'])}.</p>"
-    return _page("Comparison of A and B", result, [told, _table(columns, rows), "<h2>Charts</h2>", _charts(charts)])
+    return _page(
+        "Comparison of A and B",
+        result,
+        [told, _table(columns, comparison_rows(result)), "<h2>Charts</h2>", _charts(charts)],
+    )
 
 
 def objectives(slo: Mapping[str, float | None]) -> str:
@@ -172,12 +150,42 @@ def objectives(slo: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} <= {value:g} s" for name, value in named if value)
 
 
-def _latencies(summary: Mapping[str, Any]) -> str:
-    names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
-    rows = [
-        (title, *(f"{1000 * summary[key][name]:.1f}" for name in names)) for title, key in _LATENCIES if summary[key]
+Row = Sequence[str | None]
+"""A row of a table; None: there is no value."""
+
+
+def latency_rows(summary: Mapping[str, Any]) -> list[Row]:
+    """The latencies of a run in ms."""
+    return [
+        (title, *(_ms(summary[key][name]) for name in STATISTICS)) for key, title in LATENCIES.items() if summary[key]
     ]
-    return _table(("", *names), rows)
+
+
+def sweep_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Each rate, with its goodput, the share of requests inside the objectives, times in ms and the share of errors."""
+    times = [(key, name) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")]
+    return [
+        (
+            f"{point['rate']:.3g}",
+            f"{point['goodput_per_s']:.2f}",
+            f"{100 * point['within_slo']:.1f}",
+            *(_ms(point[key][name]) if point[key] else None for key, name in times),
+            f"{100 * point['error_rate']:.1f}",
+        )
+        for point in result["points"]
+    ]
+
+
+def comparison_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Each figure of A and B, their ratio, its interval and the verdict."""
+    rows: list[Row] = []
+    for row in result["rows"]:
+        scale = 1000 if row["lower_is_better"] else 1
+        interval = None if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else None
+        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
+        rows.append((row["name"], *sides, ratio, interval, row["verdict"]))
+    return rows
 
 
 def _points(samples: Mapping[str, Sequence[Any]], key: str) -> list[tuple[float, float]]:
@@ -200,17 +208,18 @@ def _limit(slo: Mapping[str, float | None], key: str) -> list[tuple[str, float]]
     return [] if value is None else [("objective", 1000 * value)]
 
 
-def _ms(value_s: float | None) -> str:
-    return "-" if value_s is None else f"{1000 * value_s:.1f}"
+def _ms(value_s: float) -> str:
+    return f"{1000 * value_s:.1f}"
 
 
 def _charts(charts: Sequence[Chart]) -> str:
     return f'<div class="charts">{"".join(chart.html() for chart in charts)}</div>'
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+def _table(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    def line(cells: Row, tag: str) -> str:
+        shown = (escape("-" if cell is None else cell) for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in shown)}</tr>"
 
     head = line(columns, "th") if any(columns) else ""
     return f'<div class="scroll"><table>{head}{"".join(line(row, "td") for row in rows)}</table></div>'

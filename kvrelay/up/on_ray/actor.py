@@ -21,7 +21,7 @@ from common.base.endpoints import free_port
 from common.base.process import module_command
 from common.config.sources import SUPERVISOR_VARIABLE
 from kvrelay.up.on_ray.services import HOST, RayService
-from kvrelay.up.restarts import RestartAfter, RestartPolicy
+from kvrelay.up.restarts import RestartPolicy
 
 _KEPT_LINES = 2_000
 _STEADY_S = 10.0
@@ -32,17 +32,17 @@ _OF_RAY = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Report:
-    """What an actor says of its process."""
+    """State of an actor and of its process."""
 
     digest: str
     """`RayService.digest` of what the actor runs."""
     host: str
     """Address of its host."""
     master_port: int
-    """Where the ranks of a node on several hosts meet, if this is its first host."""
+    """Port at which the ranks of a node on several hosts meet; 0 unless this is its first host."""
     pid: int | None
     started: int
-    """How often the process was started by this actor."""
+    """Number of times that this actor has started the process."""
     exit_code: int | None
     """Return code of the last process that ended, as in `Popen`; None if none has."""
     has_started: bool
@@ -66,8 +66,7 @@ class ServiceActor:
         self._hosts = hosts
         self._joins: tuple[str, ...] | None = None
         if not is_follower:
-            first = ("--nnodes", str(hosts), "--node-rank", "0", "--master-addr", host)
-            self._joins = (*first, "--master-port", str(self._master_port)) if hosts > 1 else ()
+            self._joins = self._join_words(0, host, self._master_port) if hosts > 1 else ()
         self._process: subprocess.Popen[bytes] | None = None
         self._policy = RestartPolicy()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -100,10 +99,7 @@ class ServiceActor:
 
     def join(self, node_rank: int, leader: str, master_port: int) -> None:
         """Tell a follower where its leader is; if it has moved, the process starts again."""
-        joins = (
-            *("--nnodes", str(self._hosts), "--node-rank", str(node_rank)),
-            *("--master-addr", leader, "--master-port", str(master_port)),
-        )
+        joins = self._join_words(node_rank, leader, master_port)
         if joins != self._joins:
             self._joins = joins
             self._signal(signal.SIGKILL)
@@ -115,22 +111,25 @@ class ServiceActor:
         self._signal(signal.SIGTERM)
         self._changed.set()
 
+    def _join_words(self, node_rank: int, leader: str, master_port: int) -> tuple[str, ...]:
+        place = ("--nnodes", str(self._hosts), "--node-rank", str(node_rank))
+        return (*place, "--master-addr", leader, "--master-port", str(master_port))
+
     def _supervise(self) -> None:
         while not self._stopping:
             if self._joins is None:
                 self._changed.wait()
                 self._changed.clear()
                 continue
-            code, ran_s = self._run((*self._words, *self._joins))
+            ran_s = self._run((*self._words, *self._joins))
             if ran_s > _STEADY_S:
                 self._policy.ready(time.monotonic() - ran_s)
-            decision = self._policy.died(time.monotonic(), code)
-            delay_s = decision.delay_s if isinstance(decision, RestartAfter) else _STEADY_S
-            self._changed.wait(0 if self._stopping else delay_s)
+            delay_s = self._policy.died(time.monotonic())
+            self._changed.wait(0 if self._stopping else _STEADY_S if delay_s is None else delay_s)
             self._changed.clear()
 
-    def _run(self, words: tuple[str, ...]) -> tuple[int, float]:
-        """Run the process to its end. Returns its return code and how long it ran, in seconds."""
+    def _run(self, words: tuple[str, ...]) -> float:
+        """Run the process to its end. Returns how long it ran, in seconds."""
         environ = {name: value for name, value in os.environ.items() if name != _OF_RAY}
         environ |= {"PYTHONUNBUFFERED": "1", **self._service.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
         started_s = time.monotonic()
@@ -158,7 +157,7 @@ class ServiceActor:
             os.killpg(process.pid, signal.SIGKILL)
         with self._lock:
             self._process, self._exit_code = None, code
-        return code, time.monotonic() - started_s
+        return time.monotonic() - started_s
 
     def _signal(self, signum: signal.Signals) -> None:
         with self._lock:

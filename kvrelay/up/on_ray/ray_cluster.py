@@ -40,11 +40,6 @@ class RayCluster:
             raise ConfigError(f"no Ray cluster answers at --address {address}: {str(error).splitlines()[0]}") from None
         self._actor_class: Any = self._ray.remote(ServiceActor)
 
-    @property
-    def own_host(self) -> str:
-        """Node id of the host on which this process runs."""
-        return self._ray.get_runtime_context().get_node_id()
-
     def hosts(self) -> list[RayHost]:
         """The hosts that are alive."""
         return [
@@ -80,7 +75,8 @@ class RayCluster:
         """Start the actors of a service: in its placement group, a router on the host of this process."""
         for number in range(hosts):
             if group is None:
-                where = self._strategies.NodeAffinitySchedulingStrategy(self.own_host, soft=False)
+                own_host = self._ray.get_runtime_context().get_node_id()
+                where = self._strategies.NodeAffinitySchedulingStrategy(own_host, soft=False)
                 resources: Resources = {"CPU": 0.0}
             else:
                 where = self._strategies.PlacementGroupSchedulingStrategy(

@@ -12,7 +12,7 @@ from kvrelay.up.on_ray.services import RayService
 
 @dataclass
 class Actions:
-    """What to do now."""
+    """The services to start, to retire and to join now."""
 
     start: list[RayService] = field(default_factory=list[RayService])
     """They have no actors."""

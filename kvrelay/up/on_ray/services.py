@@ -58,27 +58,15 @@ class RayServices:
         """environ: options that were set by variables, for all services; other hosts do not have them."""
         self._config, self._sources, self._model, self._environ = config, sources, model, environ
         self._routers, self._with_gpus = routers, with_gpus
-        self._of_all = {
-            "redis_url": config.redis_url or "",
-            "cluster": config.cluster,
-            "admin_token": admin_token,
-        }
+        self._of_all = {"redis_url": config.redis_url or "", "cluster": config.cluster, "admin_token": admin_token}
 
     def wanted(self, counts: Counts) -> list[RayService]:
         """Routers first: they wait for nodes."""
         services = [self._router(place) for place in self._routers]
         for role, cls, _ in nodes_of(self._model, self._config):
-            own = {
-                **self._of_all,
-                "host": HOST,
-                "advertise_host": "none",
-                "port": "0",
-                "data_port": "0",
-                "admin_host": HOST,
-                "admin_port": "0",
-                "model": self._model.model,
-                **role_options(cls.section, self._config, None),
-            }
+            own = {**self._of_all, "host": HOST, "advertise_host": "none", "port": "0", "data_port": "0"}
+            own |= {"admin_host": HOST, "admin_port": "0", "model": self._model.model}
+            own |= role_options(cls.section, self._config, None)
             ranks = self._config.ranks_of(cls.section)
             per_rank = {"CPU": self._config.ray_cpus_per_rank, **({"GPU": 1.0} if self._with_gpus else {})}
             for number in range(counts.get(cls.section, 0)):
@@ -88,13 +76,8 @@ class RayServices:
         return services
 
     def _router(self, place: RouterPlace) -> RayService:
-        own = {
-            **self._of_all,
-            "host": self._config.host,
-            "port": str(place.port),
-            "admin_host": ADMIN_HOST,
-            "admin_port": str(place.admin_port),
-        }
+        own = {**self._of_all, "host": self._config.host, "port": str(place.port)}
+        own |= {"admin_host": ADMIN_HOST, "admin_port": str(place.admin_port)}
         argv, environ = service_command(RouterConfig, self._config, self._sources, own)
         return RayService(place.name, "router", _words(argv), {**self._environ, **environ}, place=place)
 

@@ -7,6 +7,7 @@ nodes are wanted is in Redis, where `kvrelay admin scale` changes it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -40,7 +41,7 @@ from kvrelay.up.supervisor import ChildFailed
 
 _EVERY_S = 0.5
 _PLACE_S = 30.0
-"""How long a service may wait for resources before the start fails; later, before it is said again."""
+"""Time that a service may wait for resources before the start fails; later, time between two messages about it."""
 _STOP_S = 15.0
 _DRAIN_S = 600.0
 
@@ -54,7 +55,7 @@ async def up_on_ray(config: UpConfig, sources: Mapping[str, Source]) -> None:
     if len(models) > 1:
         raise ConfigError("--on ray serves one model: start another `kvrelay up --on ray --cluster NAME` for each")
     console = Console(["decode-00"], form=config.log_format)
-    logs.configure(config.log_level, config.log_format, console.log_line)
+    logs.configure(config.log_level, config.log_format, console.say)
     ray = await asyncio.to_thread(RayCluster, config.address, config.cluster)
     try:
         found = await asyncio.to_thread(ray.names)
@@ -130,7 +131,8 @@ class Reconciler:
                     self._console.say(f"cannot ask Ray now: {error}")
                 if not self._ready:
                     await self._check_start(started_s)
-                await _wait(self._stop, _EVERY_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), _EVERY_S)
         finally:
             await self._end()
         if self._failure is not None:
@@ -285,10 +287,3 @@ class Reconciler:
 
 def _shown(counts: Counts) -> str:
     return " and ".join(counted(count, f"{role} node") for role, count in counts.items())
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

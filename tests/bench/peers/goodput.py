@@ -13,9 +13,10 @@ from bench import client
 from bench.peers.systems import MODEL_NAME
 
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import LoadPlan, Workload
+from kvrelay.load.plan import LoadPlan
 from kvrelay.load.runner import LoadRunner
 from kvrelay.load.summary import summarise
+from kvrelay.load.workload import Workload
 
 MIX = ((0.75, 128, 128), (0.25, 2048, 32))
 """(share of the requests, prompt tokens, output tokens)."""
@@ -76,7 +77,7 @@ def offer(plans: Sequence[LoadPlan]) -> list[RequestOutcome]:
 
     async def main() -> None:
         start_s = time.perf_counter() + 0.1
-        runners = [LoadRunner(plan, Workload(plan), 0, outcomes.append) for plan in plans]
+        runners = [LoadRunner(Workload(plan), 0, outcomes.append) for plan in plans]
         await asyncio.gather(*(runner.run(start_s) for runner in runners))
 
     client.run(main())

@@ -9,7 +9,7 @@ from bench.peers import goodput
 from bench.peers.goodput import Objectives, Point, capacity, mixed_plans, point, table
 
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import Workload
+from kvrelay.load.workload import Workload
 
 
 def at(rate: float, within: float, system: str = "kvrelay") -> Point:

@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.admin.client import AdminRefused
 from kvrelay.admin.roll import ReachedCluster, Roll, _addresses
-from kvrelay.admin.roll_plan import RestartedService
+from kvrelay.admin.roll_plan import KnownService
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_who_names_services_is_not_told_to_name_some(
 ) -> None:
     monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
     cluster = ReachedCluster("http://127.0.0.1:8001")
-    router = RestartedService("router", "", "router-a", "router-a", "http://127.0.0.1:8001")
+    router = KnownService("router", "", "router-a", "router-a", "http://127.0.0.1:8001")
     monkeypatch.setattr(cluster, "routers", lambda: [router])
     monkeypatch.setattr(cluster, "nodes", lambda _: [])
     with pytest.raises(AdminRefused, match=advice):
@@ -86,7 +86,7 @@ def test_a_node_that_has_become_the_only_one_or_another_one_is_not_restarted(
     monkeypatch.setenv("KVRELAY_ADMIN_TOKEN", "secret")
     cluster = ReachedCluster("http://10.0.0.1:8001")
     seen = [decode_nodes([("d0", "i0"), ("d1", "i2")])] * 2 + [decode_nodes(left)]
-    monkeypatch.setattr(cluster, "routers", lambda: [RestartedService("router", "", "r", "r", "http://10.0.0.1:8001")])
+    monkeypatch.setattr(cluster, "routers", lambda: [KnownService("router", "", "r", "r", "http://10.0.0.1:8001")])
     monkeypatch.setattr(cluster, "nodes", lambda _: seen.pop(0))
     roll = Roll(cluster, 1.0, 1.0, 0.0)
     restarted: list[str] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.admin.client import AdminRefused
-from kvrelay.admin.roll_plan import RestartedService, chosen, gaps, node_service, successor
+from kvrelay.admin.roll_plan import KnownService, chosen, gaps, node_service, successor
 
 
 def node(node_id: str, role: str, incarnation: str, model: str = "m", *, usable: bool = True) -> dict[str, Any]:
@@ -15,10 +15,10 @@ def node(node_id: str, role: str, incarnation: str, model: str = "m", *, usable:
 
 
 NODES = [node("p0", "prefill", "i1"), node("d0", "decode", "i2"), node("d1", "decode", "i3")]
-ROUTERS = [RestartedService("router", "", f"router-{name}", f"router-{name}", f"http://{name}") for name in "ab"]
+ROUTERS = [KnownService("router", "", f"router-{name}", f"router-{name}", f"http://{name}") for name in "ab"]
 
 
-def names(services: list[RestartedService]) -> list[str]:
+def names(services: list[KnownService]) -> list[str]:
     return [service.name for service in services]
 
 
@@ -49,7 +49,7 @@ def test_the_only_node_of_a_model_that_does_not_generate_is_a_gap() -> None:
 
 
 def test_the_successor_is_new_usable_and_of_the_same_role_and_model_whatever_its_id() -> None:
-    service = node_service(NODES[1], "http://d0")
+    service = node_service(NODES[1])
     before = {each["incarnation"]: each["node_id"] for each in NODES}
     assert successor(service, before, NODES) is None
     others = [

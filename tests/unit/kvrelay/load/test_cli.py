@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,10 @@ from typer.testing import CliRunner
 from kvrelay.admin.client import AdminUnreachable
 from kvrelay.load import cli
 from kvrelay.load.cli import app
-from kvrelay.load.measure import ask_server
+from kvrelay.load.measure import LoadRun, ask_server
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
-from kvrelay.load.processes import LoadRun
-from kvrelay.load.results import read_result, run_result, write_result
+from kvrelay.load.results import read_result, run_result, write
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def test_results_are_compared_and_reported_from_their_files(
     outcomes = [RequestOutcome(n, n / 10, ended_s=n / 10 + 0.5, ttft_s=0.1, output_tokens=5) for n in range(30)]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in files:
-        write_result(path, run_result(plan, [outcomes], (None, None), began=0.0))
+        write(path, json.dumps(run_result(plan, [outcomes], (None, None), began=0.0)))
     page, compared = tmp_path / "page.html", tmp_path / "compared.json"
     code, output = command("compare", *map(str, files), "--html", str(page), "--json", str(compared))
     assert code == 0, output

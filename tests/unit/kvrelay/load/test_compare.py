@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from common.base.errors import ConfigError
-from kvrelay.load.compare import Row, compare, window_rates
+from kvrelay.load.compare import Row, compare
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
 from kvrelay.load.results import run_result
+from kvrelay.load.summary import window_rates
 
 PLAN = LoadPlan(url="http://x", model="m")
 

@@ -56,7 +56,6 @@ def test_only_what_no_other_request_of_the_run_has_counts(
 
 def test_every_run_has_a_seed_of_its_own_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(cli, "run_checked", lambda act: None)
     monkeypatch.setattr(cli, "check_usage", lambda plan: seeds.append(plan.seed))
     for more in ((), (), ("--seed", "7")):
         CliRunner().invoke(cli.app, ["run", "--url", "http://x", "--concurrency", "1", "--requests", "1", *more])

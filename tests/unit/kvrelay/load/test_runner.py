@@ -13,10 +13,11 @@ import pytest
 from support.load_events import USAGE, event, text_event
 
 from kvrelay.load.outcome import RequestOutcome
-from kvrelay.load.plan import LoadPlan, Workload
+from kvrelay.load.plan import LoadPlan
 from kvrelay.load.runner import LoadRunner
 from kvrelay.load.stream import Target
 from kvrelay.load.summary import summarise
+from kvrelay.load.workload import Workload
 
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nx-kvrelay-prefill-mode: local\r\n\r\n"
 
@@ -67,7 +68,7 @@ def run_plan(url: str, **options: Any) -> Coroutine[Any, Any, list[RequestOutcom
     async def run() -> list[RequestOutcome]:
         plan = LoadPlan(url=url, model="m", prefix_tokens=4, suffix_tokens=4, **options)
         outcomes: list[RequestOutcome] = []
-        await LoadRunner(plan, Workload(plan), 0, outcomes.append).run(time.perf_counter())
+        await LoadRunner(Workload(plan), 0, outcomes.append).run(time.perf_counter())
         return outcomes
 
     return run()
@@ -165,7 +166,7 @@ def test_requests_that_are_late_are_sent_while_later_ones_are_built() -> None:
                 yield job
 
         workload.jobs = watched  # type: ignore[method-assign]
-        await LoadRunner(plan, workload, 0, answered.append).run(time.perf_counter())
+        await LoadRunner(workload, 0, answered.append).run(time.perf_counter())
         assert len(answered) == 300
         assert seen[-1] > 0
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
-from kvrelay.load.jobs import SyntheticPrompts
-from kvrelay.load.sessions import Conversation, ReceivedAnswer, read_answer, session
+from kvrelay.load.jobs import synthetic_job
+from kvrelay.load.plan import LoadPlan
+from kvrelay.load.sessions import Conversation, ReceivedAnswer, read_answer
 
-WORDS = SyntheticPrompts(2, 10, 5, 4, 1000, text=True)
+PLAN = LoadPlan("http://x", "m", prefixes=2, prefix_tokens=10, suffix_tokens=5, output_tokens=4, turns=3)
 
 
 def test_every_turn_carries_the_messages_before_it() -> None:
-    talk = Conversation(session(WORDS, 3, 3, 0.0, tools=False, at_s=None), seed=0)
+    talk = Conversation(PLAN, synthetic_job(PLAN, 3))
     first = list(talk.fields()["messages"])
     assert [message["role"] for message in first] == ["system", "user"]
     talk.take(ReceivedAnswer("one"))
@@ -25,7 +27,7 @@ def test_every_turn_carries_the_messages_before_it() -> None:
 
 
 def test_an_agent_must_call_a_tool_until_its_last_turn() -> None:
-    talk = Conversation(session(WORDS, 3, 3, 0.0, tools=True, at_s=None), seed=0)
+    talk = Conversation(replace(PLAN, tools=True), synthetic_job(PLAN, 3))
     call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"query": "x"}'}}
     choices = []
     for _ in range(3):
@@ -39,9 +41,19 @@ def test_an_agent_must_call_a_tool_until_its_last_turn() -> None:
 
 
 def test_pauses_have_the_wanted_mean_and_depend_on_the_number_only() -> None:
-    pauses = [pause for n in range(300) for pause in session(WORDS, n, 5, 2.0, tools=False, at_s=None).pauses_s]
+    plan = replace(PLAN, turns=5, think_s=2.0)
+    pauses = [pause for number in range(300) for pause in synthetic_job(plan, number).pauses_s]
+    assert len(pauses) == 4 * 300
     assert 1.8 < statistics.mean(pauses) < 2.2
-    assert session(WORDS, 7, 5, 2.0, tools=False, at_s=None) == session(WORDS, 7, 5, 2.0, tools=False, at_s=None)
+    assert synthetic_job(plan, 7) == synthetic_job(plan, 7)
+
+
+def test_nobody_says_nothing() -> None:
+    """Some servers refuse a message without content."""
+    plan = replace(PLAN, suffix_tokens=0)
+    talk = Conversation(plan, synthetic_job(plan, 3))
+    talk.take(ReceivedAnswer("one"))
+    assert [message["content"] for message in talk.messages[1:]] == ["Go on.", "one", "Go on."]
 
 
 def chunk(**delta: object) -> dict[str, object]:

@@ -11,7 +11,7 @@ from kvrelay.admin.client import AdminUnreachable
 from kvrelay.load import show
 from kvrelay.load.outcome import RequestOutcome
 from kvrelay.load.plan import LoadPlan
-from kvrelay.load.sweep import SweepPlan, Told, sweep
+from kvrelay.load.sweep import SweepPlan, sweep
 
 BASE = LoadPlan(url="http://x", model="m", rate=1.0, duration_s=10.0, api_key="secret")
 
@@ -79,7 +79,7 @@ def test_a_server_that_is_gone_ends_the_sweep_but_keeps_the_points(rates: tuple[
     def ask() -> None:
         raise AdminUnreachable("refused")
 
-    result = sweep(SweepPlan(BASE, (1.0, None), 0.9, rates), measure, ask)
+    result = sweep(SweepPlan(BASE, (1.0, None), 0.9, rates), measure, ask=ask)
     assert result["failure"] == "the server was lost at 4 requests/s: refused"
     assert [point["rate"] for point in result["points"]] == ([1.0, 4.0] if rates else [1.0, 2.0, 4.0])
 
@@ -116,9 +116,8 @@ def test_the_report_so_far_is_kept_after_each_rate_and_the_rates_left_are_told_b
         sweep(
             SweepPlan(BASE, (1.0, None), 0.9),
             measure,
-            told=Told(
-                lambda least, most: left.append((least, most)), lambda result: kept.append(len(result["points"]))
-            ),
+            on_left=lambda least, most: left.append((least, most)),
+            keep=lambda result: kept.append(len(result["points"])),
         )
     assert kept == [1, 2, 3]
     assert len(left) == 4

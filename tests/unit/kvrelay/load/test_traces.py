@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import ConfigError
-from kvrelay.load.traces import Replay, read_trace
+from kvrelay.load.plan import LoadPlan
+from kvrelay.load.traces import read_trace, replayed_job
 
 
 def trace(folder: Path, *rows: tuple[int, int, int, list[int]]) -> str:
@@ -20,8 +21,8 @@ def trace(folder: Path, *rows: tuple[int, int, int, list[int]]) -> str:
 
 def test_trace_keeps_its_structure_at_another_scale(tmp_path: Path) -> None:
     path = trace(tmp_path, (1000, 1300, 320, [1, 2, 3]), (3000, 1024, 31, [1, 2]), (2000, 600, 64, [1, 9]))
-    replay = Replay(read_trace(path), scale=32, rate_scale=2.0, vocab_size=1000)
-    first, second, third = (replay.job(number) for number in range(3))
+    plan, entries = LoadPlan("http://x", "m", scale=32, rate_scale=2.0, vocab_size=1000), read_trace(path)
+    first, second, third = (replayed_job(plan, entries, number) for number in range(3))
     assert [job.at_s for job in (first, second, third)] == [0.0, 0.5, 1.0]
     assert [len(job.prompt) for job in (first, second, third)] == [40, 18, 32]
     assert [job.output_tokens for job in (first, second, third)] == [10, 2, 1]
@@ -61,11 +62,11 @@ def test_azures_trace_has_prompts_that_share_nothing(tmp_path: Path) -> None:
         "2023-11-16 18:00:01.0000000,1280,32",
         "2023-11-16 18:00:03.1234567,9,0",
     )
-    replay = Replay(read_trace(path), scale=32, rate_scale=0.5, vocab_size=1000)
-    jobs = [replay.job(number) for number in range(len(replay.entries))]
+    plan, entries = LoadPlan("http://x", "m", scale=32, rate_scale=0.5, vocab_size=1000), read_trace(path)
+    jobs = [replayed_job(plan, entries, number) for number in range(len(entries))]
     assert [(len(job.prompt), job.output_tokens, job.at_s) for job in jobs] == [(40, 1, 0.0), (20, 2, 3.0)]
     assert jobs[0].prompt[:20] != jobs[1].prompt
-    assert jobs == [replay.job(number) for number in range(2)]
+    assert jobs == [replayed_job(plan, entries, number) for number in range(2)]
 
 
 def test_azures_later_trace_names_a_time_zone(tmp_path: Path) -> None:

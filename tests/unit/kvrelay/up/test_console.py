@@ -83,7 +83,7 @@ def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
 def test_lines_of_the_supervisors_own_log_have_its_name() -> None:
     for form in ("text", "json"):
         out = io.StringIO()
-        logs.configure("info", form, Console(["decode-0"], out, form).log_line)
+        logs.configure("info", form, Console(["decode-0"], out, form).say)
         logging.getLogger("common.cluster.membership").warning("Redis is away")
         [line] = out.getvalue().splitlines()
         if form == "text":

@@ -8,7 +8,7 @@ import pytest
 from support.up_plan import planned
 
 from common.base.errors import ConfigError
-from kvrelay.up.kv_memory import check_memory
+from kvrelay.up.plan import check_memory
 
 
 def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> None:
