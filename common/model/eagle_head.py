@@ -11,16 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend, AttentionShape
+from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.model.attention import MultiHeadAttention
 from common.model.build import Build, Share
 from common.model.description import USUAL_ENDS, WeightNames, multi_head
+from common.model.draft_head import DraftHead
 from common.model.draft_head_description import DraftHeadDescription
 from common.model.layers import Embedding, LMHead
 from common.model.mlp import make_mlp
 from common.model.norms import make_norm
-from common.model.rotary import make_rotary
 from common.model.tensor_files import TensorFiles
 from common.model.weights import CheckpointWeights
 
@@ -34,15 +34,14 @@ _BEGINNINGS = (
 """Names that other tools give."""
 
 
-class EagleHead:
-    """`common.model.draft_head.DraftHead`. Every rank joins hidden states whole; attention, MLP and LM head are split like the
-    model's."""
+class EagleHead(DraftHead):
+    """Every rank joins hidden states whole; attention, MLP and LM head are split like the model's."""
 
     def __init__(self, build: Build, head: DraftHeadDescription, vocabulary: Tensor) -> None:
         """build: of the model. vocabulary: its embedding, which the head shares if it has none."""
         assert head.path is not None
+        super().__init__(build, head.layer)
         hidden, layer = build.config.hidden_size, head.layer
-        self.layer = build.config.num_layers
         names = WeightNames(layer=_LAYER, embedding="embed_tokens")
         config = replace(
             build.config, layers=(layer,), weight_names=names, ends=USUAL_ENDS, quantization=None, draft_head=None
@@ -50,7 +49,6 @@ class EagleHead:
         weights = CheckpointWeights(head.path, None, build.device, _BEGINNINGS)
         build = replace(build, config=config, weights=weights, pp_layers=(), redundant_experts=None, packed_as="EAGLE ")
         self.kv_scales = ((1.0,) * len(layer.attention.planes), (1.0,))
-        self._precision = build.precision
         has_own = f"{names.embedding}.weight" in weights
         self._embedding = Embedding(build, build.vocabulary(f"{names.embedding}.weight") if has_own else vocabulary)
         self._join = build.column_linear(["fc"], [Share(hidden, 0, hidden)], len(head.aux_layers) * hidden, bias=False)
@@ -60,36 +58,27 @@ class EagleHead:
         self._mlp_norm = make_norm(build, f"{_LAYER}.post_attention_layernorm", layer.norm)
         self._mlp = make_mlp(build, f"{_LAYER}.", layer.mlp)
         self._is_residual_normed = head.is_residual_normed
-        rope, dim = layer.rope, layer.attention.rotary_dim
-        self._rope = make_rotary(rope, dim, config.max_context, build.kernels, build.device)
         self._norm = make_norm(build, "norm", layer.norm)
         self._ids = _target_ids(TensorFiles(head.path), head.vocab_size, config.vocab_size).to(build.device)
         self._vocab_size = config.vocab_size
         own = replace(build, config=replace(config, vocab_size=head.vocab_size))
         self._lm_head = LMHead(own, "lm_head.weight", None)
 
-    def attention_shape(self, block_size: int, max_context: int) -> AttentionShape:
-        """The facts that its attention backend needs."""
-        return self._attention.shape(block_size, max_context)
-
     def features(self, hidden: Tensor) -> Tensor:
-        """Join the inputs of the auxiliary layers, [T, 3 * hidden]: `DraftHead.features`."""
+        """Join the inputs of the auxiliary layers, [T, 3 * hidden]."""
         return self._join.forward(hidden)
 
     def extend(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> None:
-        """Write the head's KV: `DraftHead.extend`."""
         self._attend(token_ids, positions, before, attention)
 
     def forward(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> Tensor:
-        """Compute rows: `DraftHead.forward`."""
         attended, residual = self._attend(token_ids, positions, before, attention)
         normed = self._mlp_norm.forward(residual, self._attention.project(attended))
         return residual.add_(self._mlp.forward(normed))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[rows, vocab] float32 of what `forward` returned; tokens that the head does not know cannot be drawn."""
-        normed = self._norm.forward(hidden.to(self._precision.for_rows(hidden.size(0))))
-        known = self._lm_head.forward(normed)
+        known = super().logits(hidden)
         if known is None:
             return None
         return known.new_full((known.size(0), self._vocab_size), float("-inf")).index_copy_(1, self._ids, known)
@@ -104,8 +93,7 @@ class EagleHead:
         normed = self._hidden_norm.forward(before)
         both = torch.cat((self._embedding_norm.forward(self._embedding.forward(token_ids, dtype)), normed), 1)
         both.masked_fill_(is_first, 0.0)
-        rope = self._rope.step(positions, dtype)
-        attended = self._attention.attend(both, self.layer, rope, attention)
+        attended = self._attention.attend(both, self.layer, self._rotary.step(positions, dtype), attention)
         return attended, normed if self._is_residual_normed else before
 
 

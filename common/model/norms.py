@@ -27,14 +27,14 @@ class Norm(Protocol):
 class RMSNorm:
     """Root-mean-square norm over the last axis."""
 
-    def __init__(self, build: Build, name: str, norm: NormDescription) -> None:
-        weight = build.read(f"{name}.weight", build.config.hidden_size)
+    def __init__(self, build: Build, name: str, norm: NormDescription, width: int | None = None) -> None:
+        """`width`: of the last axis; None: that of hidden states."""
+        weight = build.read(f"{name}.weight", width or build.config.hidden_size)
         self._kernels = build.kernels.with_norm_offset(norm.weight_offset)
         self.weight = self._kernels.norm_weight(weight)
         self.eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x` + `delta`: `Norm.forward`."""
         if delta is None:
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return self._kernels.add_rms_norm_(delta, x, self.weight, self.eps)
@@ -49,7 +49,6 @@ class LayerNorm:
         self._eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x` + `delta`: `Norm.forward`."""
         if delta is not None:
             x.add_(delta)
         return F.layer_norm(x.float(), self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)
@@ -59,7 +58,6 @@ class NoNorm:
     """`Norm` of layers whose inputs have none: it only adds."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """`x`, to which `delta` is added."""
         return x if delta is None else x.add_(delta)
 
 

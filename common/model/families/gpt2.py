@@ -44,7 +44,7 @@ _KEYS = {
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     if config.flag("scale_attn_by_inverse_layer_idx", False):
         raise config.error("scale_attn_by_inverse_layer_idx is not supported")
-    attention = read_attention(config, qkv_bias=True, output_bias=True)
+    attention = read_attention(config, bias=True)
     if not config.flag("scale_attn_weights", True):
         attention = replace(attention, scale=1.0)
     inner = config.integer("intermediate_size", 4 * config.integer("hidden_size"))

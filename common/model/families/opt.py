@@ -38,7 +38,7 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
         raise config.error("a model without final norm or without weights of norms is not supported")
     bias = config.flag("enable_bias", True)
     mlp = read_mlp(config, bias=bias, kind="plain", default_activation="relu")
-    attention = read_attention(config, qkv_bias=bias, output_bias=bias)
+    attention = read_attention(config, bias=bias)
     return repeated(config, LayerDescription(attention, mlp, NormDescription(1e-5, "layer")))
 
 

@@ -49,11 +49,11 @@ class ModuleLoader:
         for inner, module in list(root.named_modules()):
             full = f"{name}.{inner}" if inner else name
             if self._is_packed(module):
-                self._replace(full, self._linear(full, module))
+                self._model.set_submodule(full, self._linear(full, module))
             else:
                 self._fill_own(full, module)
                 if self._place.tp_size > 1 and self._plan.style(full) == EXPERTS:
-                    self._replace(full, SummedOutput(module, self._build.mesh))
+                    self._model.set_submodule(full, SummedOutput(module, self._build.mesh))
 
     def _merge_layers(self, name: str, parent: nn.Module) -> None:
         """Replace linear layers of `parent` that get the same input by shares of one product."""
@@ -72,7 +72,7 @@ class ModuleLoader:
             linear = self._build.column_linear(names, shares, layers[0].in_features, bias=has_bias)
             merged = MergedColumns(linear, self._build.precision.wide, [share.count for share in shares])
             for index, each in enumerate(names):
-                self._replace(each, ColumnsOfMerged(merged, index))
+                self._model.set_submodule(each, ColumnsOfMerged(merged, index))
 
     def _is_packed(self, module: nn.Module) -> bool:
         """Whether it is a linear layer that computes in the activations' dtype; routers of experts may use another one."""
@@ -83,14 +83,16 @@ class ModuleLoader:
         """Let the embedding look up in `rows`, of `Build.vocabulary`."""
         module.weight = _parameter(rows.to(self._build.precision.wide))
         if self._place.tp_size > 1:
-            self._replace(name, VocabularyShare(module, self._build))
+            self._model.set_submodule(name, VocabularyShare(module, self._build))
 
     def lm_head(self, name: str, module: nn.Linear, tied: Tensor | None) -> None:
         """Replace the LM head. tied: [vocab_rows, hidden], the embedding where that is the same matrix."""
         build = self._build
         size = build.config.vocab_size
         bias = None if module.bias is None else build.read(f"{name}.bias", size).float()
-        self._replace(name, PackedLMHead(build.lm_head_linear(f"{name}.weight", tied), bias, size, build.mesh))
+        self._model.set_submodule(
+            name, PackedLMHead(build.lm_head_linear(f"{name}.weight", tied), bias, size, build.mesh)
+        )
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         build, place, mesh = self._build, self._place, self._build.mesh
@@ -170,10 +172,6 @@ class ModuleLoader:
         read: Callable[..., Tensor] = self._build.weights.read
         tensors = [read(name, shape, dtype, part) for part in parts or [None]]
         return (tensors[0] if len(tensors) == 1 else torch.cat(tensors, parts[0].dim)).to(self._build.device)
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
-        setattr(self._model.get_submodule(parent), own, module)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -24,6 +24,7 @@ from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
 from common.model.generic.config import GenericConfig
 from common.model.generic.describe import read_class
+from common.model.generic.library import load
 from common.model.generic.load import ModuleLoader
 from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
@@ -62,7 +63,7 @@ class GenericModel(RankModel):
         self._trunk: Any = causal.get_submodule(names.trunk)
         self._final = _FinalHidden()
         if place.is_last_stage:
-            _replace(causal, names.trunk, self._final)
+            causal.set_submodule(names.trunk, self._final)
         # Ranks that wait for each other would have to agree on what can be recorded. Recording reads values, for which a GPU
         # must be waited for; there CUDA graphs save Python's time.
         records = place.world_size == 1 and build.device.type == "cpu"
@@ -82,10 +83,9 @@ class GenericModel(RankModel):
             own = LayerAttention(
                 self._step, index, self._heads, factor, described.head_dim, None if is_split else build.mesh
             )
-            attention.attach(module, own)
+            setattr(module, attention.STATE, own)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
-        """For each layer of this rank, the facts that its attention backend needs."""
         attention = self.config.attention
         heads = self._heads.num_q, self._heads.num_kv, attention.head_dim
         shape = multi_head_shape(attention, heads, self.precision.wide, block_size, max_context)
@@ -230,22 +230,18 @@ def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer 
     own, place = build.layer_numbers, build.mesh.place
     for number, name in enumerate(names.layers):
         if number not in own:
-            _replace(causal, name, SkippedLayer())
+            causal.set_submodule(name, SkippedLayer())
     if not place.is_last_stage:
-        _replace(causal, names.layers[own[-1]], LastLayer(causal.get_submodule(names.layers[own[-1]])))
+        last = names.layers[own[-1]]
+        causal.set_submodule(last, LastLayer(causal.get_submodule(last)))
     if place.is_first_stage:
         return None
     first = FirstLayer(causal.get_submodule(names.layers[own[0]]))
-    _replace(causal, names.layers[own[0]], first)
+    causal.set_submodule(names.layers[own[0]], first)
     return first
-
-
-def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(root.get_submodule(parent), own, module)
 
 
 def build_class(path: Path, dtype: torch.dtype) -> Any:
     """The class's model in directory `path` without weights, whose attention is ours. Raises: ConfigError."""
-    attention.register()
+    load("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
     return build_on_meta(*read_class(path), attention.NAME, dtype)

@@ -23,15 +23,13 @@ def as_one_operation(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return handle_torch_function(compute, (x,), x) if has_torch_function_unary(x) else compute(x)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose every input and output feature this rank has, or that needs no exchange."""
+class RowModule(nn.Module):
+    """A module that computes each row by itself."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
-        """`dtype`: of activations."""
+    def __init__(self, of_rows: Callable[[Tensor], Tensor]) -> None:
+        """`of_rows`: of [T, in], fresh."""
         super().__init__()
-        self._linear = linear
-        self.weight = torch.empty(0, dtype=dtype)
-        """Empty; some classes look at its dtype."""
+        self._of_rows = of_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
@@ -40,9 +38,19 @@ class PackedLinear(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
         if x.dim() == 3 and x.size(0) == 1:  # the rows of a step: other operations take longer
-            return self._linear.forward(x.squeeze(0)).unsqueeze(0)
-        y = self._linear.forward(x.reshape(-1, x.size(-1)))
+            return self._of_rows(x.squeeze(0)).unsqueeze(0)
+        y = self._of_rows(x.reshape(-1, x.size(-1)))
         return y.view(*x.shape[:-1], y.size(-1))
+
+
+class PackedLinear(RowModule):
+    """A linear layer whose every input and output feature this rank has, or that needs no exchange."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        """`dtype`: of activations."""
+        super().__init__(linear.forward)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Empty; some classes look at its dtype."""
 
 
 class MergedColumns(PackedLinear):

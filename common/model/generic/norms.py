@@ -8,31 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels.base import Kernels
-from common.model.generic.modules import as_one_operation
+from common.model.generic.modules import RowModule
 
 _OFFSETS = (0.0, 1.0)
 """What classes add to the weight before they multiply with it."""
 _SCALES = (1e-2, 1.0, 30.0)
 
 
-class OwnNorm(nn.Module):
+class OwnNorm(RowModule):
     """An RMS norm over the last axis."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
         """weight: as the kernels take it."""
-        super().__init__()
-        self._kernels = kernels
+        super().__init__(lambda rows: kernels.rms_norm(rows, weight, eps))
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return as_one_operation(self.compute, x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """x: [..., n]. Returns the same shape."""
-        if x.dim() == 3 and x.size(0) == 1:
-            return self._kernels.rms_norm(x.squeeze(0), self.weight, self._eps).unsqueeze(0)
-        return self._kernels.rms_norm(x.reshape(-1, x.size(-1)), self.weight, self._eps).view(x.shape)
 
 
 def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -49,8 +38,7 @@ def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
         ours = [OwnNorm(of_offset, of_offset.norm_weight(weight), eps) for of_offset in adding]
         same = next((each for each in ours if _is_same(module, each, weight, dtype)), None)
         if same is not None:
-            parent, _, own = name.rpartition(".")
-            setattr(root.get_submodule(parent), own, same)
+            root.set_submodule(name, same)
 
 
 def _is_same(theirs: nn.Module, ours: nn.Module, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -36,7 +36,6 @@ class SpreadExperts(Protocol):
 
     def serve(self) -> None:
         """Compute the rows of the other ranks in a step in which this rank has none. Raises: RankLost."""
-        ...
 
 
 class AllReduced:
@@ -48,14 +47,12 @@ class AllReduced:
         self.slots = experts.slots
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum over all ranks: `SpreadExperts.forward`."""
         y = self._experts.forward(x, routing)
         if shared is not None:
             y += shared
         return self._mesh.all_reduce(y.to(x.dtype))
 
     def serve(self) -> None:
-        """Never called: all ranks have the same rows."""
         raise AssertionError("tensor-parallel ranks have the same rows")
 
 
@@ -74,14 +71,12 @@ class Dispatched:
         """The end of each rank's slots, which never changes."""
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum of what the ranks return for own rows, and `shared`, which is whole here: `SpreadExperts.forward`."""
         y = self._exchange(x, routing)
         if shared is not None:
             y += shared
         return y.to(x.dtype)
 
     def serve(self) -> None:
-        """Compute rows of others: `SpreadExperts.serve`."""
         none = torch.empty(0, self._top_k, device=self._device)
         self._exchange(none.new_empty(0, self._hidden), Routing(none.long(), none))
 

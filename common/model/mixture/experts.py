@@ -75,7 +75,6 @@ class ExpertLoop:
         self._dtype_for = build.precision.for_rows
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of this rank's experts: `Experts.forward`."""
         chosen = (routing.experts if self.choice is None else self.choice.choose(routing)).flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self._num_slots).tolist()
@@ -116,7 +115,6 @@ class NativeExperts:
         self._top_k = mixture.router.top_k
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of this rank's experts: `Experts.forward`."""
         x, experts, weights = x.contiguous(), routing.experts.contiguous(), routing.weights.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32)
         choice = ChoiceStruct(experts.data_ptr(), weights.data_ptr(), x.size(0), self._top_k)
