@@ -20,7 +20,7 @@ from common.model.decoder_layer import DecoderLayer, ForwardContext
 from common.model.draft_head import MtpHead
 from common.model.eagle_head import EagleHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
-from common.model.mixture.exchange import SpreadExperts
+from common.model.mixture.exchange import Dispatched
 from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
@@ -60,16 +60,18 @@ class DecoderModel(RankModel):
         layers: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, ...]] = []
         self._attentions: list[Attention] = []
-        self._mixtures: list[SpreadExperts] = []
+        self._dispatched: list[Dispatched] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i, distinct.index(ropes[i]))
             whole = native and as_native(layer, native, own.mesh, build.precision.wide, self.adapters)
             layers.append(whole or layer)
             kv_scales.append(layer.kv_scales)
             if isinstance(layer.mlp, MixtureMlp):
-                self._mixtures.append(layer.mlp.experts)
-                if layer.mlp.experts.slots is not None:
-                    self.expert_layers[number] = layer.mlp.experts.slots
+                experts = layer.mlp.experts
+                if isinstance(experts, Dispatched):
+                    self._dispatched.append(experts)
+                if experts.slots is not None:
+                    self.expert_layers[number] = experts.slots
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)
@@ -108,9 +110,8 @@ class DecoderModel(RankModel):
         on_layer: Callable[[int], None] | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         if not token_ids.size(0):
-            for experts in self._mixtures:
+            for experts in self._dispatched:
                 experts.serve()
             return {HIDDEN: torch.empty(0, self.config.hidden_size, dtype=self.precision.wide, device=self.device)}
         dtype = self.precision.for_rows(token_ids.size(0))
@@ -153,6 +154,5 @@ class DecoderModel(RankModel):
         return ModelParts(embedding, rotary, stack, norm, lm_head)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, vocab] float32 of `hidden`: `RankModel.logits`."""
         assert self._lm_head is not None
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))

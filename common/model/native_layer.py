@@ -20,7 +20,7 @@ from common.model.attention import MultiHeadAttention
 from common.model.decoder_layer import DecoderLayer, ForwardContext
 from common.model.description import LayerDescription, MultiHeadDescription
 from common.model.lora.adapters import AdaptedLinear, Adapters
-from common.model.mlp import GatedMlp, MixtureMlp
+from common.model.mlp import DenseMlp, MixtureMlp
 from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
 
@@ -37,7 +37,7 @@ class NativeLayer:
         self,
         layer: DecoderLayer,
         attention: MultiHeadAttention,
-        mlp: GatedMlp | MixtureMlp,
+        mlp: DenseMlp | MixtureMlp,
         linears: list[LinearStruct],
         native: NativeLibrary,
         mesh: Mesh,
@@ -56,7 +56,7 @@ class NativeLayer:
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
         mixture = mlp.native if isinstance(mlp, MixtureMlp) else None
-        self.is_whole = isinstance(mlp, GatedMlp) or mixture is not None
+        self.is_whole = isinstance(mlp, DenseMlp) or mixture is not None
         """Whether the MLP is in the struct, too."""
         self._struct = LayerStruct(
             *linears,
@@ -116,8 +116,8 @@ def as_native(
         return layer
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, MultiHeadAttention)
-    assert isinstance(mlp, GatedMlp | MixtureMlp)
-    linears = [attention.qkv, attention.out, *((mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else ())]
+    assert isinstance(mlp, DenseMlp | MixtureMlp)
+    linears = [attention.qkv, attention.out, *((mlp.up, mlp.down) if isinstance(mlp, DenseMlp) else ())]
     bases = [linear.base if isinstance(linear, AdaptedLinear) else linear for linear in linears]
     structs = [base.struct for base in bases if isinstance(base, NativeLinear)]
     if len(structs) < len(linears):

@@ -16,7 +16,7 @@ from common.model.formats.base import Linear, LinearFormat, LinearTarget, Stored
 from common.model.formats.floating import FloatFormat
 from common.model.formats.mxfp4 import Mxfp4Format
 from common.model.formats.quantization import Quantization
-from common.model.formats.registry import open_format
+from common.model.formats.registry import FORMATS
 from common.model.tensor_files import Beginnings, Part, TensorFiles
 
 _DUMMY_STD = 0.02
@@ -67,7 +67,7 @@ class CheckpointWeights(WeightSource):
         """`other_beginnings`: see `TensorFiles`."""
         self._tensors = TensorFiles(path, other_beginnings)
         self._formats: list[LinearFormat] = (
-            [] if quantization is None else [open_format(self._tensors, device, quantization)]
+            [] if quantization is None else [FORMATS[type(quantization)](self._tensors, device, quantization)]
         )
         self._formats.append(FloatFormat(self._tensors))
 

@@ -6,13 +6,12 @@ from common.model.families.base import Family
 from common.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from common.model.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT_PART
 from common.model.families.glm4_moe import GLM4_MOE
-from common.model.families.gpt2 import GPT2
+from common.model.families.gpt2 import GPT2, OPT
 from common.model.families.gpt_oss import GPT_OSS
 from common.model.families.granite import GRANITE, GRANITE_MOE
 from common.model.families.llama import LLAMA
 from common.model.families.mistral import MISTRAL, MIXTRAL
 from common.model.families.olmo2 import OLMO2
-from common.model.families.opt import OPT
 from common.model.families.phi3 import PHI3
 from common.model.families.qwen import QWEN2, QWEN2_5_VL_TEXT_PART, QWEN3, QWEN3_MOE
 from common.model.families.smollm3 import SMOLLM3

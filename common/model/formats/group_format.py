@@ -219,7 +219,6 @@ class ReorderedLinear:
         self._linear = linear
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         return self._linear.forward(x.index_select(1, self._order), dtype)
 
 

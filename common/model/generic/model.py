@@ -103,7 +103,6 @@ class GenericModel(RankModel):
         on_layer: Callable[[int], None] | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         self._step.backend, self._step.on_layer = attention, on_layer
         if received is not None:
             assert self._first is not None
@@ -124,7 +123,7 @@ class GenericModel(RankModel):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, vocab] float32 of `hidden`, by what the class does after its base model: `RankModel.logits`."""
+        """By what the class does after its base model."""
         hidden = hidden.to(self.precision.wide)
         try:
             return self._head(hidden) if self._recorded is None else self._recorded_head(hidden)

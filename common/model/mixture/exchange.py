@@ -9,7 +9,6 @@ They run on a rank's engine thread, under inference mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,45 +18,28 @@ from common.model.description import RouterDescription
 from common.model.mixture.experts import Experts
 from common.model.mixture.placement import Placement
 from common.model.mixture.routing import Routing
-from common.model.mixture.slots import ExpertSlots
 from common.parallel.mesh import Mesh
 
 
-class SpreadExperts(Protocol):
-    """The experts of one layer, on all ranks of the stage, which make the same calls together."""
-
-    slots: ExpertSlots | None
-    """Where the layer's experts are; None if they never move, and are in their order."""
-
-    def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """x: [T, hidden]. shared: [T, hidden], this rank's output of the shared experts. Returns a fresh [T, hidden] of x's dtype:
-        the weighted sum of each row's experts, and `shared` of all ranks that share those experts. Raises: RankLost."""
-        ...
-
-    def serve(self) -> None:
-        """Compute the rows of the other ranks in a step in which this rank has none. Raises: RankLost."""
-
-
 class AllReduced:
-    """`SpreadExperts` of tensor-parallel ranks. Every rank routes all rows, and comes to the same result, because hidden states are
-    equal on all ranks."""
+    """The experts of one layer on tensor-parallel ranks. Every rank routes all rows, and comes to the same result, because hidden
+    states are equal on all ranks."""
 
     def __init__(self, experts: Experts, mesh: Mesh) -> None:
         self._experts, self._mesh = experts, mesh
         self.slots = experts.slots
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """x: [T, hidden]. shared: [T, hidden], this rank's output of the shared experts. Returns a fresh [T, hidden] of x's dtype:
+        the weighted sum of each row's experts, and `shared` of all ranks that share those experts. Raises: RankLost."""
         y = self._experts.forward(x, routing)
         if shared is not None:
             y += shared
         return self._mesh.all_reduce(y.to(x.dtype))
 
-    def serve(self) -> None:
-        raise AssertionError("tensor-parallel ranks have the same rows")
-
 
 class Dispatched:
-    """`SpreadExperts` of data-parallel ranks, each with its own rows."""
+    """The experts of one layer on data-parallel ranks, each with its own rows. All ranks of the stage make the same calls together."""
 
     def __init__(self, experts: Experts, build: Build, router: RouterDescription) -> None:
         """`experts`: this rank's, which take slots in place of experts."""
@@ -71,12 +53,14 @@ class Dispatched:
         """The end of each rank's slots, which never changes."""
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """As `AllReduced.forward`; `shared` is whole here."""
         y = self._exchange(x, routing)
         if shared is not None:
             y += shared
         return y.to(x.dtype)
 
     def serve(self) -> None:
+        """Compute the rows of the other ranks in a step in which this rank has none. Raises: RankLost."""
         none = torch.empty(0, self._top_k, device=self._device)
         self._exchange(none.new_empty(0, self._hidden), Routing(none.long(), none))
 
@@ -143,7 +127,7 @@ def _transposed(counts: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(column) for column in zip(*counts, strict=True)]
 
 
-def spread_experts(experts: Experts, build: Build, router: RouterDescription) -> SpreadExperts:
+def spread_experts(experts: Experts, build: Build, router: RouterDescription) -> AllReduced | Dispatched:
     """A layer's experts on this rank, which are `experts`, and on the others of its stage."""
     is_data_parallel = build.mesh.place.is_data_parallel
     return Dispatched(experts, build, router) if is_data_parallel else AllReduced(experts, build.mesh)
