@@ -17,8 +17,7 @@ from common.kernels.native.linear import NativeLinear
 from common.model.attention import Attention
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, ForwardContext
-from common.model.draft_head import MtpHead
-from common.model.eagle_head import EagleHead
+from common.model.draft_head import EagleHead, MtpHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.mixture.exchange import Dispatched
 from common.model.mlp import MixtureMlp

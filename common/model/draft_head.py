@@ -1,7 +1,7 @@
-"""A draft head on one rank: guesses the next token from the model's hidden states. Runs on a rank's engine thread, under
+"""Draft heads on one rank: they guess the next token from the model's hidden states. Runs on a rank's engine thread, under
 inference mode.
 
-Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. There, row i combines the hidden state at i with token i + 1; here the same row is
+In DeepSeek-V3, arXiv 2412.19437, section 2.2, row i combines the hidden state at i with token i + 1; here the same row is
 called i + 1, so that it depends on no later token. RoPE is relative, so the attention is the same. Nothing precedes token 0:
 its row is zero, so its key has the score 0 and its value adds nothing.
 """
@@ -15,14 +15,27 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.model.attention import Attention
+from common.base.errors import ConfigError
+from common.model.attention import Attention, MultiHeadAttention
 from common.model.build import Build, Share
 from common.model.decoder_layer import DecoderLayer, ForwardContext
-from common.model.description import LayerDescription
+from common.model.description import USUAL_ENDS, LayerDescription, WeightNames, multi_head
 from common.model.draft_head_description import DraftHeadDescription
 from common.model.layers import Embedding, LMHead
+from common.model.mlp import make_mlp
 from common.model.norms import Norm, make_norm
 from common.model.rotary import make_rotary
+from common.model.tensor_files import TensorFiles
+from common.model.weights import CheckpointWeights
+
+_EAGLE_LAYER = "midlayer"
+_EAGLE_NAMES = (
+    (f"{_EAGLE_LAYER}.", "layers.0."),
+    ("fc.", "model.fc."),
+    ("norm.", "model.norm."),
+    (f"{_EAGLE_LAYER}.", "model.layers.0."),
+)
+"""Prefixes of names, and those that other tools give in their place."""
 
 
 class DraftHead(ABC):
@@ -114,3 +127,87 @@ class MtpHead(DraftHead):
         embedded = self._embedding_norm.forward(self._embedding.forward(token_ids, dtype))
         both = torch.cat((embedded, self._hidden_norm.forward(before.to(dtype))), 1)
         return self._combine.forward(both.masked_fill_((positions == 0)[:, None], 0.0))
+
+
+class EagleHead(DraftHead):
+    """An EAGLE-3 head, from a checkpoint of its own. It reads the inputs of three of the model's layers, joined by one matrix, and guesses
+    tokens of a smaller vocabulary. Source: arXiv 2503.01840, section 3.
+
+    Every rank joins hidden states whole; attention, MLP and LM head are split like the model's.
+    """
+
+    def __init__(self, build: Build, head: DraftHeadDescription, vocabulary: Tensor) -> None:
+        """build: of the model. vocabulary: its embedding, which the head shares if it has none."""
+        assert head.path is not None
+        super().__init__(build, head.layer)
+        hidden, layer = build.config.hidden_size, head.layer
+        names = WeightNames(layer=_EAGLE_LAYER, embedding="embed_tokens")
+        config = replace(
+            build.config, layers=(layer,), weight_names=names, ends=USUAL_ENDS, quantization=None, draft_head=None
+        )
+        weights = CheckpointWeights(head.path, None, build.device, _EAGLE_NAMES)
+        build = replace(build, config=config, weights=weights, pp_layers=(), redundant_experts=None, packed_as="EAGLE ")
+        self.kv_scales = ((1.0,) * len(layer.attention.planes), (1.0,))
+        has_own = f"{names.embedding}.weight" in weights
+        self._embedding = Embedding(build, build.vocabulary(f"{names.embedding}.weight") if has_own else vocabulary)
+        self._join = build.column_linear(["fc"], [Share(hidden, 0, hidden)], len(head.aux_layers) * hidden, bias=False)
+        self._embedding_norm = make_norm(build, f"{_EAGLE_LAYER}.input_layernorm", layer.norm)
+        self._hidden_norm = make_norm(build, f"{_EAGLE_LAYER}.hidden_norm", layer.norm)
+        self._attention = MultiHeadAttention(build, f"{_EAGLE_LAYER}.", multi_head(layer), 2 * hidden)
+        self._mlp_norm = make_norm(build, f"{_EAGLE_LAYER}.post_attention_layernorm", layer.norm)
+        self._mlp = make_mlp(build, f"{_EAGLE_LAYER}.", layer.mlp)
+        self._is_residual_normed = head.is_residual_normed
+        self._norm = make_norm(build, "norm", layer.norm)
+        self._ids = _target_ids(TensorFiles(head.path), head.vocab_size, config.vocab_size).to(build.device)
+        self._vocab_size = config.vocab_size
+        own = replace(build, config=replace(config, vocab_size=head.vocab_size))
+        self._lm_head = LMHead(own, "lm_head.weight", None)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """Join the inputs of the auxiliary layers, [T, 3 * hidden]."""
+        return self._join.forward(hidden)
+
+    def extend(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> None:
+        self._attend(token_ids, positions, before, attention)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend) -> Tensor:
+        attended, residual = self._attend(token_ids, positions, before, attention)
+        normed = self._mlp_norm.forward(residual, self._attention.project(attended))
+        return residual.add_(self._mlp.forward(normed))
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[rows, vocab] float32 of what `forward` returned; tokens that the head does not know cannot be drawn."""
+        known = super().logits(hidden)
+        if known is None:
+            return None
+        return known.new_full((known.size(0), self._vocab_size), float("-inf")).index_copy_(1, self._ids, known)
+
+    def _attend(
+        self, token_ids: Tensor, positions: Tensor, before: Tensor, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """What attention gives before its output projection, and the residual: [T, hidden], fresh."""
+        dtype = self._precision.for_rows(token_ids.size(0))
+        is_first = (positions == 0)[:, None]
+        before = before.to(dtype).masked_fill(is_first, 0.0)
+        normed = self._hidden_norm.forward(before)
+        both = torch.cat((self._embedding_norm.forward(self._embedding.forward(token_ids, dtype)), normed), 1)
+        both.masked_fill_(is_first, 0.0)
+        attended = self._attention.attend(both, self.layer, self._rotary.step(positions, dtype), attention)
+        return attended, normed if self._is_residual_normed else before
+
+
+def _target_ids(tensors: TensorFiles, draft_size: int, size: int) -> Tensor:
+    """[draft vocabulary] int64: the model's id of each of the head's tokens. `d2t` holds their differences.
+
+    Raises: ConfigError if they are not different ids of the model's vocabulary.
+    """
+    ids = torch.arange(draft_size)
+    if "d2t" in tensors:
+        ids += tensors.read("d2t", (draft_size,)).long()
+    elif draft_size != size:
+        raise ConfigError(
+            f"the EAGLE head knows {draft_size} of {size} tokens, and the tensor d2t that names them is missing"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= size or ids.unique().numel() != draft_size:
+        raise ConfigError(f"the EAGLE head's tensor d2t does not name {draft_size} different tokens of {size}")
+    return ids

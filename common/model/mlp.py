@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,8 @@ from common.model.activations import activate_and_mul, activation
 from common.model.build import Build
 from common.model.description import MixtureDescription, MlpDescription, implementation
 from common.model.mixture.exchange import spread_experts
-from common.model.mixture.experts import make_experts
-from common.model.mixture.native_mixture import NativeMixture, native_mixture
+from common.model.mixture.experts import NativeMixture, make_experts, native_mixture
 from common.model.mixture.routing import route
-
-
-class Mlp(Protocol):
-    """The MLP of one layer: this rank's inner features, then an all-reduce."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], fresh."""
-        ...
 
 
 class DenseMlp:
@@ -39,6 +30,7 @@ class DenseMlp:
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden]. Returns [T, hidden], fresh: this rank's inner features, then an all-reduce."""
         return self._mesh.all_reduce(self.own_part(x))
 
     def own_part(self, x: Tensor) -> Tensor:
@@ -81,6 +73,7 @@ class MixtureMlp:
         return self.experts.forward(x, routing, None if self.shared is None else self.shared.own_part(x))
 
 
+Mlp = DenseMlp | MixtureMlp
 MLPS: dict[str, Callable[[Build, str, Any], Mlp]] = {
     "gated": DenseMlp,
     "plain": DenseMlp,

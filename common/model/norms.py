@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,14 +12,6 @@ from common.model.description import MultiHeadDescription, NormDescription, impl
 from common.model.sharding import HeadRange
 from common.model.tensor_files import Part
 from common.parallel.mesh import Mesh
-
-
-class Norm(Protocol):
-    """A norm over hidden states."""
-
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
-        ...
 
 
 class RMSNorm:
@@ -35,6 +25,7 @@ class RMSNorm:
         self.eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
         if delta is None:
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return self._kernels.add_rms_norm_(delta, x, self.weight, self.eps)
@@ -55,12 +46,13 @@ class LayerNorm:
 
 
 class NoNorm:
-    """`Norm` of layers whose inputs have none: it only adds."""
+    """For layers whose inputs have no norm: it only adds."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         return x if delta is None else x.add_(delta)
 
 
+Norm = RMSNorm | LayerNorm | NoNorm
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 """Norms over hidden states, by `NormDescription.kind`."""
 

@@ -14,12 +14,11 @@ from common.base.errors import ConfigError
 from common.model.config import token_ids
 from common.model.config_file import MOST_LAYERS, ConfigFile, architectures, read_generation_config
 from common.model.description import LayerDescription, MlpDescription, MultiHeadDescription, NormDescription
-from common.model.generic.config import GenericConfig
+from common.model.generic.config import STYLES, GenericConfig
 from common.model.generic.library import load
 from common.model.generic.names import find_parts
 from common.model.generic.probe import AttentionCall, probe
 from common.model.generic.rope import has_rope_by_length, longest_context
-from common.model.generic.styles import STYLES
 from common.model.hub import is_gguf
 
 log = logging.getLogger(__name__)

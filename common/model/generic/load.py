@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from common.base.errors import ConfigError
 from common.model.build import Build, Share
 from common.model.description import multi_head
+from common.model.generic.config import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
 from common.model.generic.library import load
 from common.model.generic.modules import (
     ColumnsOfMerged,
@@ -22,7 +23,6 @@ from common.model.generic.modules import (
     SummedRows,
     VocabularyShare,
 )
-from common.model.generic.styles import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
 from common.model.sharding import even_range
 from common.model.tensor_files import Part
 

@@ -22,18 +22,16 @@ from common.model.build import Build
 from common.model.description import multi_head
 from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
-from common.model.generic.config import GenericConfig
+from common.model.generic.config import SPLIT, GenericConfig, TensorParallelPlan
 from common.model.generic.describe import read_class
 from common.model.generic.library import load
 from common.model.generic.load import ModuleLoader
-from common.model.generic.modules import NotHere
+from common.model.generic.modules import FirstLayer, LastLayer, NotHere, SkippedLayer, StageDone
 from common.model.generic.names import PartNames, find_parts
 from common.model.generic.norms import replace_norms
 from common.model.generic.probe import build_on_meta, cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
-from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
-from common.model.generic.styles import SPLIT, TensorParallelPlan
 from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.sharding import HeadRange
 
@@ -56,9 +54,10 @@ class GenericModel(RankModel):
         _make_buffers(causal, build.device)
         freeze_rotary(causal, config.context, build.device)
         _silence(causal)
-        self._attach(build, names)
-        _load(build, causal, names, on_progress)
-        self._sinks = _sinks(build, causal, self._heads)
+        plan = TensorParallelPlan(config.tp_plan)
+        self._attach(build, names, plan)
+        _load(build, causal, names, plan, on_progress)
+        self._sinks = _sinks(build, config, causal, self._heads)
         self._first = _cut_stage(causal, names, build)
         self._trunk: Any = causal.get_submodule(names.trunk)
         self._final = _FinalHidden()
@@ -70,9 +69,9 @@ class GenericModel(RankModel):
         self._recorded = RecordedSteps(self._from_tokens) if records else None
         self._recorded_head = RecordedSteps(self._head)
 
-    def _attach(self, build: Build, names: PartNames) -> None:
+    def _attach(self, build: Build, names: PartNames, plan: TensorParallelPlan) -> None:
         """Give this rank's attention modules the backend."""
-        config, plan = self.config, TensorParallelPlan(self.config.tp_plan)
+        config = self.config
         for index, number in enumerate(build.layer_numbers):
             described = multi_head(config.layers[number])
             module = self._causal.get_submodule(names.attention[number])
@@ -183,13 +182,12 @@ def _make_buffers(causal: Any, device: torch.device) -> None:
         raise cannot_be_built(type(causal), error) from error
 
 
-def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) -> None:
+def _load(build: Build, causal: Any, names: PartNames, plan: TensorParallelPlan, on_progress: OnProgress) -> None:
     """Read this rank's share of the weights."""
-    config, place = build.config, build.mesh.place
-    assert isinstance(config, GenericConfig)
+    place = build.mesh.place
     both = f"{names.embedding}.weight", f"{names.lm_head}.weight"
-    tied = config.tie_word_embeddings and build.weights.tied(*both) is not None
-    loader = ModuleLoader(build, causal, TensorParallelPlan(config.tp_plan))
+    tied = build.config.tie_word_embeddings and build.weights.tied(*both) is not None
+    loader = ModuleLoader(build, causal, plan)
     parts = len(build.layer_numbers) + 2
     embedding, lm_head = causal.get_input_embeddings(), causal.get_output_embeddings()
     needed = place.is_first_stage or (place.is_last_stage and tied)
@@ -209,10 +207,8 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     on_progress(parts, parts)
 
 
-def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> list[tuple[Tensor, ...]]:
+def _sinks(build: Build, config: GenericConfig, causal: nn.Module, heads: HeadRange) -> list[tuple[Tensor, ...]]:
     """`AttentionShape.sinks` of each layer. A layer without sinks beside others that have them gets sinks of no weight."""
-    config = build.config
-    assert isinstance(config, GenericConfig)
     found: list[Tensor] = []
     for number in build.layer_numbers:
         name = config.sinks[number]
