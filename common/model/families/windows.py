@@ -57,6 +57,5 @@ def with_windows_in_later_layers(
     window = window_if_switched_on(config)
     if window is None:
         return tuple(layers)
-    is_zero = config.raw.get("max_window_layers") == 0
-    first = 0 if is_zero else config.integer("max_window_layers", default_first)
+    first = config.count("max_window_layers", default_first)
     return with_windows(layers, window, read_layer_types(config, lambda number: number >= first))

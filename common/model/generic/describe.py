@@ -44,14 +44,15 @@ def describe(path: Path) -> GenericConfig:
     layers = _layers(cls.__name__, config, model, calls)
     find_parts(model, tuple(call.module for call in calls))
     _, generation = read_generation_config(path)
+    embedding = model.get_input_embeddings()
     longest = longest_context(config, int(_of_text(config, "max_position_embeddings", cls.__name__)))
     return GenericConfig(
         architecture=cls.__name__,
-        hidden_size=model.get_input_embeddings().embedding_dim,
+        hidden_size=embedding.embedding_dim,
         layers=layers,
         final_norm=layers[-1].norm,
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        tie_word_embeddings=_is_tied(model),
+        vocab_size=embedding.num_embeddings,
+        tie_word_embeddings=model.get_output_embeddings().weight is embedding.weight,
         max_position_embeddings=longest,
         dtype=dtype,
         eos_token_ids=token_ids(file, generation, "eos_token_id"),
@@ -190,11 +191,6 @@ def _layer(call: AttentionCall, model: Any) -> LayerDescription:
     heads = (call.num_q_heads + call.num_kv_heads) * 2 * call.k_dim
     inner = max(1, (weights // hidden - heads) // 2)
     return LayerDescription(attention, MlpDescription(inner, "silu", kind="plain"), NormDescription(1e-6))
-
-
-def _is_tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _tp_plan(model: Any) -> tuple[tuple[str, str], ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from common.base.errors import ConfigError
+from common.kernels.base import Kernels
 from common.model.build import Build, Share
 from common.model.description import multi_head
 from common.model.generic.config import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
@@ -17,6 +18,7 @@ from common.model.generic.modules import (
     ColumnsOfMerged,
     GatheredColumns,
     MergedColumns,
+    OwnNorm,
     PackedLinear,
     PackedLMHead,
     SummedOutput,
@@ -28,6 +30,11 @@ from common.model.tensor_files import Part
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that are given the same input."""
+
+
+_OFFSETS = (0.0, 1.0)
+"""What classes add to the weight before they multiply with it."""
+_SCALES = (1e-2, 1.0, 30.0)
 
 
 class ModuleLoader:
@@ -176,3 +183,31 @@ class ModuleLoader:
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Put our RMS norm in the place of a class's own norms that compute the same, as random rows show. Their weights are loaded.
+    dtype: of activations."""
+    adding = [kernels.with_norm_offset(offset) for offset in _OFFSETS]
+    for name, module in list(root.named_modules()):
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        parameters = dict(module.named_parameters())
+        if "RMSNorm" not in type(module).__name__ or list(parameters) != ["weight"] or not isinstance(eps, float):
+            continue
+        weight = parameters["weight"].detach()
+        if weight.is_meta or weight.dim() != 1:
+            continue
+        ours = [OwnNorm(of_offset, of_offset.norm_weight(weight), eps) for of_offset in adding]
+        same = next((each for each in ours if _is_same(module, each, weight, dtype)), None)
+        if same is not None:
+            root.set_submodule(name, same)
+
+
+def _is_same(theirs: nn.Module, ours: nn.Module, weight: Tensor, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(len(_SCALES), weight.size(0), generator=generator) * torch.tensor(_SCALES)[:, None]
+    x = rows.to(weight.device, dtype)[None]
+    expected, found = theirs(x), ours(x)
+    if found.dtype != expected.dtype:
+        return False
+    return torch.allclose(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)

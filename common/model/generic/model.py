@@ -25,10 +25,9 @@ from common.model.generic.attention import CurrentStep, LayerAttention
 from common.model.generic.config import SPLIT, GenericConfig, TensorParallelPlan
 from common.model.generic.describe import read_class
 from common.model.generic.library import load
-from common.model.generic.load import ModuleLoader
+from common.model.generic.load import ModuleLoader, replace_norms
 from common.model.generic.modules import FirstLayer, LastLayer, NotHere, SkippedLayer, StageDone
 from common.model.generic.names import PartNames, find_parts
-from common.model.generic.norms import replace_norms
 from common.model.generic.probe import build_on_meta, cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
@@ -55,7 +54,7 @@ class GenericModel(RankModel):
         freeze_rotary(causal, config.context, build.device)
         _silence(causal)
         plan = TensorParallelPlan(config.tp_plan)
-        self._attach(build, names, plan)
+        self._attach(build, plan)
         _load(build, causal, names, plan, on_progress)
         self._sinks = _sinks(build, config, causal, self._heads)
         self._first = _cut_stage(causal, names, build)
@@ -69,14 +68,15 @@ class GenericModel(RankModel):
         self._recorded = RecordedSteps(self._from_tokens) if records else None
         self._recorded_head = RecordedSteps(self._head)
 
-    def _attach(self, build: Build, names: PartNames, plan: TensorParallelPlan) -> None:
+    def _attach(self, build: Build, plan: TensorParallelPlan) -> None:
         """Give this rank's attention modules the backend."""
         config = self.config
         for index, number in enumerate(build.layer_numbers):
             described = multi_head(config.layers[number])
-            module = self._causal.get_submodule(names.attention[number])
+            module = self._causal.get_submodule(config.attention_modules[number])
             is_split = any(
-                plan.style(f"{names.attention[number]}.{inner}") in SPLIT for inner, _ in module.named_modules()
+                plan.style(f"{config.attention_modules[number]}.{inner}") in SPLIT
+                for inner, _ in module.named_modules()
             )
             factor = described.scale / config.attention.scale
             own = LayerAttention(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from common.kernels.base import Kernels
 from common.model.build import Build
 from common.model.formats.base import Linear
 from common.model.sharding import vocab_range
@@ -42,6 +43,15 @@ class RowModule(nn.Module):
             return self._of_rows(x.squeeze(0)).unsqueeze(0)
         y = self._of_rows(x.reshape(-1, x.size(-1)))
         return y.view(*x.shape[:-1], y.size(-1))
+
+
+class OwnNorm(RowModule):
+    """An RMS norm over the last axis."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
+        """weight: as the kernels take it."""
+        super().__init__(lambda rows: kernels.rms_norm(rows, weight, eps))
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class PackedLinear(RowModule):

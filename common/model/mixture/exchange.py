@@ -78,9 +78,8 @@ class Dispatched:
         sent = _packed(x.index_select(0, rows).to(dtype), Routing(chosen, routing.weights), rows)
         received = self._mesh.all_to_all(sent.view(-1), _times(counts, sent.size(1)))
         computed = self._compute(received.view(-1, sent.size(1)), dtype)
-        back = self._mesh.all_to_all(
-            _bytes(computed).view(-1), _times(_transposed(counts), self._hidden * dtype.itemsize)
-        )
+        returned = _times([*zip(*counts, strict=True)], self._hidden * dtype.itemsize)
+        back = self._mesh.all_to_all(_bytes(computed).view(-1), returned)
         results = back.view(dtype).view(-1, self._hidden).float()
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, rows, results)
 
@@ -121,10 +120,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 def _times(counts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     return [[count * size for count in row] for row in counts]
-
-
-def _transposed(counts: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(column) for column in zip(*counts, strict=True)]
 
 
 def spread_experts(experts: Experts, build: Build, router: RouterDescription) -> AllReduced | Dispatched:

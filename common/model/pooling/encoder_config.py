@@ -81,7 +81,7 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"no tokenizer.json in {path}; routers need a fast tokenizer file there")
     positions = config.integer("max_position_embeddings")
-    padding_id = _padding_id(config) if family != "Bert" else None
+    padding_id = config.count("pad_token_id", 1) if family != "Bert" else None
     return EncoderConfig(
         task=task,
         is_roberta=family != "Bert",
@@ -100,10 +100,6 @@ def read_encoder_config(path: Path) -> EncoderConfig:
         pooling=read_pooling(path, "mean"),
         score_activation=_score_activation(config, noted_activation(path)) if task == "score" else "sigmoid",
     )
-
-
-def _padding_id(config: ConfigFile) -> int:
-    return 0 if config.raw.get("pad_token_id") == 0 else config.integer("pad_token_id", 1)
 
 
 def _places(config: ConfigFile, positions: int, padding_id: int | None) -> int:
