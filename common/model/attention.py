@@ -89,22 +89,11 @@ class MultiHeadAttention:
 
 
 def multi_head_shape(
-    attention: MultiHeadDescription,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    block_size: int,
-    max_context: int,
+    attention: MultiHeadDescription, heads: tuple[int, int, int], dtype: torch.dtype, block_size: int, max_context: int
 ) -> AttentionShape:
     """heads: this rank's query heads and KV heads, and the head dimension. `dtype`: of queries."""
-    return AttentionShape(
-        *heads,
-        dtype,
-        block_size,
-        max_context,
-        attention.scale,
-        window=attention.window,
-        soft_cap=attention.soft_cap,
-    )
+    scale, window, soft_cap = attention.scale, attention.window, attention.soft_cap
+    return AttentionShape(*heads, dtype, block_size, max_context, scale, window=window, soft_cap=soft_cap)
 
 
 def _check_implemented(attention: MultiHeadDescription) -> None:

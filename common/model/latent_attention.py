@@ -70,14 +70,9 @@ class LatentAttention:
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
         described = self._description
+        of_all = (self._heads, 1, described.width, self._dtype, block_size, max_context, described.scale)
         return LatentShape(
-            self._heads,
-            1,
-            described.width,
-            self._dtype,
-            block_size,
-            max_context,
-            described.scale,
+            *of_all,
             latent_dim=described.latent_dim,
             nope_dim=described.nope_dim,
             v_head_dim=described.v_head_dim,

@@ -54,18 +54,9 @@ class NativeStack:
                 delta = layer.forward(x, delta, context)
             assert delta is not None
             return delta
-        delta = torch.empty_like(x)
-        native = self.native
-        native.layers_forward(
-            native.team,
-            len(self._layers),
-            self.addresses,
-            memory.caches,
-            memory.batches,
-            rope.address,
-            x.data_ptr(),
-            delta.data_ptr(),
-        )
+        delta, native, count = torch.empty_like(x), self.native, len(self._layers)
+        rows = x.data_ptr(), delta.data_ptr()
+        native.layers_forward(native.team, count, self.addresses, *memory, rope.address, *rows)
         return delta
 
     def memory(self, backend: AttentionBackend) -> LayerMemory | None:
