@@ -198,7 +198,7 @@ class Build:
         self, key: str, biases: Sequence[Tensor | None], make: Callable[[], Sequence[Linear]]
     ) -> Sequence[Linear]:
         """The layers of `key`, which one file of packed weights holds, each with its bias ([out], which is not shared). `make` reads
-        and packs their weights, and is called only if no process has done so before. If the native kernels lack one of the
+        and packs their weights, and is called only if no process has done so before. If the native kernels do not have one of the
         layers, all are returned as `make` makes them."""
         if self.packed is None or not isinstance(self.kernels, NativeKernels):
             return make()

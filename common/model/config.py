@@ -169,7 +169,7 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
 
 
 def _also_headless(names: WeightNames) -> WeightNames:
-    """`names`, whose first part checkpoints of a class without an LM head lack, as in transformers."""
+    """`names`, also without their first part: checkpoints of a class without an LM head do not have it, as in transformers."""
     first_part = names.embedding.partition(".")[0] + "."
     return replace(names, other_beginnings=(*names.other_beginnings, (first_part, "")))
 

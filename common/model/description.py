@@ -279,7 +279,7 @@ class LayerDescription:
         return [*self.attention.splits(), *self.mlp.splits()]
 
     def for_context(self, max_model_len: int) -> LayerDescription:
-        """As `ModelConfig.for_context`."""
+        """The same layer for contexts of at most this many tokens."""
         return self if self.rope is None else replace(self, rope=self.rope.for_context(max_model_len))
 
 

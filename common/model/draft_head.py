@@ -130,8 +130,8 @@ class MtpHead(DraftHead):
 
 
 class EagleHead(DraftHead):
-    """An EAGLE-3 head, from a checkpoint of its own. It reads the inputs of three of the model's layers, joined by one matrix, and guesses
-    tokens of a smaller vocabulary. Source: arXiv 2503.01840, section 3.
+    """An EAGLE-3 head, from a checkpoint of its own. It reads the inputs of three of the model's layers, joined by one matrix,
+    and guesses tokens of a smaller vocabulary. Source: arXiv 2503.01840, section 3.
 
     Every rank joins hidden states whole; attention, MLP and LM head are split like the model's.
     """

@@ -108,7 +108,7 @@ class PackedWeights:
         os.close(self._in_use)
 
     def get(self, key: str, make: Callable[[], PackedT]) -> PackedTensors | PackedT:
-        """The tensors of `key`, shared with other processes; made by `make` and written where the cache lacks them. `make`
+        """The tensors of `key`, shared with other processes; made by `make` and written where the cache does not have them. `make`
         may return None for what cannot be shared.
 
         What is made is private to this process, with a line in the log, where it cannot be written or another process

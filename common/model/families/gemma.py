@@ -1,6 +1,6 @@
-"""Gemma 2 and 3, and the text part of Gemma 3's models that also take images: norms before and after, weights of norms less one.
-Gemma 2 has soft caps of scores and logits, and a sliding window in every second layer; Gemma 3 norms of heads instead of soft caps, a
-sliding window in five layers of six, and another base of rope in these."""
+"""Gemma 2 and 3, and the text part of Gemma 3's models that also take images: norms before and after, weights of norms less
+one. Gemma 2 has soft caps of scores and logits, and a sliding window in every second layer; Gemma 3 norms of heads instead of
+soft caps, a sliding window in five layers of six, and another base of rope in these."""
 
 from __future__ import annotations
 

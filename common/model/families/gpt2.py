@@ -1,5 +1,5 @@
-"""GPT-2 and OPT (but 350m, whose norms are behind attention and MLP): learned positions, layer norms, a plain MLP. GPT-2's weights are
-merged and stored [in, out]."""
+"""GPT-2 and OPT (but 350m, whose norms are behind attention and MLP): learned positions, layer norms, a plain MLP. GPT-2's
+weights are merged and stored [in, out]."""
 
 from __future__ import annotations
 

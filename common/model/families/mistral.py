@@ -1,5 +1,5 @@
-"""Mistral, and Mixtral with a mixture of experts in every layer: as Llama, without biases. Mistral has a sliding window in all layers,
-or in those that `layer_types` names (Ministral)."""
+"""Mistral, and Mixtral with a mixture of experts in every layer: as Llama, without biases. Mistral has a sliding window in all
+layers, or in those that `layer_types` names (Ministral)."""
 
 from __future__ import annotations
 

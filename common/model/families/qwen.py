@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen2.5, dense, the text part of Qwen2.5-VL, and Qwen3, dense and with a mixture of experts: as Llama, with a sliding
-window in later layers where windows are switched on. Qwen2 has biases on q, k and v only, Qwen3 an RMS norm over each head of q and k
-before rope."""
+"""Qwen2 and Qwen2.5, dense, the text part of Qwen2.5-VL, and Qwen3, dense and with a mixture of experts: as Llama, with a
+sliding window in later layers where windows are switched on. Qwen2 has biases on q, k and v only, Qwen3 an RMS norm over each
+head of q and k before rope."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear layers on int8 weights and dynamically quantized int8 activations, and int8 weights of checkpoints. They are read on a rank's
-main thread, and multiplied on its engine thread."""
+"""Linear layers on int8 weights and dynamically quantized int8 activations, and int8 weights of checkpoints. They are read
+on a rank's main thread, and multiplied on its engine thread."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ class CudaInt8Linear(Int8Linear):
 
 
 class Int8Format:
-    """`LinearFormat` of matrices in int8 with a scale for each output or tensor, as compressed-tensors stores them ("int-quantized"). Activations are quantized by `Int8Linear`'s rule, whatever the checkpoint says."""
+    """`LinearFormat` of matrices in int8 with a scale for each output or tensor, as compressed-tensors stores them
+    ("int-quantized"). Activations are quantized by `Int8Linear`'s rule, whatever the checkpoint says."""
 
     def __init__(self, tensors: TensorFiles, device: torch.device, quantization: Int8Quantization) -> None:
         self._tensors = tensors

@@ -1,5 +1,5 @@
-"""The config of a model that a class of transformers computes, with its tensor-parallel plan: which part of a module a rank holds. No
-torch and no transformers.
+"""The config of a model that a class of transformers computes, with its tensor-parallel plan: which part of a module a rank
+holds. No torch and no transformers.
 
 `common.model.generic.describe` makes it on nodes. Routers read only `common.model.facts`.
 """

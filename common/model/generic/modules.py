@@ -1,7 +1,8 @@
-"""Modules that take the place of a class's own: they hold this rank's share of a layer, in packed weights, or that of a pipeline stage.
+"""Modules that take the place of a class's own: they hold this rank's share of a layer, in packed weights, or make the class
+compute a pipeline stage.
 
-In a stage the class's forward runs as it is, with all layers in their places, because it chooses masks and rotary embeddings by a
-layer's number; layers of other stages compute nothing. Run on a rank's engine thread, under inference mode.
+In a stage the class's forward runs as it is, with all layers in their places, because it chooses masks and rotary embeddings
+by a layer's number; layers of other stages compute nothing. Run on a rank's engine thread, under inference mode.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Dispatched:
         """The end of each rank's slots, which never changes."""
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """As `AllReduced.forward`; `shared` is whole here."""
+        """The weighted sum of each row's experts, and `shared`, which is whole here: see `AllReduced.forward`."""
         y = self._exchange(x, routing)
         if shared is not None:
             y += shared

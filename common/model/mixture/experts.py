@@ -1,5 +1,5 @@
-"""The experts of a mixture on one rank, and a whole mixture as one call into the native kernels. They run on a rank's engine thread,
-under inference mode."""
+"""The experts of a mixture on one rank, and a whole mixture as one call into the native kernels. They run on a rank's engine
+thread, under inference mode."""
 
 from __future__ import annotations
 
