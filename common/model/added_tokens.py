@@ -71,7 +71,8 @@ def complete_from(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json or added_tokens.json lists, if tokenizer.json does not have them, or has them with other flags.
+    """Add the tokens that tokenizer_config.json or added_tokens.json lists, if tokenizer.json does not have them, or has them
+    with other flags.
     `special`: of `special_tokens`; those that are in the vocabulary become special tokens, as do those of other lists that are in
     no list of added tokens.
 

@@ -39,7 +39,7 @@ class AllReduced:
 
 
 class Dispatched:
-    """The experts of one layer on data-parallel ranks, each with its own rows. All ranks of the stage make the same calls together."""
+    """The experts of one layer on data-parallel ranks, each with its own rows. All ranks make the same calls together."""
 
     def __init__(self, experts: Experts, build: Build, router: RouterDescription) -> None:
         """`experts`: this rank's, which take slots in place of experts."""
