@@ -10,7 +10,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer
 
 from common.base.errors import ConfigError
-from common.model.config_file import read_json_object
+from common.model.config_file import as_list, as_object, read_json_object
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -34,9 +34,8 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens that chat templates see: `special_tokens`, and those under names of the model's own (`image_token`)."""
     merged = _merged(folder, config)
-    listed = merged.get("extra_special_tokens")
-    found = {**cast("dict[str, Any]", listed)} if isinstance(listed, dict) else {}
-    found |= {name: value for name, value in merged.items() if name.endswith("_token")}
+    tokens = {name: value for name, value in merged.items() if name.endswith("_token")}
+    found = as_object(merged.get("extra_special_tokens")) | tokens
     return {name: text for name, value in found.items() if (text := _text(value)) is not None}
 
 
@@ -55,14 +54,13 @@ def _all_special(merged: Mapping[str, Any]) -> list[AddedToken]:
     found: list[object] = [value for key, value in merged.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = merged.get(key)
-        found += cast("dict[str, object]", value).values() if isinstance(value, dict) else ()
-        found += cast("list[object]", value) if isinstance(value, list) else ()
+        found += (*as_object(value).values(), *as_list(value))
     return [_added(text, value, special=True) for value in found if (text := _text(value)) is not None]
 
 
 def _added(text: str, value: object, **more: bool) -> AddedToken:
     """`value`: perhaps an object with the token's flags."""
-    entry = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    entry = as_object(value)
     return AddedToken(text, **{**{flag: entry[flag] for flag in _FLAGS if flag in entry}, **more})
 
 
@@ -73,7 +71,8 @@ def complete_from(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def complete(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json or added_tokens.json lists and tokenizer.json lacks or has with other flags.
+    """Add the tokens that tokenizer_config.json or added_tokens.json lists, if tokenizer.json does not have them, or has them
+    with other flags.
     `special`: of `special_tokens`; those that are in the vocabulary become special tokens, as do those of other lists that are in
     no list of added tokens.
 

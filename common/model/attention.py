@@ -71,10 +71,7 @@ class MultiHeadAttention:
         self._mesh = build.mesh
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
-        """Everything up to the output projection; the layer's KV is final when it returns.
-
-        Returns [T, q_heads/tp * head_dim].
-        """
+        """Returns [T, q_heads/tp * head_dim]."""
         q_heads, kv_heads, head_dim = self.heads
         qkv = self.qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
         qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
@@ -84,49 +81,29 @@ class MultiHeadAttention:
         return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
-        """[T, hidden], after an all-reduce: the sum over all heads of the model."""
         return self._mesh.all_reduce(self.out.forward(attended))
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
-        """The facts that its backend needs."""
         shape = multi_head_shape(self._description, self.heads, self._dtype, block_size, max_context)
         return replace(shape, sinks=self._sinks)
 
 
 def multi_head_shape(
-    attention: MultiHeadDescription,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    block_size: int,
-    max_context: int,
+    attention: MultiHeadDescription, heads: tuple[int, int, int], dtype: torch.dtype, block_size: int, max_context: int
 ) -> AttentionShape:
     """heads: this rank's query heads and KV heads, and the head dimension. `dtype`: of queries."""
-    return AttentionShape(
-        *heads,
-        dtype,
-        block_size,
-        max_context,
-        attention.scale,
-        window=attention.window,
-        soft_cap=attention.soft_cap,
-    )
+    scale, window, soft_cap = attention.scale, attention.window, attention.soft_cap
+    return AttentionShape(*heads, dtype, block_size, max_context, scale, window=window, soft_cap=soft_cap)
 
 
 def _check_implemented(attention: MultiHeadDescription) -> None:
     """Raises: ConfigError naming what attention has no implementation of."""
-    missing = {
-        f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
-            attention.v_head_dim != attention.head_dim
-        ),
-        **{
-            f"a {norm.kind!r} norm of heads": norm.kind != "rms"
-            for norm in (attention.head_norm, attention.joint_norm)
-            if norm is not None
-        },
-    }
-    for what, is_asked_for in missing.items():
-        if is_asked_for:
-            raise ConfigError(f"the model needs {what}, which attention does not implement")
+    kinds = {norm.kind for norm in (attention.head_norm, attention.joint_norm) if norm is not None}
+    missing = [f"a {kind!r} norm of heads" for kind in kinds - {"rms"}]
+    if attention.v_head_dim != attention.head_dim:
+        missing.append(f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})")
+    if missing:
+        raise ConfigError(f"the model needs {' and '.join(missing)}, which attention does not implement")
 
 
 ATTENTIONS: dict[str, Callable[[Build, str, Any], Attention]] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.base.device import CPU
 from common.kernels.base import Kernels
 from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear, PackedWeight
 from common.kernels.torch_kernels import TORCH
 from common.kv.spec import KVPlane
 from common.model.config import ModelConfig
@@ -28,7 +29,6 @@ from common.model.packed_file import PackedTensors
 from common.model.packed_weights import PackedWeights
 from common.model.precision import FLOAT32, Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
-from common.model.shared_linear import shared_linears
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
 from common.parallel.mesh import SOLO, Mesh, SoloMesh
@@ -197,10 +197,24 @@ class Build:
     def _shared(
         self, key: str, biases: Sequence[Tensor | None], make: Callable[[], Sequence[Linear]]
     ) -> Sequence[Linear]:
+        """The layers of `key`, which one file of packed weights holds, each with its bias ([out], which is not shared). `make` reads
+        and packs their weights, and is called only if no process has done so before. If the native kernels do not have one of the
+        layers, all are returned as `make` makes them."""
         if self.packed is None or not isinstance(self.kernels, NativeKernels):
             return make()
-        key = f"{self.packed_as}{key} {self.precision} {self.quantize}"
-        return shared_linears(self.packed, self.kernels.native, key, biases, make)
+        made: Sequence[Linear] = ()
+
+        def pack() -> PackedTensors | None:
+            nonlocal made
+            made = make()
+            packed = [linear.packed for linear in made if isinstance(linear, NativeLinear)]
+            return _tensors_of(packed) if len(packed) == len(made) else None
+
+        found = self.packed.get(f"{self.packed_as}{key} {self.precision} {self.quantize}", pack)
+        if found is None:
+            return made
+        native = self.kernels.native
+        return [NativeLinear(native, _packed_of(found, index), bias) for index, bias in enumerate(biases)]
 
     def _make_linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool) -> Linear:
         """The layer, in the checkpoint's format if that format can multiply."""
@@ -299,3 +313,31 @@ class Build:
         padded = own.new_zeros(rows, self.config.hidden_size)
         padded[: own.size(0)] = own
         return padded
+
+
+def _tensors_of(packed: Sequence[PackedWeight]) -> PackedTensors:
+    """The content of a file of packed weights."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
+    for index, weight in enumerate(packed):
+        own = {name: tensor for name in ("weight", "scale", "zero") if (tensor := getattr(weight, name)) is not None}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        out, inputs = weight.shape
+        facts = {"format": weight.format, "out": out, "in": inputs, "group": weight.group}
+        facts["is_paired"] = int(weight.is_paired)
+        numbers |= {f"{index}.{name}": number for name, number in facts.items()}
+    return PackedTensors(tensors, numbers)
+
+
+def _packed_of(found: PackedTensors, index: int) -> PackedWeight:
+    """The layer of that number in the file."""
+    numbers, tensors = found.numbers, found.tensors
+    return PackedWeight(
+        numbers[f"{index}.format"],
+        (numbers[f"{index}.out"], numbers[f"{index}.in"]),
+        tensors[f"{index}.weight"],
+        bool(numbers[f"{index}.is_paired"]),
+        tensors.get(f"{index}.scale"),
+        tensors.get(f"{index}.zero"),
+        numbers[f"{index}.group"],
+    )

@@ -21,18 +21,15 @@ def choose_model(path: Path, implementation: ModelImpl) -> ModelConfig:
 
     Raises: ConfigError, one sentence, if nothing can.
     """
-    if implementation != "transformers":
-        try:
-            config = load_model_config(path)
-        except UnknownArchitecture as error:
-            if implementation == "native":
-                raise
-            why = f"no native family has its architecture ({error.architecture})"
-        else:
-            log.info("model implementation: native (%s)", config.architecture)
-            return config
-    else:
-        why = "--model-impl transformers"
+    found = _find_native(path, implementation)
+    if isinstance(found, ModelConfig):
+        log.info("model implementation: native (%s)", found.architecture)
+        return found
+    why = (
+        "--model-impl transformers"
+        if found is None
+        else f"no native family has its architecture ({found.architecture})"
+    )
     # Imported here because it brings torch and transformers, which native models do not need for their config.
     from common.model.generic.describe import describe
 
@@ -43,15 +40,22 @@ def choose_model(path: Path, implementation: ModelImpl) -> ModelConfig:
 
 def check_model(path: Path, implementation: ModelImpl) -> None:
     """Check what can be checked of a model before torch is imported. Raises: ConfigError."""
-    why = "--model-impl transformers needs a library"
-    if implementation != "transformers":
-        try:
-            load_model_config(path)
-        except UnknownArchitecture as error:
-            if implementation == "native":
-                raise
-            why = error.message
-        else:
-            return
-    if not is_installed():
+    found = _find_native(path, implementation)
+    if not isinstance(found, ModelConfig) and not is_installed():
+        why = "--model-impl transformers needs a library" if found is None else found.message
         raise ConfigError(f"{why}; {INSTALL}")
+
+
+def _find_native(path: Path, implementation: ModelImpl) -> ModelConfig | UnknownArchitecture | None:
+    """The config by a native family, or why a class of transformers takes its place; None: because it is asked for.
+
+    Raises: ConfigError.
+    """
+    if implementation == "transformers":
+        return None
+    try:
+        return load_model_config(path)
+    except UnknownArchitecture as error:
+        if implementation == "native":
+            raise
+        return error

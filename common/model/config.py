@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.base.errors import ConfigError
-from common.model.config_file import ConfigFile, read_generation_config, read_json_object
+from common.model.config_file import ConfigFile, architectures, read_generation_config, read_json_object
 from common.model.description import (
     USUAL_ENDS,
     USUAL_NAMES,
@@ -136,9 +136,7 @@ def _with_expert_names(layer: LayerDescription, names: ExpertNames) -> LayerDesc
 
 def _with_head(raw: dict[str, Any]) -> dict[str, Any]:
     """The config of the class with an LM head, for that of one without."""
-    names = raw.get("architectures")
-    named = cast("list[Any]", names) if isinstance(names, list) else []
-    return {**raw, "architectures": [with_head(str(name)) or name for name in named]} if named else raw
+    return {**raw, "architectures": [with_head(name) or name for name in architectures(raw)]}
 
 
 def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None) -> ModelConfig:
@@ -171,7 +169,7 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
 
 
 def _also_headless(names: WeightNames) -> WeightNames:
-    """`names`, whose first part checkpoints of a class without an LM head lack, as in transformers."""
+    """`names`, also without their first part: checkpoints of a class without an LM head do not have it, as in transformers."""
     first_part = names.embedding.partition(".")[0] + "."
     return replace(names, other_beginnings=(*names.other_beginnings, (first_part, "")))
 
@@ -185,8 +183,7 @@ def _max_position(config: ConfigFile, family: Family, layer: LayerDescription) -
 
 
 def _find_family(config: ConfigFile) -> tuple[str, Family]:
-    named = config.raw.get("architectures")
-    names = [str(name) for name in cast("list[Any]", named)] if isinstance(named, list) else []
+    names = architectures(config.raw)
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]

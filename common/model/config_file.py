@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,27 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
     return cast("dict[str, Any]", value)
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The classes of transformers that the content of a config.json names."""
+    return [str(name) for name in as_list(config.get("architectures"))]
+
+
+def first_architecture(folder: Path) -> str:
+    """The first class that the config.json in this folder names; empty if there is none. Raises: ConfigError."""
+    file = folder / "config.json"
+    return next(iter(architectures(read_json_object(file))), "") if file.is_file() else ""
+
+
+def as_list(value: object) -> list[Any]:
+    """`value` if it is a list, else an empty one."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def as_object(value: object) -> dict[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 class ConfigFile:

@@ -12,22 +12,20 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.kernels.base import Rotary
 from common.kernels.native.kernels import NativeKernels, NativeRotary
 from common.kernels.native.linear import NativeLinear
 from common.model.attention import Attention
 from common.model.build import Build
-from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
-from common.model.draft_head import MtpHead
-from common.model.eagle_head import EagleHead
+from common.model.decoder_layer import DecoderLayer, ForwardContext
+from common.model.draft_head import EagleHead, MtpHead
 from common.model.layers import Embedding, LearnedPositions, LMHead
-from common.model.mixture.exchange import SpreadExperts
+from common.model.mixture.exchange import Dispatched
 from common.model.mlp import MixtureMlp
 from common.model.native_layer import NativeLayer, as_native
 from common.model.native_stack import ModelParts, NativeStack, as_stack
 from common.model.norms import Norm, RMSNorm, make_norm
 from common.model.rank_model import AUX_HIDDEN, HIDDEN, OnProgress, RankModel
-from common.model.rotary import Rotaries, make_rotary
+from common.model.rotary import make_rotary
 
 
 class DecoderModel(RankModel):
@@ -54,21 +52,25 @@ class DecoderModel(RankModel):
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         unadapted, build = build, replace(build, adapt=self.adapters.adapt)
-        layers: list[Layer] = []
-        wholes: list[DecoderLayer | NativeLayer] = []
+        descriptions = [config.layers[number] for number in build.layer_numbers]
+        ropes = [(layer.rope, layer.attention.rotary_dim) for layer in descriptions]
+        distinct = list(dict.fromkeys(ropes))
+        self._rotaries = [make_rotary(*rope, config.max_context, build.kernels, build.device) for rope in distinct]
+        layers: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, ...]] = []
         self._attentions: list[Attention] = []
-        self._mixtures: list[SpreadExperts] = []
+        self._dispatched: list[Dispatched] = []
         for i, number in enumerate(build.layer_numbers):
-            layer = DecoderLayer(build, number, i)
-            whole = layer if native is None else as_native(layer, native, own.mesh, build.precision.wide)
-            wholes.append(whole)
-            layers.append(self.adapters.attach(whole))
+            layer = DecoderLayer(build, number, i, distinct.index(ropes[i]))
+            whole = native and as_native(layer, native, own.mesh, build.precision.wide, self.adapters)
+            layers.append(whole or layer)
             kv_scales.append(layer.kv_scales)
             if isinstance(layer.mlp, MixtureMlp):
-                self._mixtures.append(layer.mlp.experts)
-                if layer.mlp.experts.slots is not None:
-                    self.expert_layers[number] = layer.mlp.experts.slots
+                experts = layer.mlp.experts
+                if isinstance(experts, Dispatched):
+                    self._dispatched.append(experts)
+                if experts.slots is not None:
+                    self.expert_layers[number] = experts.slots
             self._attentions.append(layer.attention)
             on_progress(i + 2, parts)
         self.kv_scales = tuple(kv_scales)
@@ -78,27 +80,26 @@ class DecoderModel(RankModel):
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             if build.lm_head:
                 self._lm_head = LMHead(build, tied or lm_head, vocabulary if is_shared else None)
-        self._rope, layers = _with_rotary(build, layers)
         head = config.draft_head
         self._aux_layers = () if head is None else head.aux_layers
-        self._layers = layers if self._aux_layers else as_stack(layers, wholes, self.adapters, own.mesh)
+        is_one_stack = not self._aux_layers and len(distinct) == 1
+        self._layers = as_stack(layers, self.adapters, own.mesh) if is_one_stack else layers
         if head is not None:
             assert self._embedding is not None
             assert self._lm_head is not None
             assert vocabulary is not None
             if head.path is None:
-                self.draft_head = MtpHead(unadapted, head, self._embedding.forward, self._lm_head)
+                self.draft_head = MtpHead(unadapted, head, self._embedding, self._lm_head)
             else:
                 self.draft_head = EagleHead(unadapted, head, vocabulary)
             self.kv_scales += self.draft_head.kv_scales
         on_progress(parts, parts)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
-        """For each layer of this rank, the facts that its attention backend needs."""
         shapes = [attention.shape(block_size, max_context) for attention in self._attentions]
-        return (
-            shapes if self.draft_head is None else [*shapes, self.draft_head.attention_shape(block_size, max_context)]
-        )
+        if self.draft_head is not None:
+            shapes.append(self.draft_head.attention_shape(block_size, max_context))
+        return shapes
 
     def forward(
         self,
@@ -108,9 +109,8 @@ class DecoderModel(RankModel):
         on_layer: Callable[[int], None] | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         if not token_ids.size(0):
-            for experts in self._mixtures:
+            for experts in self._dispatched:
                 experts.serve()
             return {HIDDEN: torch.empty(0, self.config.hidden_size, dtype=self.precision.wide, device=self.device)}
         dtype = self.precision.for_rows(token_ids.size(0))
@@ -122,12 +122,13 @@ class DecoderModel(RankModel):
         if self._positions is not None:
             self._positions.add_(hidden, positions)
         delta: Tensor | None = None
-        rope = self._rope.step(positions, dtype)
+        rotations = [rotary.step(positions, dtype) for rotary in self._rotaries]
+        context = ForwardContext(rotations, attention, on_layer)
         aux: list[Tensor] = []
         for number, layer in enumerate(self._layers):
             if number in self._aux_layers:
                 aux.append(hidden.clone() if delta is None else hidden + delta)
-            delta = layer.forward(hidden, delta, rope, attention, on_layer)
+            delta = layer.forward(hidden, delta, context)
         assert delta is not None
         computed = {HIDDEN: hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)}
         return {**computed, AUX_HIDDEN: torch.cat(aux, 1)} if aux else computed
@@ -137,7 +138,7 @@ class DecoderModel(RankModel):
         dtype = self.precision.wide
         embedding = None if self._embedding is None else self._embedding.plain_weight(dtype)
         lm_head = None if self._lm_head is None else self._lm_head.plain_linear()
-        stack, rotary, norm = self._layers[0], self._rope, self._norm
+        stack, rotary, norm = self._layers[0], self._rotaries[0], self._norm
         if (
             self._positions is not None
             or self.precision.narrow != dtype
@@ -152,20 +153,5 @@ class DecoderModel(RankModel):
         return ModelParts(embedding, rotary, stack, norm, lm_head)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, vocab] float32 of `hidden`: `RankModel.logits`."""
         assert self._lm_head is not None
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
-
-
-def _with_rotary(build: Build, layers: list[Layer]) -> tuple[Rotary, list[Layer]]:
-    """The rotary embedding of this rank's layers, and the layers that take it."""
-    config = build.config
-    layer_descriptions = [config.layers[number] for number in build.layer_numbers]
-    ropes = [(layer.rope, layer.attention.rotary_dim) for layer in layer_descriptions]
-    distinct = list(dict.fromkeys(ropes))
-    rotaries = [make_rotary(*rope, config.max_context, build.kernels, build.device) for rope in distinct]
-    if len(rotaries) == 1:
-        return rotaries[0], layers
-    return Rotaries(rotaries), [
-        RotatedLayer(layer, distinct.index(rope)) for layer, rope in zip(layers, ropes, strict=True)
-    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,37 +13,33 @@ from common.model.attention import make_attention
 from common.model.build import Build
 from common.model.mlp import make_mlp
 from common.model.norms import NoNorm, Norm, make_norm
-from common.model.rotary import Rotations
 
 _Output = Callable[[Tensor], Tensor]
 """The last part of attention or of the MLP: returns a fresh tensor, to be added to hidden states."""
 
 
-class Layer(Protocol):
-    """A layer of the step: `DecoderLayer`, or something that computes the same."""
+class ForwardContext(NamedTuple):
+    """What all layers of one step share."""
 
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
-        """See `DecoderLayer.forward`."""
-        ...
+    rotations: Sequence[Rotation]
+    """One for each different rotary embedding among this rank's layers."""
+    backend: AttentionBackend
+    on_layer: Callable[[int], None] | None = None
+    """Called with a layer's index as soon as its KV is final."""
 
 
 class DecoderLayer:
     """Attention and MLP, each added to its input, with norms where `LayerDescription.norm_at` says."""
 
-    def __init__(self, build: Build, number: int, index: int) -> None:
-        """`number` counts from the model's first layer, `index` from this rank's."""
+    def __init__(self, build: Build, number: int, index: int, rotation: int = 0) -> None:
+        """`number` counts from the model's first layer, `index` from this rank's. `rotation`: which of
+        `ForwardContext.rotations` is the layer's."""
         layer, names = build.config.layers[number], build.names
         whole, build = build, build.for_own_rows
         prefix = f"{names.layer.format(number=number)}."
         self.description = layer
         self.index = index
+        self.rotation = rotation
         self.attention = make_attention(build, prefix, layer.attention)
         self.mlp = make_mlp(whole, prefix, layer.mlp)
         self._project: _Output = self.attention.project
@@ -62,41 +58,14 @@ class DecoderLayer:
         self.kv_scales = build.kv_scales(prefix + names.attention, layer.attention.planes)
         """KV scale of each plane, for an FP8 cache."""
 
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> Tensor:
         """x: [T, hidden], changed in place. `delta` is still to be added to it, so that an addition and the norm after
         it can be one kernel. Returns the next `delta`."""
-        attended = self.attention.attend(self.input_norm.forward(x, delta), self.index, rope, backend)
-        if on_layer is not None:
-            on_layer(self.index)
+        normed = self.input_norm.forward(x, delta)
+        attended = self.attention.attend(normed, self.index, context.rotations[self.rotation], context.backend)
+        if context.on_layer is not None:
+            context.on_layer(self.index)
         return self._mlp_forward(self.mlp_norm.forward(x, self._project(attended)))
-
-
-class RotatedLayer:
-    """A layer of a model whose layers differ in their rotary embeddings."""
-
-    def __init__(self, layer: Layer, rope: int) -> None:
-        """`rope`: number of its rotation among a step's `Rotations`."""
-        self._layer = layer
-        self._rope = rope
-
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
-        """Run the layer with its own rotation: `DecoderLayer.forward`."""
-        assert isinstance(rope, Rotations)
-        return self._layer.forward(x, delta, rope.each[self._rope], backend, on_layer)
 
 
 def _normed(output: _Output, norm: Norm) -> _Output:

@@ -77,7 +77,7 @@ class AttentionDescription(ABC):
 
     @abstractmethod
     def splits(self) -> list[Split]:
-        """Whatever tensor-parallel ranks must be able to share."""
+        """What tensor-parallel ranks must be able to share."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,11 @@ class MlpDescription:
     kind: str = "gated"
 
     def linears(self, names: WeightNames, hidden: int) -> list[LinearShape]:
-        """The linear layers of the MLP."""
         merged = (names.gate, names.up) if self.kind == "gated" else (names.up,)
         outputs = [LinearShape(name, self.inner_size, hidden) for name in merged]
         return [*outputs, LinearShape(names.down, hidden, self.inner_size)]
 
     def splits(self) -> list[Split]:
-        """Whatever tensor-parallel ranks must be able to share."""
         return [Split(f"an MLP of {self.inner_size}", lambda ranks: ranks <= self.inner_size)]
 
     def active_weights(self, names: WeightNames, hidden: int) -> int:
@@ -250,7 +248,7 @@ class MixtureDescription:
         return replace(names, gate=own.shared_gate, up=own.shared_up, down=own.shared_down)
 
     def splits(self) -> list[Split]:
-        """Whatever tensor-parallel ranks must be able to share: each holds whole experts."""
+        """Each rank holds whole experts."""
         experts = self.router.num_experts
         shared = [] if self.shared is None else self.shared.splits()
         return [Split(f"{experts} experts", lambda ranks: ranks <= experts), *shared]
@@ -276,8 +274,12 @@ class LayerDescription:
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP."""
 
+    def splits(self) -> list[Split]:
+        """What tensor-parallel ranks must be able to share."""
+        return [*self.attention.splits(), *self.mlp.splits()]
+
     def for_context(self, max_model_len: int) -> LayerDescription:
-        """The same layer for contexts of at most this many tokens, on which some rotary embeddings depend."""
+        """The same layer for contexts of at most this many tokens."""
         return self if self.rope is None else replace(self, rope=self.rope.for_context(max_model_len))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from common.model.config import ModelConfig
-from common.model.config_file import ConfigFile
+from common.model.config_file import ConfigFile, architectures, as_list
 from common.model.description import LayerDescription
 from common.model.draft_head_description import DraftHeadDescription
 from common.model.families.base import read_attention, read_mlp, read_norm
@@ -25,8 +25,7 @@ def read_eagle_head(path: Path, model: ModelConfig) -> DraftHeadDescription:
     Raises: ConfigError if it is no such head, or belongs to a model of another hidden size or vocabulary.
     """
     config = ConfigFile(path / "config.json")
-    named: Any = config.raw.get("architectures")
-    names = [str(name) for name in cast("list[Any]", named)] if isinstance(named, list) else []
+    names = architectures(config.raw)
     if not any(name in _ARCHITECTURES for name in names):
         raise config.error(f"architecture {names} is no EAGLE-3 head ({_ARCHITECTURES[0]})")
     for what, ours in (("hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
@@ -40,8 +39,7 @@ def read_eagle_head(path: Path, model: ModelConfig) -> DraftHeadDescription:
     eagle = config.object("eagle_config")
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise config.error("EAGLE-3 heads without auxiliary hidden states are not supported")
-    has_bias = config.flag("attention_bias", False)
-    attention = read_attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    attention = read_attention(config, bias=config.flag("attention_bias", False))
     mlp = read_mlp(config, bias=config.flag("mlp_bias", False))
     return DraftHeadDescription(
         LayerDescription(attention, mlp, read_norm(config), read_rope(config)),
@@ -60,7 +58,7 @@ def _aux_layers(config: ConfigFile, eagle: dict[str, Any], num_layers: int) -> t
         if num_layers < _LEAST_LAYERS:
             raise config.error(f"eagle_aux_hidden_state_layer_ids is missing, and the model has {num_layers} layers")
         return 2, num_layers // 2, num_layers - 3
-    ids = cast("list[Any]", named) if isinstance(named, list) else []
+    ids = as_list(named)
     valid = sorted({each for each in ids if type(each) is int and 0 <= each < num_layers})
     if len(valid) != _NUM_AUX or len(ids) != _NUM_AUX:
         raise config.error(f"eagle_aux_hidden_state_layer_ids {named!r} are not {_NUM_AUX} of {num_layers} layers")

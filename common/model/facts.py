@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config, token_ids
-from common.model.config_file import ConfigFile, read_json_object
+from common.model.config_file import ConfigFile, architectures, first_architecture, read_generation_config
 from common.model.hub import is_gguf
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -37,25 +37,19 @@ def read_facts(path: Path) -> ModelFacts:
         if is_gguf(path):
             raise
         file = ConfigFile(path / "config.json")
-    generation_file = path / "generation_config.json"
-    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    _, generation = read_generation_config(path)
     key = next((key for key in _POSITION_KEYS if file.raw.get(key) is not None), _POSITION_KEYS[0])
     return ModelFacts(
         file.integer("vocab_size"),
         file.integer(key, _ANY_CONTEXT),
         token_ids(file, generation, "eos_token_id"),
-        _architecture(file.raw),
+        next(iter(architectures(file.raw)), ""),
     )
 
 
 def read_architecture(folder: Path) -> str:
     """`ModelFacts.architecture` of the model in a directory, of any kind; empty if its config.json cannot be read."""
     try:
-        return _architecture(read_json_object(folder / "config.json"))
+        return first_architecture(folder)
     except ConfigError:
         return ""
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures")
-    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else ""

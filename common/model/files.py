@@ -45,7 +45,7 @@ def is_torch_file(file: Path) -> bool:
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the model in directory `path`, in a fixed order: its safetensors files, or, without any, its
     `pytorch_model*.bin`; or the GGUF file `path`. As in transformers, a single file goes before an index, which may be left of
-    the model that it was made from; but not one that lacks tensors of the index, whose files are all there.
+    the model that it was made from; but not one without some tensors of the index, whose files are all there.
 
     Raises: ConfigError if there are none, or if the index names one that is missing.
     """

@@ -11,8 +11,8 @@ from common.base.errors import ConfigError
 from common.kernels.base import Rotation
 from common.kernels.native.linear import PANEL, NativeLinear
 from common.model.build import Build, Share
-from common.model.description import NormDescription
 from common.model.latent_description import LatentDescription
+from common.model.norms import RMSNorm
 from common.model.tensor_files import Part
 
 
@@ -41,19 +41,16 @@ class LatentAttention:
         self._q_width = first[1].count
         self._q_norm = None
         if q_latent is not None:
-            self._q_norm = _Norm(build, prefix + attention.q_norm, q_latent, attention.norm)
+            self._q_norm = RMSNorm(build, prefix + attention.q_norm, attention.norm, q_latent)
             self._q_up = build.column_linear([prefix + attention.q_up], [q], q_latent, bias=False)
-        self._kv_norm = _Norm(build, prefix + attention.kv_norm, attention.latent_dim, attention.norm)
+        self._kv_norm = RMSNorm(build, prefix + attention.kv_norm, attention.norm, attention.latent_dim)
         self._matrices = _matrices(
             build, prefix + attention.kv_up, of_own_heads(attention.nope_dim + attention.v_head_dim), attention
         )
         self._out = build.row_linear(prefix + names.output, of_own_heads(attention.v_head_dim), hidden, bias=False)
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
-        """Everything up to the output projection; the layer's KV is final when it returns.
-
-        Returns [T, heads/tp * v_head_dim].
-        """
+        """Returns [T, heads/tp * v_head_dim]."""
         described, heads = self._description, self._heads
         q, kv = self._q_kv.forward(x).split((self._q_width, described.width), 1)
         if self._q_norm is not None:
@@ -69,37 +66,17 @@ class LatentAttention:
         return backend.forward(layer, q, row[:, None], self._matrices).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
-        """[T, hidden], after an all-reduce: the sum over all heads of the model."""
         return self._mesh.all_reduce(self._out.forward(attended))
 
     def shape(self, block_size: int, max_context: int) -> AttentionShape:
-        """The facts that its backend needs."""
         described = self._description
+        of_all = (self._heads, 1, described.width, self._dtype, block_size, max_context, described.scale)
         return LatentShape(
-            self._heads,
-            1,
-            described.width,
-            self._dtype,
-            block_size,
-            max_context,
-            described.scale,
+            *of_all,
             latent_dim=described.latent_dim,
             nope_dim=described.nope_dim,
             v_head_dim=described.v_head_dim,
         )
-
-
-class _Norm:
-    """RMS norm over latents."""
-
-    def __init__(self, build: Build, name: str, width: int, norm: NormDescription) -> None:
-        self._kernels = build.kernels.with_norm_offset(norm.weight_offset)
-        self._weight = self._kernels.norm_weight(build.read(f"{name}.weight", width))
-        self._eps = norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, width], left as it is."""
-        return self._kernels.rms_norm(x, self._weight, self._eps)
 
 
 def _matrices(build: Build, name: str, share: Share, attention: LatentDescription) -> LatentMatrices:

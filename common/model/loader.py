@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from common.base.device import CPU
 from common.base.errors import ConfigError
 from common.base.free_memory import release_free_memory
-from common.config.option_groups import Quantization
+from common.config.option_groups import LoadFormat, Quantization
 from common.kernels.choose import choose_kernels
 from common.kernels.native.find import find_native
 from common.model.build import Build
@@ -34,7 +34,6 @@ from common.parallel.mesh import SOLO, Mesh
 
 log = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "dummy")
 _REPORT_EVERY_S = 3.0
 
 
@@ -43,7 +42,7 @@ def load_model(
     config: ModelConfig,
     *,
     dtype: str,
-    load_format: str,
+    load_format: LoadFormat,
     seed: int,
     small_batches: bool,
     mesh: Mesh = SOLO,
@@ -63,11 +62,9 @@ def load_model(
     `redundant_experts`: slots of each mixture beside one for each expert; None: experts never move.
     All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
 
-    Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
+    Raises: ConfigError for missing, corrupt or misshapen tensors, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"unknown load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
     check_parallel(config, mesh.place.layer_tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
         raise ConfigError(f"pipeline split {list(pp_layers)} does not have {mesh.place.pp_size} stages")
@@ -102,7 +99,7 @@ def load_model(
 
 def _load_generic(
     path: Path,
-    load_format: str,
+    load_format: LoadFormat,
     seed: int,
     build: Callable[[WeightSource], Build],
     dtype: torch.dtype,
@@ -118,7 +115,9 @@ def _load_generic(
     return GenericModel(made, causal, on_progress)
 
 
-def _open_weights(path: Path, config: ModelConfig, load_format: str, seed: int, device: torch.device) -> WeightSource:
+def _open_weights(
+    path: Path, config: ModelConfig, load_format: LoadFormat, seed: int, device: torch.device
+) -> WeightSource:
     if load_format == "dummy":
         return DummyWeights(seed, device)
     if is_gguf(path):

@@ -10,19 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend
 from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
 from common.attention.striped import StripedAttention
-from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotation
 from common.kernels.native.library import DTYPES, LayerStruct, LinearStruct, NativeLibrary
 from common.kernels.native.linear import NativeLinear
 from common.model.attention import MultiHeadAttention
-from common.model.decoder_layer import DecoderLayer
+from common.model.decoder_layer import DecoderLayer, ForwardContext
 from common.model.description import LayerDescription, MultiHeadDescription
-from common.model.formats.base import Linear, WrappedLinear
-from common.model.mlp import GatedMlp, MixtureMlp
+from common.model.lora.adapters import AdaptedLinear, Adapters
+from common.model.mlp import DenseMlp, MixtureMlp
 from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
 
@@ -35,31 +33,35 @@ _NUM_LINEARS = 4
 class NativeLayer:
     """A `DecoderLayer` that runs in the native kernels, which have all its parts; a mixture may be one of its own."""
 
-    def __init__(self, layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> None:
-        """dtype: of hidden states."""
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        attention: MultiHeadAttention,
+        mlp: DenseMlp | MixtureMlp,
+        linears: list[LinearStruct],
+        native: NativeLibrary,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        lora: Callable[[], int | None],
+    ) -> None:
+        """attention, mlp: of the layer. linears: of the struct kv_layer, in its order; without the last two where the MLP
+        is a mixture. dtype: of hidden states. lora: `Adapters.of_layer`."""
         self._layer = layer  # keeps the memory that `_struct` points to; runs over other attention backends
         self.native = native
         self._mesh = mesh
-        self._index = layer.index
-        self.kv_scales = layer.kv_scales
-        attention, mlp = layer.attention, layer.mlp
-        assert isinstance(attention, MultiHeadAttention)
-        assert isinstance(mlp, GatedMlp | MixtureMlp)
+        self._lora = lora
         self._heads = attention.heads
         input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
         assert isinstance(input_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         assert isinstance(head_norm, HeadNorm | None)
-        self.mixture = mlp if isinstance(mlp, MixtureMlp) else None
-        self.is_whole = self.mixture is None or self.mixture.native is not None
+        mixture = mlp.native if isinstance(mlp, MixtureMlp) else None
+        self.is_whole = isinstance(mlp, DenseMlp) or mixture is not None
         """Whether the MLP is in the struct, too."""
-        self._mlp_norm = mlp_norm
-        self.linears = _linears(attention, mlp)
-        structs = [_struct_of(linear) for linear in self.linears]
         self._struct = LayerStruct(
-            *structs,
-            *[LinearStruct() for _ in range(_NUM_LINEARS - len(structs))],
-            None if self.mixture is None or self.mixture.native is None else self.mixture.native.address,
+            *linears,
+            *[LinearStruct() for _ in range(_NUM_LINEARS - len(linears))],
+            None if mixture is None else mixture.address,
             input_norm.weight.data_ptr(),
             mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
@@ -74,20 +76,14 @@ class NativeLayer:
         self.address = ctypes.addressof(self._struct)
         """Address of the struct kv_layer."""
 
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-        lora: int | None = None,
-    ) -> Tensor:
-        """Run the layer: `DecoderLayer.forward`. Overwrites `delta` and returns it. `lora`: address of the step's `LoraStruct`."""
-        own, index = backend_of(backend, self._index)
+    def forward(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> Tensor:
+        """Run the layer: `DecoderLayer.forward`. Overwrites `delta` and returns it."""
+        layer = self._layer
+        rope = context.rotations[layer.rotation]
+        own, index = backend_of(context.backend, layer.index)
         if not isinstance(own, NativeAttention | StripedAttention) or not isinstance(rope, NativeRotation):
-            return self._layer.forward(x, delta, rope, backend, on_layer)
-        native, rows, residual = self.native, x.size(0), x.data_ptr()
+            return layer.forward(x, delta, context)
+        native, rows, residual, lora = self.native, x.size(0), x.data_ptr(), self._lora()
         given = None if delta is None else delta.data_ptr()
         attended: Tensor | None = None
         if isinstance(own, NativeAttention):
@@ -98,35 +94,39 @@ class NativeLayer:
             qkv = x.new_empty(rows, q_heads + 2 * kv_heads, head_dim)
             native.layer_rows(native.team, self.address, rows, rope.address, lora, residual, given, qkv.data_ptr())
             attended = own.forward(index, *qkv.split((q_heads, kv_heads, kv_heads), 1))
-        if on_layer is not None:
-            on_layer(self._index)
+        if context.on_layer is not None:
+            context.on_layer(layer.index)
         delta = torch.empty_like(x) if delta is None else delta
         at = None if attended is None else attended.data_ptr()
         native.layer_project(native.team, self.address, rows, lora, at, delta.data_ptr())
         self._mesh.all_reduce(delta)
         if not self.is_whole:
-            assert self.mixture is not None
-            return self.mixture.forward(self._mlp_norm.forward(x, delta))
+            return layer.mlp.forward(layer.mlp_norm.forward(x, delta))
         native.layer_mlp(native.team, self.address, rows, lora, residual, delta.data_ptr())
         return self._mesh.all_reduce(delta)
 
 
-def as_native(layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> DecoderLayer | NativeLayer:
-    """`layer` in the native kernels if they have all its parts, else itself, with a line in the log."""
+def as_native(
+    layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype, adapters: Adapters
+) -> DecoderLayer | NativeLayer:
+    """`layer` in the native kernels if they have all its parts, else itself, with a line in the log. dtype: of hidden states."""
     reason = _unsupported(layer.description)
     if reason:
         _log_once(reason)
         return layer
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, MultiHeadAttention)
-    assert isinstance(mlp, GatedMlp | MixtureMlp)
-    if not all(isinstance(_base(linear), NativeLinear) for linear in _linears(attention, mlp)):
+    assert isinstance(mlp, DenseMlp | MixtureMlp)
+    linears = [attention.qkv, attention.out, *((mlp.up, mlp.down) if isinstance(mlp, DenseMlp) else ())]
+    bases = [linear.base if isinstance(linear, AdaptedLinear) else linear for linear in linears]
+    structs = [base.struct for base in bases if isinstance(base, NativeLinear)]
+    if len(structs) < len(linears):
         return layer
-    return NativeLayer(layer, native, mesh, dtype)
+    return NativeLayer(layer, attention, mlp, structs, native, mesh, dtype, adapters.of_layer(linears))
 
 
 def _unsupported(layer: LayerDescription) -> str | None:
-    """Which parts of the layer whole native layers lack; None if they have all."""
+    """The parts of the layer that whole native layers do not have; None if they have all."""
     attention = layer.attention
     if not isinstance(attention, MultiHeadDescription):
         return f"{attention.kind} attention"
@@ -146,19 +146,3 @@ def _unsupported(layer: LayerDescription) -> str | None:
 @functools.cache
 def _log_once(reason: str) -> None:
     log.info("layers with %s run part by part on native linear layers, not as whole native layers", reason)
-
-
-def _linears(attention: MultiHeadAttention, mlp: GatedMlp | MixtureMlp) -> tuple[Linear, ...]:
-    """Those of the struct kv_layer, in its order; without the last two where the MLP is a mixture."""
-    of_mlp = (mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else ()
-    return (attention.qkv, attention.out, *of_mlp)
-
-
-def _base(linear: Linear) -> Linear:
-    return linear.base if isinstance(linear, WrappedLinear) else linear
-
-
-def _struct_of(linear: Linear):
-    base = _base(linear)
-    assert isinstance(base, NativeLinear)
-    return base.struct

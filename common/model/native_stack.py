@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from common.attention.base import AttentionBackend
 from common.attention.grouped import backend_of
 from common.attention.native import NativeAttention
-from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotary, NativeRotation
 from common.kernels.native.linear import NativeLinear
-from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
+from common.model.decoder_layer import DecoderLayer, ForwardContext
 from common.model.lora.adapters import Adapters
 from common.model.native_layer import NativeLayer
 from common.model.norms import RMSNorm
@@ -34,45 +33,30 @@ class NativeStack:
     """All layers of a rank. A step that needs something between them (adapters, a report of each layer's KV) runs layer
     by layer."""
 
-    def __init__(self, layers: Sequence[Layer], wholes: Sequence[NativeLayer], adapters: Adapters) -> None:
-        """layers: `wholes`, with adapters."""
+    def __init__(self, layers: Sequence[NativeLayer], adapters: Adapters) -> None:
+        """layers: with the same rotary embedding."""
         self._layers = layers
         self._adapters = adapters
-        self.native = wholes[0].native
-        self.addresses = _pointers([whole.address for whole in wholes])
+        self.native = layers[0].native
+        self.addresses = _pointers([layer.address for layer in layers])
         """Addresses of the kv_layer structs, in the order of the layers."""
         self._latest: tuple[AttentionBackend, LayerMemory | None] | None = None
 
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> Tensor:
         """Run all layers: `DecoderLayer.forward`."""
+        backend, [rope] = context.backend, context.rotations
         if self._latest is None or self._latest[0] is not backend:
             self._latest = backend, self.memory(backend)
         memory = self._latest[1]
-        is_plain = delta is None and on_layer is None and not self._adapters.are_in_step
+        is_plain = delta is None and context.on_layer is None and self._adapters.runs is None
         if memory is None or not is_plain or not isinstance(rope, NativeRotation):
             for layer in self._layers:
-                delta = layer.forward(x, delta, rope, backend, on_layer)
+                delta = layer.forward(x, delta, context)
             assert delta is not None
             return delta
-        delta = torch.empty_like(x)
-        native = self.native
-        native.layers_forward(
-            native.team,
-            len(self._layers),
-            self.addresses,
-            memory.caches,
-            memory.batches,
-            rope.address,
-            x.data_ptr(),
-            delta.data_ptr(),
-        )
+        delta, native, count = torch.empty_like(x), self.native, len(self._layers)
+        rows = x.data_ptr(), delta.data_ptr()
+        native.layers_forward(native.team, count, self.addresses, *memory, rope.address, *rows)
         return delta
 
     def memory(self, backend: AttentionBackend) -> LayerMemory | None:
@@ -99,15 +83,13 @@ class ModelParts:
     lm_head: NativeLinear
 
 
-def as_stack(
-    layers: Sequence[Layer], wholes: Sequence[DecoderLayer | NativeLayer], adapters: Adapters, mesh: Mesh
-) -> Sequence[Layer]:
-    """`layers`, as one `NativeStack` if they can be."""
-    native = [whole for whole in wholes if isinstance(whole, NativeLayer) and whole.is_whole]
-    is_alone = mesh.place.tp_size == 1
-    if not is_alone or len(native) < len(layers) or any(isinstance(layer, RotatedLayer) for layer in layers):
-        return layers
-    return [NativeStack(layers, native, adapters)]
+Layer = DecoderLayer | NativeLayer | NativeStack
+
+
+def as_stack(layers: Sequence[DecoderLayer | NativeLayer], adapters: Adapters, mesh: Mesh) -> Sequence[Layer]:
+    """`layers`, which have the same rotary embedding, as one `NativeStack` if they can be."""
+    native = [layer for layer in layers if isinstance(layer, NativeLayer) and layer.is_whole]
+    return layers if mesh.place.tp_size > 1 or len(native) < len(layers) else [NativeStack(native, adapters)]
 
 
 def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,25 +14,18 @@ from common.model.tensor_files import Part
 from common.parallel.mesh import Mesh
 
 
-class Norm(Protocol):
-    """A norm over hidden states."""
-
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
-        ...
-
-
 class RMSNorm:
     """Root-mean-square norm over the last axis."""
 
-    def __init__(self, build: Build, name: str, norm: NormDescription) -> None:
-        weight = build.read(f"{name}.weight", build.config.hidden_size)
+    def __init__(self, build: Build, name: str, norm: NormDescription, width: int | None = None) -> None:
+        """`width`: of the last axis; None: that of hidden states."""
+        weight = build.read(f"{name}.weight", width or build.config.hidden_size)
         self._kernels = build.kernels.with_norm_offset(norm.weight_offset)
         self.weight = self._kernels.norm_weight(weight)
         self.eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x` + `delta`: `Norm.forward`."""
+        """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
         if delta is None:
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return self._kernels.add_rms_norm_(delta, x, self.weight, self.eps)
@@ -49,20 +40,19 @@ class LayerNorm:
         self._eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of `x` + `delta`: `Norm.forward`."""
         if delta is not None:
             x.add_(delta)
         return F.layer_norm(x.float(), self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)
 
 
 class NoNorm:
-    """`Norm` of layers whose inputs have none: it only adds."""
+    """For layers whose inputs have no norm: it only adds."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """`x`, to which `delta` is added."""
         return x if delta is None else x.add_(delta)
 
 
+Norm = RMSNorm | LayerNorm | NoNorm
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 """Norms over hidden states, by `NormDescription.kind`."""
 

@@ -108,7 +108,7 @@ class PackedWeights:
         os.close(self._in_use)
 
     def get(self, key: str, make: Callable[[], PackedT]) -> PackedTensors | PackedT:
-        """The tensors of `key`, shared with other processes; made by `make` and written where the cache lacks them. `make`
+        """The tensors of `key`, shared with other processes; made by `make` and written where the cache does not have them. `make`
         may return None for what cannot be shared.
 
         What is made is private to this process, with a line in the log, where it cannot be written or another process
@@ -159,7 +159,9 @@ class PackedWeights:
         """Remove models until `size_bytes` more fit. Returns whether they do. Raises: OSError."""
         models = cached_models(self._models)
         total = sum(model.size_bytes for model in models)
-        limit = self._limit_bytes(total)
+        limit_gb = self._limit_gb
+        free = shutil.disk_usage(self._models).free
+        limit = _FREE_PART * (free + total) if limit_gb is None else limit_gb * 2**30
         for model in models:
             if total + size_bytes <= limit:
                 break
@@ -167,11 +169,6 @@ class PackedWeights:
                 log.info("packed weights: removed a model of %.2f GB that no process uses", model.size_bytes / 1e9)
                 total -= model.size_bytes
         return total + size_bytes <= limit
-
-    def _limit_bytes(self, total: int) -> float:
-        if self._limit_gb is not None:
-            return self._limit_gb * 2**30
-        return _FREE_PART * (shutil.disk_usage(self._models).free + total)
 
 
 def open_packed_weights(

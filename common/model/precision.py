@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from common.base.device import CPU
-from common.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NARROW_ROWS = 1
 """Maximum rows of a product that is bound by reading weights, not by arithmetic (at 2, emulated bf16 is slower)."""
 
@@ -48,13 +46,8 @@ class Precision:
     def choose(
         dtype: str, *, small_batches: bool, device: torch.device = CPU, has_native_kernels: bool = False
     ) -> Precision:
-        """The rule above, for `device`.
-
-        Raises: ConfigError for an unknown dtype.
-        """
-        if dtype not in _DTYPES:
-            raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
-        weight = _DTYPES[dtype]
+        """The rule above, for `device`. `dtype`: of `ModelConfig.resolve_dtype`."""
+        weight: torch.dtype = getattr(torch, dtype)
         if has_native_kernels and weight == torch.float16:
             weight = torch.float32
         computes_bf16 = has_native_kernels or native_bf16()

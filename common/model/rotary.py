@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,18 +58,14 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int) -> Tensor:
     return inv_freq / rope.factor * slow + inv_freq * (1 - slow)
 
 
-class _NoRotation:
-    """`Rotation` that leaves q and k as they are."""
+class _NoRotary:
+    """`Rotary` and `Rotation` of layers without one: q and k stay as they are."""
+
+    def step(self, positions: Tensor, dtype: torch.dtype) -> _NoRotary:
+        return self
 
     def rotate_(self, qk: Tensor, num_q: int) -> None:
         return
-
-
-class _NoRotary:
-    """`Rotary` of layers without one."""
-
-    def step(self, positions: Tensor, dtype: torch.dtype) -> _NoRotation:
-        return _NoRotation()
 
 
 @dataclass(frozen=True)
@@ -104,24 +99,3 @@ def make_rotary(
     if dim == head_dim:
         return kernels.rotary(frequencies, max_positions, rope.attention_factor)
     return _PartialRotary(TORCH.rotary(frequencies, max_positions, rope.attention_factor), dim)
-
-
-@dataclass(frozen=True)
-class Rotations:
-    """One step's rotations where layers differ in theirs: `RotatedLayer` takes its own."""
-
-    each: tuple[Rotation, ...]
-
-    def rotate_(self, qk: Tensor, num_q: int) -> None:
-        raise AssertionError("a layer has not taken its own rotation")
-
-
-class Rotaries:
-    """`Rotary` of layers that differ in theirs, each computed once a step."""
-
-    def __init__(self, rotaries: Sequence[Rotary]) -> None:
-        self._rotaries = rotaries
-
-    def step(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """The rotations of one step, of each."""
-        return Rotations(tuple(rotary.step(positions, dtype) for rotary in self._rotaries))

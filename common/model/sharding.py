@@ -81,15 +81,10 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     """
     _check_stages(pp_layers or (config.num_layers,), config.num_layers)
     config.check_split(tp_size, max(1, len(pp_layers)))
-    demands: list[Split] = []
-    for layer in dict.fromkeys(config.layers):
-        demands += [*layer.attention.splits(), *layer.mlp.splits()]
+    demands = [split for layer in dict.fromkeys(config.layers) for split in layer.splits()]
     if config.draft_head is not None:
-        own = config.draft_head.layer
-        demands += [
-            Split(f"the draft head's {split.what}", split.fits)
-            for split in (*own.attention.splits(), *own.mlp.splits())
-        ]
+        of_head = config.draft_head.layer.splits()
+        demands += [Split(f"the draft head's {what}", fits) for what, fits in of_head]
     fitting = [ranks for ranks in range(1, MAX_TP_SIZE + 1) if all(fits(ranks) for _, fits in demands)]
     for what, fits in demands:
         if tp_size < 1 or not fits(tp_size):

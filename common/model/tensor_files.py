@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,6 @@ _DTYPE_NAMES = {
 }
 """Names of dtypes in safetensors files."""
 
-
 Beginnings = tuple[tuple[str, str], ...]
 """(prefix of names, another one)."""
 
@@ -46,23 +45,9 @@ class Part:
     hi: int
 
 
-class _File(Protocol):
+class _SafetensorsFile:
     """An open weight file. Methods raise SafetensorError or OSError for what cannot be read."""
 
-    def names(self) -> list[str]: ...
-
-    def dtype(self, name: str) -> str:
-        """By its safetensors name."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """`index` has one slice for each dimension."""
-        ...
-
-
-class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self._names = list(read_header(path).spans)
         self._path = path
@@ -72,12 +57,14 @@ class _SafetensorsFile:
         return self._names
 
     def dtype(self, name: str) -> str:
+        """By its safetensors name."""
         return self._open().get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open().get_slice(name).get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """`index` has one slice for each dimension."""
         return self._open().get_slice(name)[index] if index else self._open().get_tensor(name)
 
     def _open(self) -> safe_open:
@@ -123,7 +110,7 @@ class TensorFiles:
         """`other_beginnings`: prefixes of names that are asked for, and those that the files may have instead."""
         self._path = path
         self._others = other_beginnings
-        self._files: dict[Path, _File] = {
+        self._files: dict[Path, _SafetensorsFile | _TorchFile] = {
             file: _TorchFile(file) if is_torch_file(file) else _SafetensorsFile(file) for file in weight_files(path)
         }
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.names()}
@@ -168,18 +155,14 @@ class TensorFiles:
         """
         return TensorFiles(self._path, self._others).read(name, shape, part)
 
-    def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers, in the narrower of their dtypes. Raises: ConfigError."""
-        files = TensorFiles(self._path, self._others)
-        one, two = files.read(name), files.read(other)
-        dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
-        return torch.equal(one.to(dtype), two.to(dtype))
-
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """Which of two tied tensors to read: `WeightSource.tied`."""
+        """Which of two tied tensors to read: `WeightSource.tied`. They are compared in the narrower of their dtypes."""
         if embedding not in self or lm_head not in self:
             return lm_head if lm_head in self else embedding
-        if self.are_equal(embedding, lm_head):
+        files = TensorFiles(self._path, self._others)  # whose mappings end here
+        one, two = files.read(embedding), files.read(lm_head)
+        dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
+        if torch.equal(one.to(dtype), two.to(dtype)):
             return embedding
         log.warning("the LM head is not tied to the embedding, as config.json says: %s holds another one", lm_head)
         return None

@@ -16,18 +16,18 @@ from common.model.formats.base import Linear, LinearFormat, LinearTarget, Stored
 from common.model.formats.floating import FloatFormat
 from common.model.formats.mxfp4 import Mxfp4Format
 from common.model.formats.quantization import Quantization
-from common.model.formats.registry import open_format
+from common.model.formats.registry import FORMATS
 from common.model.tensor_files import Beginnings, Part, TensorFiles
 
 _DUMMY_STD = 0.02
 
 
 class WeightSource(Protocol):
-    """Named tensors of a whole model."""
+    """Named tensors of a whole model. What a source does not define itself is that of numbers that are drawn."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of this name is stored. Random weights are not."""
-        ...
+        """Whether a tensor of this name is stored."""
+        return False
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         """The tensor `name`, whose whole shape must be `shape`, or the part of it; contiguous and owned by the caller.
@@ -38,23 +38,23 @@ class WeightSource(Protocol):
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
         """The tensor as a contiguous view of the mapped file, which must not be written; None if it cannot be one."""
-        ...
+        return None
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """A layer on the weights in their stored format: `LinearFormat.linear`."""
-        ...
+        return None
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
         """The single value of the first of these tensors that exists."""
-        ...
+        return default
 
     def tied(self, embedding: str, lm_head: str) -> str | None:
         """The name of the tensor that is both, where config.json says that they are tied. As in transformers, the one that is
         stored; None: both are, and differ."""
-        ...
+        return embedding
 
 
-class CheckpointWeights:
+class CheckpointWeights(WeightSource):
     """The weight files of one directory, each tensor in the format that holds it."""
 
     def __init__(
@@ -67,7 +67,7 @@ class CheckpointWeights:
         """`other_beginnings`: see `TensorFiles`."""
         self._tensors = TensorFiles(path, other_beginnings)
         self._formats: list[LinearFormat] = (
-            [] if quantization is None else [open_format(self._tensors, device, quantization)]
+            [] if quantization is None else [FORMATS[type(quantization)](self._tensors, device, quantization)]
         )
         self._formats.append(FloatFormat(self._tensors))
 
@@ -92,7 +92,6 @@ class CheckpointWeights:
         return formats[0].linear(stacked, bias, target) if all(each is formats[0] for each in formats) else None
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The single value of the first of these tensors that exists."""
         name = next((name for name in names if name in self._tensors), None)
         if name is None:
             return default
@@ -103,14 +102,13 @@ class CheckpointWeights:
         return float(value.float())
 
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """Which of two tied tensors to read: `WeightSource.tied`."""
         return self._tensors.tied(embedding, lm_head)
 
     def _format_of(self, name: str) -> LinearFormat:
         return next(each for each in self._formats if each.holds(name))
 
 
-class DummyWeights:
+class DummyWeights(WeightSource):
     """Random weights from a seed: equal in every process on one kind of device, for any order of reads and any part.
 
     They are drawn on `device`: a GPU draws a hundred times faster. Matrices are normal with deviation 0.02, as
@@ -120,9 +118,6 @@ class DummyWeights:
     def __init__(self, seed: int, device: torch.device = CPU) -> None:
         self._seed = seed
         self._device = device
-
-    def __contains__(self, name: str) -> bool:
-        return False
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         if name.endswith("bias"):
@@ -136,19 +131,3 @@ class DummyWeights:
         if part is not None:
             tensor = tensor.narrow(part.dim, part.lo, part.hi - part.lo).contiguous()
         return tensor.to(dtype)
-
-    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> None:
-        """None: nothing is stored."""
-        return
-
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> None:
-        """None: weights are drawn as floating-point numbers."""
-        return
-
-    def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The default: no scales are drawn."""
-        return default
-
-    def tied(self, embedding: str, lm_head: str) -> str:
-        """The embedding."""
-        return embedding

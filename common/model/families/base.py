@@ -53,11 +53,12 @@ def read_attention(
     *,
     default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
+    bias: bool = False,
     qkv_bias: bool = False,
-    output_bias: bool = False,
     has_head_norm: bool = False,
 ) -> MultiHeadDescription:
-    """Full attention with scale 1/sqrt(head_dim). The defaults are the architecture's own, where config.json is silent."""
+    """Full attention with scale 1/sqrt(head_dim). The defaults are the architecture's own, where config.json is silent. `bias`:
+    of q, k, v and output; `qkv_bias`: only of the first three."""
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", default_kv_heads or heads)
     head_dim = config.integer("head_dim", default_head_dim or config.integer("hidden_size") // heads)
@@ -71,8 +72,8 @@ def read_attention(
         head_dim=head_dim,
         v_head_dim=head_dim,
         scale=1.0 / math.sqrt(head_dim),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
+        qkv_bias=bias or qkv_bias,
+        output_bias=bias,
         head_norm=read_norm(config) if has_head_norm else None,
     )
 

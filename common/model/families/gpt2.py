@@ -1,4 +1,5 @@
-"""GPT-2: learned positions, layer norms, a plain MLP, merged weights that are stored [in, out]."""
+"""GPT-2 and OPT (but 350m, whose norms are behind attention and MLP): learned positions, layer norms, a plain MLP. GPT-2's
+weights are merged and stored [in, out]."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from common.model.description import (
 )
 from common.model.families.base import Family, read_attention, read_mlp, repeated
 
-_MAX_POSITION = 1024
-_NAMES = WeightNames(
+_OPT_FIRST_ROW = 2
+"""Row of position 0: those before are of padding."""
+_GPT2_NAMES = WeightNames(
     embedding="transformer.wte",
     positions="transformer.wpe",
     layer="transformer.h.{number}",
@@ -31,7 +33,7 @@ _NAMES = WeightNames(
     down="mlp.c_proj",
     is_transposed=True,
 )
-_KEYS = {
+_GPT2_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -39,12 +41,23 @@ _KEYS = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
+_OPT_NAMES = WeightNames(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{number}",
+    final_norm="model.decoder.final_layer_norm",
+    input_norm="self_attn_layer_norm",
+    output="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up="fc1",
+    down="fc2",
+)
 
 
-def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
+def _describe_gpt2(config: ConfigFile) -> tuple[LayerDescription, ...]:
     if config.flag("scale_attn_by_inverse_layer_idx", False):
         raise config.error("scale_attn_by_inverse_layer_idx is not supported")
-    attention = read_attention(config, qkv_bias=True, output_bias=True)
+    attention = read_attention(config, bias=True)
     if not config.flag("scale_attn_weights", True):
         attention = replace(attention, scale=1.0)
     inner = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
@@ -53,16 +66,39 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     return repeated(config, LayerDescription(attention, mlp, norm))
 
 
-def _describe_ends(config: ConfigFile) -> EndsDescription:
-    return EndsDescription(positions=PositionsDescription(config.integer("max_position_embeddings", _MAX_POSITION)))
+def _describe_opt(config: ConfigFile) -> tuple[LayerDescription, ...]:
+    hidden = config.integer("hidden_size")
+    if config.integer("word_embed_proj_dim", hidden) != hidden:
+        raise config.error("word_embed_proj_dim differs from hidden_size, and projected embeddings are not supported")
+    if not config.flag("do_layer_norm_before", True):
+        raise config.error("do_layer_norm_before false, norms of the sums, is not supported")
+    if config.flag("_remove_final_layer_norm", False) or not config.flag("layer_norm_elementwise_affine", True):
+        raise config.error("a model without final norm or without weights of norms is not supported")
+    bias = config.flag("enable_bias", True)
+    mlp = read_mlp(config, bias=bias, kind="plain", default_activation="relu")
+    return repeated(config, LayerDescription(read_attention(config, bias=bias), mlp, NormDescription(1e-5, "layer")))
+
+
+def _describe_ends(config: ConfigFile, default_max_position: int, first_row: int = 0) -> EndsDescription:
+    rows = config.integer("max_position_embeddings", default_max_position) + first_row
+    return EndsDescription(positions=PositionsDescription(rows, first_row))
 
 
 GPT2 = Family(
     ("GPT2LMHeadModel",),
-    _describe,
-    default_max_position=_MAX_POSITION,
-    weight_names=_NAMES,
-    describe_ends=_describe_ends,
+    _describe_gpt2,
+    default_max_position=1024,
+    weight_names=_GPT2_NAMES,
+    describe_ends=lambda config: _describe_ends(config, 1024),
     default_tied=True,
-    config_keys=_KEYS,
+    config_keys=_GPT2_KEYS,
+)
+OPT = Family(
+    ("OPTForCausalLM",),
+    _describe_opt,
+    default_max_position=2048,
+    weight_names=_OPT_NAMES,
+    describe_ends=lambda config: _describe_ends(config, 2048, _OPT_FIRST_ROW),
+    default_tied=True,
+    config_keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
 )

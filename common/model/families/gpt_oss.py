@@ -24,7 +24,7 @@ _DEFAULT_ROPE = {
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     bias = config.flag("attention_bias", True)
-    attention = read_attention(config, default_kv_heads=8, default_head_dim=64, qkv_bias=bias, output_bias=bias)
+    attention = read_attention(config, default_kv_heads=8, default_head_dim=64, bias=bias)
     router = read_router(config, "softmax_of_chosen", default_experts=128, default_top_k=4, has_bias=True)
     mixture = read_mixture(config, router, inner_key="intermediate_size", default_inner=2880, bias=True, names=_NAMES)
     clamp = ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))

@@ -8,8 +8,7 @@ from common.model.families.base import Family, read_attention, read_mlp, repeat_
 
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
-    bias = config.flag("attention_bias", False)
-    attention = read_attention(config, qkv_bias=bias, output_bias=bias)
+    attention = read_attention(config, bias=config.flag("attention_bias", False))
     return repeat_layer(config, attention, read_mlp(config, bias=config.flag("mlp_bias", False)))
 
 

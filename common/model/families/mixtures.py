@@ -43,13 +43,8 @@ def read_biased_router(
     config: ConfigFile, default_experts: int, default_groups: int = 1, default_kept: int = 1
 ) -> RouterDescription:
     """The router of DeepSeek-V3: sigmoid scores, a selection bias, and groups scored by their two best experts."""
-    router = read_router(
-        config,
-        "sigmoid",
-        default_experts=default_experts,
-        default_top_k=8,
-        normalizes=config.flag("norm_topk_prob", True),
-    )
+    normalizes = config.flag("norm_topk_prob", True)
+    router = read_router(config, "sigmoid", default_experts=default_experts, default_top_k=8, normalizes=normalizes)
     router = replace(router, has_selection_bias=True)
     return with_groups(config, router, score_of=2, default_groups=default_groups, default_kept=default_kept)
 

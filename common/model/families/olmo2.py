@@ -11,8 +11,8 @@ from common.model.rope import read_rope
 
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
-    bias, norm = config.flag("attention_bias", False), read_norm(config, 1e-5)
-    attention = replace(read_attention(config, qkv_bias=bias, output_bias=bias), joint_norm=norm)
+    norm = read_norm(config, 1e-5)
+    attention = replace(read_attention(config, bias=config.flag("attention_bias", False)), joint_norm=norm)
     layer = LayerDescription(attention, read_mlp(config), norm, read_rope(config), norm_at="output")
     return repeated(config, layer)
 

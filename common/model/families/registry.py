@@ -4,49 +4,22 @@ from __future__ import annotations
 
 from common.model.families.base import Family
 from common.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from common.model.families.gemma2 import GEMMA2
-from common.model.families.gemma3 import GEMMA3, GEMMA3_TEXT_PART
+from common.model.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT_PART
 from common.model.families.glm4_moe import GLM4_MOE
-from common.model.families.gpt2 import GPT2
+from common.model.families.gpt2 import GPT2, OPT
 from common.model.families.gpt_oss import GPT_OSS
-from common.model.families.granite import GRANITE
-from common.model.families.granite_moe import GRANITE_MOE
+from common.model.families.granite import GRANITE, GRANITE_MOE
 from common.model.families.llama import LLAMA
-from common.model.families.mistral import MISTRAL
-from common.model.families.mixtral import MIXTRAL
+from common.model.families.mistral import MISTRAL, MIXTRAL
 from common.model.families.olmo2 import OLMO2
-from common.model.families.opt import OPT
 from common.model.families.phi3 import PHI3
-from common.model.families.qwen2 import QWEN2
-from common.model.families.qwen2_5_vl import QWEN2_5_VL_TEXT_PART
-from common.model.families.qwen3 import QWEN3
-from common.model.families.qwen3_moe import QWEN3_MOE
+from common.model.families.qwen import QWEN2, QWEN2_5_VL_TEXT_PART, QWEN3, QWEN3_MOE
 from common.model.families.smollm3 import SMOLLM3
 from common.model.families.starcoder2 import STARCODER2
 
 _ALL = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN2_5_VL_TEXT_PART,
-    QWEN3,
-    PHI3,
-    GRANITE,
-    SMOLLM3,
-    OLMO2,
-    STARCODER2,
-    GPT2,
-    OPT,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3_TEXT_PART,
-    QWEN3_MOE,
-    MIXTRAL,
-    GPT_OSS,
-    GLM4_MOE,
-    GRANITE_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
+    *(LLAMA, MISTRAL, QWEN2, QWEN2_5_VL_TEXT_PART, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT),
+    *(GEMMA2, GEMMA3, GEMMA3_TEXT_PART, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM4_MOE, GRANITE_MOE, DEEPSEEK_V2, DEEPSEEK_V3),
 )
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}
 _HEADS = ("ForCausalLM", "LMHeadModel")

@@ -13,7 +13,7 @@ from common.model.rope import read_rope
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     bias = config.flag("use_bias", True)
-    attention = read_attention(config, default_kv_heads=2, qkv_bias=bias, output_bias=bias)
+    attention = read_attention(config, default_kv_heads=2, bias=bias)
     mlp = read_mlp(config, bias=bias, kind="plain", default_activation="gelu_pytorch_tanh")
     norm = NormDescription(config.number("norm_epsilon", 1e-5), "layer")
     layers = repeated(config, LayerDescription(attention, mlp, norm, read_rope(config)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
 
-from common.model.config_file import ConfigFile
+from common.model.config_file import ConfigFile, as_list
 from common.model.description import LayerDescription
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -34,7 +33,7 @@ def read_layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> list[
     given, num_layers = config.raw.get("layer_types"), config.num_layers()
     if given is None:
         return [SLIDING if slides(number) else FULL for number in range(num_layers)]
-    types = cast("list[Any]", given) if isinstance(given, list) else []
+    types = as_list(given)
     if len(types) != num_layers or not all(each in (FULL, SLIDING) for each in types):
         raise config.error(f"layer_types is not a list of {num_layers} times {FULL} or {SLIDING}")
     return types
@@ -58,6 +57,5 @@ def with_windows_in_later_layers(
     window = window_if_switched_on(config)
     if window is None:
         return tuple(layers)
-    is_zero = config.raw.get("max_window_layers") == 0
-    first = 0 if is_zero else config.integer("max_window_layers", default_first)
+    first = config.count("max_window_layers", default_first)
     return with_windows(layers, window, read_layer_types(config, lambda number: number >= first))

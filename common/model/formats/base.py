@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,14 +68,6 @@ class Linear(Protocol):
         """x: [T, in], of the dtype that `Precision.for_rows` gives for T. Returns a fresh [T, out] of `dtype`, by default
         the same."""
         ...
-
-
-@runtime_checkable
-class WrappedLinear(Protocol):
-    """A linear layer that adds something to the outputs of another one."""
-
-    @property
-    def base(self) -> Linear: ...
 
 
 class LinearFormat(Protocol):

@@ -182,7 +182,6 @@ class Fp8Linear:
         self._scale = _block_scales(weight.scale) if weight.is_blocked else weight.scale.t().contiguous()
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         out = (self._times_blocks(x) if self._is_blocked else self._times_rows(x)).to(dtype or x.dtype)
         return out if self._bias is None else out.add_(self._bias)
 
@@ -231,7 +230,6 @@ class CudaFp8Linear(Fp8Linear):
         self._wide_bias = None if bias is None else bias.float()
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         if self._is_blocked or x.size(0) > _FEW_ROWS:
             return super().forward(x, dtype)
         rows, scale = self._quantize_rows(x)

@@ -67,7 +67,6 @@ class FloatLinear:
             self._weights[dtype] = (kept, None if bias is None else bias.to(dtype), pack)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in], of a dtype in `precision.packs`. Returns a fresh [T, out] of `dtype`, by default the same."""
         weight, bias, packed = self._weights[x.dtype]
         if packed:
             y = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")

@@ -89,14 +89,14 @@ def _read_awq(module: _Module, settings: AwqQuantization) -> GroupWeight:
 def _read_gptq(module: _Module, settings: GptqQuantization) -> GroupWeight:
     """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out].
 
-    What zeros lack was subtracted from whole words, in which a zero of 0 borrows from the next one. Source: GPTQModel,
+    The offset of zeros was subtracted from whole words, in which a zero of 0 borrows from the next one. Source: GPTQModel,
     gptqmodel/utils/model.py.
     """
     out, columns, bits = module.out, module.columns, settings.bits
     groups, per_word = module.groups(settings.group, bits), 32 // bits
     codes = unpack_words(module.words("qweight", columns // per_word, out).t(), bits)
-    lacking = sum(settings.zero_offset << bits * place for place in range(per_word))
-    zeros = unpack_words(module.words("qzeros", groups, out // per_word) + lacking, bits).float()
+    offset = sum(settings.zero_offset << bits * place for place in range(per_word))
+    zeros = unpack_words(module.words("qzeros", groups, out // per_word) + offset, bits).float()
     return GroupWeight(codes, module.numbers("scales", groups, out).t().contiguous(), zeros.t().contiguous(), bits)
 
 
@@ -219,7 +219,6 @@ class ReorderedLinear:
         self._linear = linear
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         return self._linear.forward(x.index_select(1, self._order), dtype)
 
 

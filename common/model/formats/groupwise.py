@@ -166,7 +166,6 @@ class GroupLinear:
         return GroupWeight(codes, self._scale, self._zero, self._bits)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         bias = None if self._bias is None else self._bias.to(x.dtype)
         return F.linear(x, self.weight.dequantized(x.dtype), bias).to(dtype or x.dtype)
 
@@ -186,7 +185,6 @@ class CudaInt4Linear:
             _log_dequantized_always(self._weight.num_in, self._weight.group)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         if self._weight.can_multiply(x.size(0)):
             y = self._kernels.multiply(x, self._weight, self._bias)
         else:

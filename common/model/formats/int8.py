@@ -1,4 +1,5 @@
-"""Linear layers on int8 weights and dynamically quantized int8 activations; runs on a rank's engine thread."""
+"""Linear layers on int8 weights and dynamically quantized int8 activations, and int8 weights of checkpoints. They are read
+on a rank's main thread, and multiplied on its engine thread."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.base.errors import ConfigError
 from common.kernels.cuda_quantized import QuantizedKernels, find_quantized_kernels
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear, pack_int8
-from common.model.formats.base import Linear, LinearTarget
-from common.model.tensor_files import Part
+from common.model.formats.base import Linear, LinearTarget, StoredTensor
+from common.model.formats.quantization import Int8Quantization
+from common.model.tensor_files import Part, TensorFiles
 
 _MAX = 127
 _MIN_SCALE = 1e-20
@@ -91,7 +94,6 @@ class Int8Linear:
         self._columns = codes.t()
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         wide = x.float()
         scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp_(min=_MIN_SCALE)
         out = self._sums((wide / scale).round_().to(torch.int8)).mul_(scale).mul_(self._scale)
@@ -115,7 +117,37 @@ class CudaInt8Linear(Int8Linear):
         self._kernels = kernels
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         codes, scale = self._kernels.quantize_int8(x, max(_CUDA_MIN_ROWS, x.size(0)), self._columns.size(0))
         sums = torch.ops.aten._int_mm(codes, self._columns)
         return self._kernels.scale(sums, scale, self._scale, self._bias, dtype or x.dtype)
+
+
+class Int8Format:
+    """`LinearFormat` of matrices in int8 with a scale for each output or tensor, as compressed-tensors stores them
+    ("int-quantized"). Activations are quantized by `Int8Linear`'s rule, whatever the checkpoint says."""
+
+    def __init__(self, tensors: TensorFiles, device: torch.device, quantization: Int8Quantization) -> None:
+        self._tensors = tensors
+        self._device = device
+
+    def holds(self, name: str) -> bool:
+        return self._tensors.dtype(name) == "I8"
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        return self._weight(stored).dequantized().to(dtype)
+
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear:
+        return make_int8_linear(stack_int8([self._weight(stored) for stored in stacked]), bias, target)
+
+    def _weight(self, stored: StoredTensor) -> Int8Weight:
+        codes = self._tensors.read(stored.name, stored.shape, stored.part).to(self._device, copy=True)
+        name = f"{stored.name}_scale"
+        scale = self._tensors.read(name).to(self._device, torch.float32).flatten()
+        if scale.numel() not in (1, stored.shape[0]):
+            raise ConfigError(
+                f"{self._tensors.file_of(name)}: tensor {name} has {scale.numel()} numbers, not one for the matrix or "
+                f"each of its {stored.shape[0]} rows"
+            )
+        scale = scale.expand(stored.shape[0])
+        part = stored.part
+        return Int8Weight(codes, (scale if part is None or part.dim else scale[part.lo : part.hi]).contiguous())

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from common.model.config_file import as_list, as_object
+
 
 class Quantization:
     """A checkpoint's quantization settings; its kinds are frozen dataclasses, which a model's fingerprint covers."""
@@ -123,29 +125,29 @@ def _parse_compressed(config: dict[str, Any]) -> Quantization:
     """The settings of all groups, which must agree, so that a layer's group does not matter."""
     if config.get("transform_config"):
         raise ValueError("the weights are stored rotated (transform_config), which is not supported")
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    groups = as_object(config.get("config_groups"))
+    if not groups:
         raise ValueError("quantization_config has no config_groups")
-    found = [_parse_config_group(group, config.get("format")) for group in cast("dict[str, Any]", groups).values()]
+    found = [_parse_config_group(group, config.get("format")) for group in groups.values()]
     if any(each != found[0] for each in found):
         raise ValueError("the groups of quantization_config differ in how they store weights")
     return found[0]
 
 
 def _parse_config_group(group: Any, default_layout: Any) -> Quantization:
-    weights = cast("dict[str, Any]", group).get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
+    group = as_object(group)
+    weights = as_object(group.get("weights"))
+    if not weights:
         raise ValueError("a group of quantization_config says nothing about weights")
-    weights = cast("dict[str, Any]", weights)
     bits: Any = weights.get("num_bits")
     strategy = weights.get("strategy")
-    kind, layout = f"{weights.get('type')}{bits!r}", cast("dict[str, Any]", group).get("format") or default_layout
+    kind, layout = f"{weights.get('type')}{bits!r}", group.get("format") or default_layout
     is_symmetric = weights.get("symmetric", True) is True
     if kind == "float8" and strategy in ("tensor", "channel", "block"):
         return Fp8Quantization(_block(weights.get("block_structure")) if strategy == "block" else None)
     if layout == "pack-quantized" and kind in ("int4", "int8") and strategy in ("channel", "group"):
         return PackedQuantization(_group(weights.get("group_size") if strategy == "group" else -1), bits, is_symmetric)
-    rounds_activations = isinstance(cast("dict[str, Any]", group).get("input_activations"), dict)
+    rounds_activations = isinstance(group.get("input_activations"), dict)
     if kind == "int8" and strategy in ("tensor", "channel") and is_symmetric and rounds_activations:
         return Int8Quantization()
     raise ValueError(
@@ -171,7 +173,7 @@ def _group(value: Any) -> int | None:
 def _block(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
-    sides = cast("list[Any]", value) if isinstance(value, list) else []
+    sides = as_list(value)
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"the blocks of the weights' scales are {value!r}, not two positive numbers")
     return sides[0], sides[1]

@@ -10,7 +10,7 @@ import torch
 from common.model.formats.base import LinearFormat
 from common.model.formats.float8 import Fp8Format
 from common.model.formats.group_format import GroupFormat
-from common.model.formats.int8_format import Int8Format
+from common.model.formats.int8 import Int8Format
 from common.model.formats.mxfp4 import Mxfp4Format
 from common.model.formats.quantization import (
     AwqQuantization,
@@ -19,7 +19,6 @@ from common.model.formats.quantization import (
     Int8Quantization,
     Mxfp4Quantization,
     PackedQuantization,
-    Quantization,
 )
 from common.model.tensor_files import TensorFiles
 
@@ -31,9 +30,4 @@ FORMATS: dict[type, Callable[[TensorFiles, torch.device, Any], LinearFormat]] = 
     PackedQuantization: GroupFormat,
     Mxfp4Quantization: Mxfp4Format,
 }
-"""By the type of a checkpoint's `Quantization`, which is the last argument."""
-
-
-def open_format(tensors: TensorFiles, device: torch.device, quantization: Quantization) -> LinearFormat:
-    """The format of the quantized weights in `tensors`, for layers on `device`."""
-    return FORMATS[type(quantization)](tensors, device, quantization)
+"""By the type of a checkpoint's `Quantization`, which is the last argument. The second one is the device of the layers."""

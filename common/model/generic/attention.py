@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from common.attention.base import AttentionBackend
-from common.model.generic.library import load
 from common.model.sharding import HeadRange
 from common.parallel.mesh import Mesh
 
 NAME = "kvrelay"
 """The attention implementation. It has no mask function, so transformers builds no masks for it."""
-_STATE = "kvrelay_attention"
+STATE = "kvrelay_attention"
+"""The attribute of a class's attention module that holds its `LayerAttention`."""
 
 
 class CurrentStep:
@@ -52,11 +52,8 @@ class LayerAttention:
         heads, num_given = self._heads, query.size(1)
         is_whole = num_given != heads.num_q
         if is_whole:
-            query, key, value = (
-                query[:, heads.q_lo : heads.q_hi],
-                key[:, heads.kv_lo : heads.kv_hi],
-                value[:, heads.kv_lo : heads.kv_hi],
-            )
+            query = query[:, heads.q_lo : heads.q_hi]
+            key, value = (x[:, heads.kv_lo : heads.kv_hi] for x in (key, value))
         if self._query_factor != 1.0:
             query = query * self._query_factor
         width = value.size(-1)
@@ -76,21 +73,11 @@ class LayerAttention:
         return out.unsqueeze(0)
 
 
-def register() -> None:
-    """Make the function known to transformers, as attention implementation `NAME`."""
-    load("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-
-
-def attach(module: torch.nn.Module, attention: LayerAttention) -> None:
-    """Let the class's attention module `module` attend with `attention`."""
-    setattr(module, _STATE, attention)
-
-
-def _attend(
+def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Scale, window, soft cap and sinks are among `options`; `common.model.generic.probe` has found them before."""
-    attend: Callable[..., Tensor] = getattr(module, _STATE).attend
+    """The function. Scale, window, soft cap and sinks are among `options`; `common.model.generic.probe` has found them before."""
+    of_layer: Callable[..., Tensor] = getattr(module, STATE).attend
     if has_torch_function((query,)):  # while a step is recorded
-        return handle_torch_function(attend, (query,), query, key, value), None
-    return attend(query, key, value), None
+        return handle_torch_function(of_layer, (query,), query, key, value), None
+    return of_layer(query, key, value), None

@@ -5,7 +5,6 @@ Used by a rank's main thread while it loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from common.base.errors import ConfigError
-from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import read_floating
 from common.model.generic.library import load
 from common.model.tensor_files import Part, TensorFiles
+from common.model.weights import WeightSource
 
 
 @dataclass
@@ -29,8 +28,8 @@ class _Sources:
     tensors: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
-class GenericCheckpoint:
-    """`WeightSource` of the parameters of one model.
+class GenericCheckpoint(WeightSource):
+    """The parameters of one model. Quantized checkpoints are refused before.
 
     A parameter that the files hold is read part by part. One that transformers makes from several tensors, such as all
     experts' weights, is made whole, one at a time, before its part is taken.
@@ -53,18 +52,13 @@ class GenericCheckpoint:
         return self._own(name) is not None
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
-        """Read a parameter or a part of it: `WeightSource.read`."""
         if name in self._transposed:
             shape, part = shape[::-1], None if part is None else replace(part, dim=1 - part.dim)
         tensor = self._stored(name, shape, dtype, part)
         if name in self._transposed:
             tensor = tensor.t()
-        # Else the clone of what may be a view of the mapped file.
-        return (
-            tensor.to(dtype).contiguous()
-            if tensor.dtype != dtype
-            else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        # A copy in any case, because it may be a view of the mapped file.
+        return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None) -> Tensor:
         sources = self._find(name)
@@ -76,28 +70,17 @@ class GenericCheckpoint:
         return tensor if part is None else tensor.narrow(part.dim, part.lo, part.hi - part.lo)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
-        """A parameter as a view of its file, if it is one: `WeightSource.view`."""
         sources = self._find(name)
         if sources.converter is not None:
             return None
         stored = self._files.view(sources.tensors[0][0], shape, part)
         return stored if stored.dtype == dtype and stored.is_contiguous() else None
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
-        """None: quantized checkpoints are refused."""
-        return None
-
-    def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The default: no scales are stored."""
-        return default
-
     def tied(self, embedding: str, lm_head: str) -> str | None:
-        """Which of two tied tensors to read: `WeightSource.tied`."""
         sources = [self._sources[name] for name in (embedding, lm_head) if name in self._sources]
         if len(sources) < 2 or any(each.converter is not None for each in sources):
             return embedding
-        names = [each.tensors[0][0] for each in sources]
-        return None if self._files.tied(names[0], names[1]) is None else embedding
+        return self._files.tied(*(each.tensors[0][0] for each in sources)) and embedding
 
     def _own(self, name: str) -> str | None:
         """`name`, or the parameter that it is tied to, or one that is tied to it."""

@@ -12,14 +12,13 @@ from typing import Any
 
 from common.base.errors import ConfigError
 from common.model.config import token_ids
-from common.model.config_file import MOST_LAYERS, ConfigFile, read_json_object
+from common.model.config_file import MOST_LAYERS, ConfigFile, architectures, read_generation_config
 from common.model.description import LayerDescription, MlpDescription, MultiHeadDescription, NormDescription
-from common.model.generic.config import GenericConfig
+from common.model.generic.config import STYLES, GenericConfig
 from common.model.generic.library import load
 from common.model.generic.names import find_parts
 from common.model.generic.probe import AttentionCall, probe
 from common.model.generic.rope import has_rope_by_length, longest_context
-from common.model.generic.styles import STYLES
 from common.model.hub import is_gguf
 
 log = logging.getLogger(__name__)
@@ -44,16 +43,16 @@ def describe(path: Path) -> GenericConfig:
     _check_parameters(model, file, cls.__name__)
     layers = _layers(cls.__name__, config, model, calls)
     find_parts(model, tuple(call.module for call in calls))
-    generation_file = path / "generation_config.json"
-    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    _, generation = read_generation_config(path)
+    embedding = model.get_input_embeddings()
     longest = longest_context(config, int(_of_text(config, "max_position_embeddings", cls.__name__)))
     return GenericConfig(
         architecture=cls.__name__,
-        hidden_size=model.get_input_embeddings().embedding_dim,
+        hidden_size=embedding.embedding_dim,
         layers=layers,
         final_norm=layers[-1].norm,
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        tie_word_embeddings=_is_tied(model),
+        vocab_size=embedding.num_embeddings,
+        tie_word_embeddings=model.get_output_embeddings().weight is embedding.weight,
         max_position_embeddings=longest,
         dtype=dtype,
         eos_token_ids=token_ids(file, generation, "eos_token_id"),
@@ -85,8 +84,7 @@ def read_class(path: Path) -> tuple[Any, Any]:
 
 def _named_class(file: ConfigFile) -> Any:
     """The class of the architecture that config.json names. Raises: ConfigError."""
-    named: Any = file.raw.get("architectures")
-    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+    name = next(iter(architectures(file.raw)), None)
     if name is None:
         raise file.error("it names no architecture")
     known = load("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -157,7 +155,7 @@ def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> t
             raise ConfigError(
                 f"{name} has wider values ({call.v_dim}) than keys ({call.k_dim}), which is not supported"
             )
-    if any(_shape(call) != _shape(calls[0]) for call in calls):
+    if len({(call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim) for call in calls}) > 1:
         raise ConfigError(f"the layers of {name} differ in their attention heads, which is not supported")
     if any(call.scale != calls[0].scale for call in calls):
         log.info("queries are multiplied by each layer's own scale of attention scores")
@@ -174,10 +172,6 @@ def _of_text(config: Any, key: str, name: str) -> Any:
     if value is None:
         raise ConfigError(f"the config of {name} has no {key}, which is not supported")
     return value
-
-
-def _shape(call: AttentionCall) -> tuple[int, int, int, int]:
-    return call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim
 
 
 def _layer(call: AttentionCall, model: Any) -> LayerDescription:
@@ -197,11 +191,6 @@ def _layer(call: AttentionCall, model: Any) -> LayerDescription:
     heads = (call.num_q_heads + call.num_kv_heads) * 2 * call.k_dim
     inner = max(1, (weights // hidden - heads) // 2)
     return LayerDescription(attention, MlpDescription(inner, "silu", kind="plain"), NormDescription(1e-6))
-
-
-def _is_tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _tp_plan(model: Any) -> tuple[tuple[str, str], ...]:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from common.base.errors import ConfigError
+from common.kernels.base import Kernels
 from common.model.build import Build, Share
 from common.model.description import multi_head
+from common.model.generic.config import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
 from common.model.generic.library import load
 from common.model.generic.modules import (
     ColumnsOfMerged,
     GatheredColumns,
     MergedColumns,
+    OwnNorm,
     PackedLinear,
     PackedLMHead,
     SummedOutput,
     SummedRows,
     VocabularyShare,
 )
-from common.model.generic.styles import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, TensorParallelPlan
 from common.model.sharding import even_range
 from common.model.tensor_files import Part
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that are given the same input."""
+
+
+_OFFSETS = (0.0, 1.0)
+"""What classes add to the weight before they multiply with it."""
+_SCALES = (1e-2, 1.0, 30.0)
 
 
 class ModuleLoader:
@@ -49,11 +56,11 @@ class ModuleLoader:
         for inner, module in list(root.named_modules()):
             full = f"{name}.{inner}" if inner else name
             if self._is_packed(module):
-                self._replace(full, self._linear(full, module))
+                self._model.set_submodule(full, self._linear(full, module))
             else:
                 self._fill_own(full, module)
                 if self._place.tp_size > 1 and self._plan.style(full) == EXPERTS:
-                    self._replace(full, SummedOutput(module, self._build.mesh))
+                    self._model.set_submodule(full, SummedOutput(module, self._build.mesh))
 
     def _merge_layers(self, name: str, parent: nn.Module) -> None:
         """Replace linear layers of `parent` that get the same input by shares of one product."""
@@ -72,7 +79,7 @@ class ModuleLoader:
             linear = self._build.column_linear(names, shares, layers[0].in_features, bias=has_bias)
             merged = MergedColumns(linear, self._build.precision.wide, [share.count for share in shares])
             for index, each in enumerate(names):
-                self._replace(each, ColumnsOfMerged(merged, index))
+                self._model.set_submodule(each, ColumnsOfMerged(merged, index))
 
     def _is_packed(self, module: nn.Module) -> bool:
         """Whether it is a linear layer that computes in the activations' dtype; routers of experts may use another one."""
@@ -83,14 +90,16 @@ class ModuleLoader:
         """Let the embedding look up in `rows`, of `Build.vocabulary`."""
         module.weight = _parameter(rows.to(self._build.precision.wide))
         if self._place.tp_size > 1:
-            self._replace(name, VocabularyShare(module, self._build))
+            self._model.set_submodule(name, VocabularyShare(module, self._build))
 
     def lm_head(self, name: str, module: nn.Linear, tied: Tensor | None) -> None:
         """Replace the LM head. tied: [vocab_rows, hidden], the embedding where that is the same matrix."""
         build = self._build
         size = build.config.vocab_size
         bias = None if module.bias is None else build.read(f"{name}.bias", size).float()
-        self._replace(name, PackedLMHead(build.lm_head_linear(f"{name}.weight", tied), bias, size, build.mesh))
+        self._model.set_submodule(
+            name, PackedLMHead(build.lm_head_linear(f"{name}.weight", tied), bias, size, build.mesh)
+        )
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         build, place, mesh = self._build, self._place, self._build.mesh
@@ -171,10 +180,34 @@ class ModuleLoader:
         tensors = [read(name, shape, dtype, part) for part in parts or [None]]
         return (tensors[0] if len(tensors) == 1 else torch.cat(tensors, parts[0].dim)).to(self._build.device)
 
-    def _replace(self, name: str, module: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
-        setattr(self._model.get_submodule(parent), own, module)
-
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Put our RMS norm in the place of a class's own norms that compute the same, as random rows show. Their weights are loaded.
+    dtype: of activations."""
+    adding = [kernels.with_norm_offset(offset) for offset in _OFFSETS]
+    for name, module in list(root.named_modules()):
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        parameters = dict(module.named_parameters())
+        if "RMSNorm" not in type(module).__name__ or list(parameters) != ["weight"] or not isinstance(eps, float):
+            continue
+        weight = parameters["weight"].detach()
+        if weight.is_meta or weight.dim() != 1:
+            continue
+        ours = [OwnNorm(of_offset, of_offset.norm_weight(weight), eps) for of_offset in adding]
+        same = next((each for each in ours if _is_same(module, each, weight, dtype)), None)
+        if same is not None:
+            root.set_submodule(name, same)
+
+
+def _is_same(theirs: nn.Module, ours: nn.Module, weight: Tensor, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(len(_SCALES), weight.size(0), generator=generator) * torch.tensor(_SCALES)[:, None]
+    x = rows.to(weight.device, dtype)[None]
+    expected, found = theirs(x), ours(x)
+    if found.dtype != expected.dtype:
+        return False
+    return torch.allclose(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)

@@ -22,17 +22,15 @@ from common.model.build import Build
 from common.model.description import multi_head
 from common.model.generic import attention
 from common.model.generic.attention import CurrentStep, LayerAttention
-from common.model.generic.config import GenericConfig
+from common.model.generic.config import SPLIT, GenericConfig, TensorParallelPlan
 from common.model.generic.describe import read_class
-from common.model.generic.load import ModuleLoader
-from common.model.generic.modules import NotHere
+from common.model.generic.library import load
+from common.model.generic.load import ModuleLoader, replace_norms
+from common.model.generic.modules import FirstLayer, LastLayer, NotHere, SkippedLayer, StageDone
 from common.model.generic.names import PartNames, find_parts
-from common.model.generic.norms import replace_norms
 from common.model.generic.probe import build_on_meta, cannot_be_built
 from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
-from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
-from common.model.generic.styles import SPLIT, TensorParallelPlan
 from common.model.rank_model import HIDDEN, OnProgress, RankModel
 from common.model.sharding import HeadRange
 
@@ -55,37 +53,38 @@ class GenericModel(RankModel):
         _make_buffers(causal, build.device)
         freeze_rotary(causal, config.context, build.device)
         _silence(causal)
-        self._attach(build, names)
-        _load(build, causal, names, on_progress)
-        self._sinks = _sinks(build, causal, self._heads)
+        plan = TensorParallelPlan(config.tp_plan)
+        self._attach(build, plan)
+        _load(build, causal, names, plan, on_progress)
+        self._sinks = _sinks(build, config, causal, self._heads)
         self._first = _cut_stage(causal, names, build)
         self._trunk: Any = causal.get_submodule(names.trunk)
         self._final = _FinalHidden()
         if place.is_last_stage:
-            _replace(causal, names.trunk, self._final)
+            causal.set_submodule(names.trunk, self._final)
         # Ranks that wait for each other would have to agree on what can be recorded. Recording reads values, for which a GPU
         # must be waited for; there CUDA graphs save Python's time.
         records = place.world_size == 1 and build.device.type == "cpu"
         self._recorded = RecordedSteps(self._from_tokens) if records else None
         self._recorded_head = RecordedSteps(self._head)
 
-    def _attach(self, build: Build, names: PartNames) -> None:
+    def _attach(self, build: Build, plan: TensorParallelPlan) -> None:
         """Give this rank's attention modules the backend."""
-        config, plan = self.config, TensorParallelPlan(self.config.tp_plan)
+        config = self.config
         for index, number in enumerate(build.layer_numbers):
             described = multi_head(config.layers[number])
-            module = self._causal.get_submodule(names.attention[number])
+            module = self._causal.get_submodule(config.attention_modules[number])
             is_split = any(
-                plan.style(f"{names.attention[number]}.{inner}") in SPLIT for inner, _ in module.named_modules()
+                plan.style(f"{config.attention_modules[number]}.{inner}") in SPLIT
+                for inner, _ in module.named_modules()
             )
             factor = described.scale / config.attention.scale
             own = LayerAttention(
                 self._step, index, self._heads, factor, described.head_dim, None if is_split else build.mesh
             )
-            attention.attach(module, own)
+            setattr(module, attention.STATE, own)
 
     def attention_shapes(self, block_size: int, max_context: int = 0) -> list[AttentionShape]:
-        """For each layer of this rank, the facts that its attention backend needs."""
         attention = self.config.attention
         heads = self._heads.num_q, self._heads.num_kv, attention.head_dim
         shape = multi_head_shape(attention, heads, self.precision.wide, block_size, max_context)
@@ -103,7 +102,6 @@ class GenericModel(RankModel):
         on_layer: Callable[[int], None] | None = None,
         received: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Run this stage's layers over one step's rows: `RankModel.forward`."""
         self._step.backend, self._step.on_layer = attention, on_layer
         if received is not None:
             assert self._first is not None
@@ -124,7 +122,7 @@ class GenericModel(RankModel):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, vocab] float32 of `hidden`, by what the class does after its base model: `RankModel.logits`."""
+        """By what the class does after its base model."""
         hidden = hidden.to(self.precision.wide)
         try:
             return self._head(hidden) if self._recorded is None else self._recorded_head(hidden)
@@ -184,13 +182,12 @@ def _make_buffers(causal: Any, device: torch.device) -> None:
         raise cannot_be_built(type(causal), error) from error
 
 
-def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) -> None:
+def _load(build: Build, causal: Any, names: PartNames, plan: TensorParallelPlan, on_progress: OnProgress) -> None:
     """Read this rank's share of the weights."""
-    config, place = build.config, build.mesh.place
-    assert isinstance(config, GenericConfig)
+    place = build.mesh.place
     both = f"{names.embedding}.weight", f"{names.lm_head}.weight"
-    tied = config.tie_word_embeddings and build.weights.tied(*both) is not None
-    loader = ModuleLoader(build, causal, TensorParallelPlan(config.tp_plan))
+    tied = build.config.tie_word_embeddings and build.weights.tied(*both) is not None
+    loader = ModuleLoader(build, causal, plan)
     parts = len(build.layer_numbers) + 2
     embedding, lm_head = causal.get_input_embeddings(), causal.get_output_embeddings()
     needed = place.is_first_stage or (place.is_last_stage and tied)
@@ -210,10 +207,8 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     on_progress(parts, parts)
 
 
-def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> list[tuple[Tensor, ...]]:
+def _sinks(build: Build, config: GenericConfig, causal: nn.Module, heads: HeadRange) -> list[tuple[Tensor, ...]]:
     """`AttentionShape.sinks` of each layer. A layer without sinks beside others that have them gets sinks of no weight."""
-    config = build.config
-    assert isinstance(config, GenericConfig)
     found: list[Tensor] = []
     for number in build.layer_numbers:
         name = config.sinks[number]
@@ -230,22 +225,18 @@ def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer 
     own, place = build.layer_numbers, build.mesh.place
     for number, name in enumerate(names.layers):
         if number not in own:
-            _replace(causal, name, SkippedLayer())
+            causal.set_submodule(name, SkippedLayer())
     if not place.is_last_stage:
-        _replace(causal, names.layers[own[-1]], LastLayer(causal.get_submodule(names.layers[own[-1]])))
+        last = names.layers[own[-1]]
+        causal.set_submodule(last, LastLayer(causal.get_submodule(last)))
     if place.is_first_stage:
         return None
     first = FirstLayer(causal.get_submodule(names.layers[own[0]]))
-    _replace(causal, names.layers[own[0]], first)
+    causal.set_submodule(names.layers[own[0]], first)
     return first
-
-
-def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(root.get_submodule(parent), own, module)
 
 
 def build_class(path: Path, dtype: torch.dtype) -> Any:
     """The class's model in directory `path` without weights, whose attention is ours. Raises: ConfigError."""
-    attention.register()
+    load("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
     return build_on_meta(*read_class(path), attention.NAME, dtype)

@@ -1,6 +1,8 @@
-"""Modules that take the place of a class's own: they hold this rank's share of a layer, in packed weights.
+"""Modules that take the place of a class's own: they hold this rank's share of a layer, in packed weights, or make the class
+compute a pipeline stage.
 
-Run on a rank's engine thread, under inference mode.
+In a stage the class's forward runs as it is, with all layers in their places, because it chooses masks and rotary embeddings
+by a layer's number; layers of other stages compute nothing. Run on a rank's engine thread, under inference mode.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from common.kernels.base import Kernels
 from common.model.build import Build
 from common.model.formats.base import Linear
 from common.model.sharding import vocab_range
@@ -23,15 +26,13 @@ def as_one_operation(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return handle_torch_function(compute, (x,), x) if has_torch_function_unary(x) else compute(x)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose every input and output feature this rank has, or that needs no exchange."""
+class RowModule(nn.Module):
+    """A module that computes each row by itself."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
-        """`dtype`: of activations."""
+    def __init__(self, of_rows: Callable[[Tensor], Tensor]) -> None:
+        """`of_rows`: of [T, in], fresh."""
         super().__init__()
-        self._linear = linear
-        self.weight = torch.empty(0, dtype=dtype)
-        """Empty; some classes look at its dtype."""
+        self._of_rows = of_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
@@ -40,9 +41,28 @@ class PackedLinear(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
         if x.dim() == 3 and x.size(0) == 1:  # the rows of a step: other operations take longer
-            return self._linear.forward(x.squeeze(0)).unsqueeze(0)
-        y = self._linear.forward(x.reshape(-1, x.size(-1)))
+            return self._of_rows(x.squeeze(0)).unsqueeze(0)
+        y = self._of_rows(x.reshape(-1, x.size(-1)))
         return y.view(*x.shape[:-1], y.size(-1))
+
+
+class OwnNorm(RowModule):
+    """An RMS norm over the last axis."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
+        """weight: as the kernels take it."""
+        super().__init__(lambda rows: kernels.rms_norm(rows, weight, eps))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class PackedLinear(RowModule):
+    """A linear layer whose every input and output feature this rank has, or that needs no exchange."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        """`dtype`: of activations."""
+        super().__init__(linear.forward)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Empty; some classes look at its dtype."""
 
 
 class MergedColumns(PackedLinear):
@@ -164,3 +184,44 @@ class PackedLMHead(nn.Module):
             raise NotHere
         logits = logits[:, : self._vocab_size]
         return (logits if self._bias is None else logits.add_(self._bias))[None]
+
+
+class StageDone(Exception):
+    """Carries the hidden states of a stage's last layer out of the class's forward; the next stage takes over."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class SkippedLayer(nn.Module):
+    """Takes the place of a layer of another stage."""
+
+    def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        return hidden_states
+
+
+class FirstLayer(nn.Module):
+    """A stage's first layer, whose input is `received`, not what the class passes on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.received: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
+        received, self.received = self.received, None
+        assert received is not None
+        return self.inner(received, *inputs, **options)
+
+
+class LastLayer(nn.Module):
+    """The last layer of a stage that is not the last one. Raises: StageDone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
+        output = self.inner(hidden_states, *inputs, **options)
+        raise StageDone(output[0] if isinstance(output, tuple) else output)

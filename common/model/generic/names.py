@@ -19,8 +19,6 @@ class PartNames:
     embedding: str
     lm_head: str
     layers: tuple[str, ...]
-    attention: tuple[str, ...]
-    """The attention module of each layer."""
     others: tuple[str, ...]
     """All else, outside of layers: the final norm, learned positions, projections of embeddings."""
 
@@ -42,7 +40,6 @@ def find_parts(model: Any, attention: tuple[str, ...]) -> PartNames:
         embedding=by_module[embedding],
         lm_head=by_module[lm_head],
         layers=layers,
-        attention=attention,
         others=tuple(_others(model, "", own)),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,10 @@ from common.model.generic.rope import ignore_lengths
 _NAME = "kvrelay_probe"
 _POSITIONS = 8
 _META = torch.device("meta")
-_KNOWN_OPTIONS = frozenset(
-    [
-        "dropout",
-        "scaling",
-        "sliding_window",
-        "softcap",
-        "s_aux",
-        "is_causal",
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-    ]
-)
+_KNOWN_OPTIONS = {
+    *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache"),
+    *("cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
 """Arguments of the attention function that are honoured, or that change nothing in it."""
 
 
@@ -58,12 +45,11 @@ class AttentionCall:
     """The module's own parameter whose numbers join the softmax, one for each head; None: there is none."""
 
 
-class _Rule:
+class _Rule(NamedTuple):
     """The rule of a mask, attached to the tensor that stands for it."""
 
-    def __init__(self, window: int | None, is_known: bool) -> None:
-        self.window = window
-        self.is_known = is_known
+    window: int | None
+    is_known: bool
 
 
 _RULE = "kvrelay_rule"
@@ -74,8 +60,6 @@ def build_on_meta(cls: Any, config: Any, attention: str, dtype: torch.dtype) -> 
     try:
         with _META:
             model = cls._from_config(config, attn_implementation=attention, dtype=dtype).eval()
-    except ConfigError:
-        raise
     except Exception as error:  # a class may raise anything
         raise cannot_be_built(cls, error) from error
     _keep_wide(model, dtype)

@@ -112,7 +112,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _windows(metadata: Metadata) -> dict[str, Any]:
-    """Which layers have a window, where the file says it: every so many one has none, or a flag for each layer."""
+    """Which layers have a window, where the file says it: a number n, if every n-th layer has none, or a flag for each layer."""
     pattern = metadata.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}

@@ -103,7 +103,7 @@ class _Reader:
         return self._take(length).decode()
 
     def _strings(self, count: int) -> list[str]:
-        """As `_string`, for hundreds of thousands."""
+        """Read `count` strings without a call for each: vocabularies have hundreds of thousands."""
         data, at, length_of = self._data, self._at, _NUMBERS["Q"].unpack_from
         found: list[str] = []
         for _ in range(count):

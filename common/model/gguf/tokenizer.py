@@ -190,7 +190,7 @@ class _Vocabulary:
 
 
 def _cut(merge: str) -> list[str]:
-    """The two tokens of a merge, of which the first may begin with a space."""
+    """The two tokens of a merge; the first may begin with a space."""
     at = merge.find(" ", 1)
     return [merge[:at], merge[at + 1 :]] if at > 0 else []
 
@@ -224,7 +224,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Tokens of sentencepiece, of which two neighbours become the token with the highest score."""
+    """Tokens of sentencepiece: neighbours that make the token with the highest score are merged first."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     begins_with_space = vocabulary.flag("add_space_prefix", True)

@@ -27,6 +27,7 @@ from common.model.formats.mxfp4 import powers_of_two
 from common.model.gguf.config import gguf_architecture
 from common.model.gguf.file import GgufFile, GgufTensor
 from common.model.tensor_files import Part
+from common.model.weights import WeightSource
 
 _Blocks = npt.NDArray[np.uint8]
 _MXFP4, _MXFP4_BYTES = GGMLQuantizationType.MXFP4, 17
@@ -101,8 +102,8 @@ def _whole_shape(stored: StoredTensor) -> tuple[int, ...]:
     return stored.shape if stored.place is None else (stored.place.experts, *stored.shape)
 
 
-class GgufWeights:
-    """`WeightSource` of one file."""
+class GgufWeights(WeightSource):
+    """The tensors of one file. It holds no scales of KV, and one with an LM head does not say that it is tied."""
 
     def __init__(self, file: GgufFile, attention: AttentionDescription, device: torch.device = CPU) -> None:
         self._file = file
@@ -135,10 +136,6 @@ class GgufWeights:
             out[at : at + step] = chunk - self._norm_offset if name.endswith("norm.weight") else chunk
         return self._own(tensor, out.view(shape), part).contiguous().to(self._device)
 
-    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> None:
-        """None: tensors are read."""
-        return
-
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """None also if the matrices are stored in different ways."""
         tensors = [self._find(stored.name, _whole_shape(stored)) for stored in stacked]
@@ -155,14 +152,6 @@ class GgufWeights:
         parts = [self._groups(tensor, stored).cut(stored) for tensor, stored in zip(tensors, stacked, strict=True)]
         weight = stack_groups(parts)
         return None if weight is None else make_group_linear(weight, bias, target)
-
-    def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The default: GGUF files hold no scales of KV."""
-        return default
-
-    def tied(self, embedding: str, lm_head: str) -> str:
-        """The embedding: a file with an LM head does not say that they are tied."""
-        return embedding
 
     def _groups(self, tensor: GgufTensor, stored: StoredTensor) -> GroupWeight:
         bits, group, block_bytes, read = _GROUPS[tensor.kind]

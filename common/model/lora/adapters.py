@@ -5,67 +5,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
-from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build, LinearPart
-from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
 from common.model.lora.products import AdapterRuns, LayerProducts, NativeProducts, Products, Run, Term, TorchProducts
-from common.model.native_layer import NativeLayer
-
-
-class _CurrentStep:
-    """The adapters of the step that runs."""
-
-    runs: AdapterRuns | None = None
-    """Runs of rows with an adapter; None: the step has none."""
 
 
 class AdaptedLinear:
     """A linear layer to whose outputs the adapters of a step's rows are added."""
 
-    def __init__(self, base: Linear, products: Products, step: _CurrentStep, parts: list[LinearPart]) -> None:
+    def __init__(self, base: Linear, products: Products, adapters: Adapters, parts: list[LinearPart]) -> None:
         self.base = base
-        self._step = step
+        self._adapters = adapters
         self.parts = parts
         self.products = products
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The layer's outputs with those of adapters: `Linear.forward`."""
         y = self.base.forward(x, dtype)
-        if self._step.runs is not None:
-            self.products.add_(y, x, self._step.runs)
+        if self._adapters.runs is not None:
+            self.products.add_(y, x, self._adapters.runs)
         return y
-
-
-class _AdaptedLayer:
-    """A whole native layer, to whose linear layers its kernels add the adapters of a step's rows."""
-
-    def __init__(self, whole: NativeLayer, products: LayerProducts, step: _CurrentStep) -> None:
-        self._whole = whole
-        self._products = products
-        self._step = step
-
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
-        """Run the layer with the step's adapters: `DecoderLayer.forward`."""
-        runs = self._step.runs
-        lora = None if runs is None else self._products.address(runs)
-        return self._whole.forward(x, delta, rope, backend, on_layer, lora)
 
 
 class Adapters:
@@ -77,26 +44,21 @@ class Adapters:
         self._ids: set[int] = set()
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         self._make_products = TorchProducts if native is None else lambda: NativeProducts(native)
-        self._step = _CurrentStep()
-
-    @property
-    def are_in_step(self) -> bool:
-        """Whether the step that runs has rows with an adapter."""
-        return self._step.runs is not None
+        self.runs: AdapterRuns | None = None
+        """Rows of the step that runs with an adapter; None: it has none."""
 
     def adapt(self, base: Linear, parts: list[LinearPart]) -> AdaptedLinear:
         """Have `base` apply adapters: `Build.adapt`."""
-        linear = AdaptedLinear(base, self._make_products(), self._step, parts)
+        linear = AdaptedLinear(base, self._make_products(), self, parts)
         self._linears.append(linear)
         return linear
 
-    def attach(self, layer: DecoderLayer | NativeLayer) -> Layer:
-        """The layer, whose linear layers are adapted, with adapters also where it is one whole native layer."""
-        if not isinstance(layer, NativeLayer):
-            return layer
-        products = [each.products for each in layer.linears if isinstance(each, AdaptedLinear)]
-        native = [each for each in products if isinstance(each, NativeProducts)]
-        return _AdaptedLayer(layer, LayerProducts(native), self._step)
+    def of_layer(self, linears: Sequence[Linear]) -> Callable[[], int | None]:
+        """For a whole native layer with these linear layers, what gives the address of a step's `LoraStruct`; None without
+        adapters in the step."""
+        products = [each.products for each in linears if isinstance(each, AdaptedLinear)]
+        of_layer = LayerProducts([each for each in products if isinstance(each, NativeProducts)])
+        return lambda: None if self.runs is None else of_layer.address(self.runs)
 
     def load(self, adapter_id: int, checkpoint: LoraCheckpoint, digest: str) -> None:
         """Read this rank's part of an adapter, which steps may name from then on. `adapter_id`: never used before.
@@ -134,7 +96,7 @@ class Adapters:
 
         Raises: ValueError for an adapter that is not in memory.
         """
-        self._step.runs = None
+        self.runs = None
         if not adapter_ids:
             return
         runs: list[Run] = []
@@ -147,4 +109,4 @@ class Adapters:
             elif adapter_id:
                 runs.append(Run(adapter_id, first, first + count))
             first += count
-        self._step.runs = AdapterRuns(runs) if runs else None
+        self.runs = AdapterRuns(runs) if runs else None

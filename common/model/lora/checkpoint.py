@@ -22,6 +22,7 @@ from torch import Tensor
 from common.base.clock import monotonic
 from common.base.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.config_file import as_object
 
 _MAX_PATTERN_CHARS = 512
 
@@ -266,8 +267,7 @@ class _Rules:
         self._patterns = {key: self._read(key) for key in ("rank_pattern", "alpha_pattern")}
 
     def _read(self, key: str) -> list[tuple[BoundedPattern | re.Pattern[str], Any]]:
-        given = self._settings.get(key)
-        patterns = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        patterns = as_object(self._settings.get(key))
         if len(patterns) > _MAX_PATTERNS:
             raise ConfigError(f"{_CONFIG}: {key} has {len(patterns)} patterns, more than {_MAX_PATTERNS}")
         return [(self._compiled(key, pattern), value) for pattern, value in patterns.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,35 +49,22 @@ class AdapterRuns:
         self.structs = (LoraRunStruct * len(runs))(*((run.lo, run.hi) for run in runs))
 
 
-class Products(Protocol):
-    """The terms of one linear layer, by adapter."""
-
-    def put(self, adapter_id: int, terms: list[Term]) -> None:
-        """Keep an adapter's terms, whose outputs do not overlap."""
-        ...
-
-    def drop(self, adapter_id: int) -> None:
-        """Forget an adapter, if it has terms here."""
-        ...
-
-    def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
-        """Add each run's terms to its rows. y: [T, out]; x: [T, in]."""
-        ...
-
-
 class TorchProducts:
-    """`Products` by PyTorch's operations."""
+    """The terms of one linear layer, by adapter; the products by PyTorch's operations."""
 
     def __init__(self) -> None:
         self._terms: dict[int, list[Term]] = {}
 
     def put(self, adapter_id: int, terms: list[Term]) -> None:
+        """Keep an adapter's terms, whose outputs do not overlap."""
         self._terms[adapter_id] = terms
 
     def drop(self, adapter_id: int) -> None:
+        """Forget an adapter, if it has terms here."""
         self._terms.pop(adapter_id, None)
 
     def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
+        """Add each run's terms to its rows. y: [T, out]; x: [T, in]."""
         for adapter_id, lo, hi in runs.runs:
             for term in self._terms.get(adapter_id, ()):
                 part = y[lo:hi, term.first : term.first + term.b.size(0)]
@@ -86,15 +73,15 @@ class TorchProducts:
 
 
 class NativeProducts:
-    """`Products` by the native kernels: one call for all terms of a step."""
+    """`TorchProducts` by the native kernels: one call for all terms of a step."""
 
     def __init__(self, native: NativeLibrary) -> None:
         self._native = native
         self._terms: dict[int, list[Term]] = {}
         """With B in panels: [out / 32, rank, 32]."""
         self._structs: dict[int, list[tuple[float, ...]]] = {}
-        self._latest: tuple[tuple[int, ...], int, ctypes.Array[LoraTermStruct] | None] = (), 0, None
-        """The adapters of the latest step's runs, how many terms they have, and these."""
+        self._latest: tuple[tuple[int, ...], ctypes.Array[LoraTermStruct]] = (), (LoraTermStruct * 0)()
+        """The adapters of the latest step's runs, and their terms."""
 
     def put(self, adapter_id: int, terms: list[Term]) -> None:
         kept: list[Term] = []
@@ -111,32 +98,23 @@ class NativeProducts:
         self._terms.pop(adapter_id, None)
         self._structs.pop(adapter_id, None)
 
-    def terms(self, runs: AdapterRuns) -> tuple[int, ctypes.Array[LoraTermStruct] | None]:
-        """How many terms the runs have, and these."""
-        ids, count, terms = self._latest
-        if ids != runs.ids:
+    def terms(self, runs: AdapterRuns) -> ctypes.Array[LoraTermStruct]:
+        """The terms of the runs."""
+        if self._latest[0] != runs.ids:
             found = [(*struct, at) for at, each in enumerate(runs.ids) for struct in self._structs.get(each, ())]
-            count, terms = len(found), (LoraTermStruct * len(found))(*found)
-            self._latest = runs.ids, count, terms
-        return count, terms
+            self._latest = runs.ids, (LoraTermStruct * len(found))(*found)
+        return self._latest[1]
 
     def add_(self, y: Tensor, x: Tensor, runs: AdapterRuns) -> None:
-        count, terms = self.terms(runs)
-        if not count:
+        terms = self.terms(runs)
+        if not len(terms):
             return
         native, x = self._native, x if x.stride(-1) == 1 else x.contiguous()
-        native.lora_add(
-            native.team,
-            terms,
-            count,
-            runs.structs,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            y.data_ptr(),
-            DTYPES[y.dtype],
-            y.stride(0),
-        )
+        inputs, outputs = (DTYPES[x.dtype], x.data_ptr(), x.stride(0)), (y.data_ptr(), DTYPES[y.dtype], y.stride(0))
+        native.lora_add(native.team, terms, len(terms), runs.structs, *inputs, *outputs)
+
+
+Products = TorchProducts | NativeProducts
 
 
 class LayerProducts:
@@ -153,9 +131,8 @@ class LayerProducts:
         struct = self._struct
         if self._ids != runs.ids:
             for index, linear in enumerate(self._linears):
-                count, terms = linear.terms(runs)
-                struct.counts[index] = count
-                struct.terms[index] = ctypes.addressof(terms) if terms is not None and count else None
+                terms = linear.terms(runs)
+                struct.counts[index], struct.terms[index] = len(terms), ctypes.addressof(terms)
             self._ids = runs.ids
         struct.runs = ctypes.addressof(runs.structs)
         return ctypes.addressof(struct)

@@ -9,7 +9,6 @@ They run on a rank's engine thread, under inference mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,48 +18,28 @@ from common.model.description import RouterDescription
 from common.model.mixture.experts import Experts
 from common.model.mixture.placement import Placement
 from common.model.mixture.routing import Routing
-from common.model.mixture.slots import ExpertSlots
 from common.parallel.mesh import Mesh
 
 
-class SpreadExperts(Protocol):
-    """The experts of one layer, on all ranks of the stage, which make the same calls together."""
-
-    slots: ExpertSlots | None
-    """Where the layer's experts are; None if they never move, and are in their order."""
-
-    def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """x: [T, hidden]. shared: [T, hidden], this rank's output of the shared experts. Returns a fresh [T, hidden] of x's dtype:
-        the weighted sum of each row's experts, and `shared` of all ranks that share those experts. Raises: RankLost."""
-        ...
-
-    def serve(self) -> None:
-        """Compute the rows of the other ranks in a step in which this rank has none. Raises: RankLost."""
-        ...
-
-
 class AllReduced:
-    """`SpreadExperts` of tensor-parallel ranks. Every rank routes all rows, and comes to the same result, because hidden states are
-    equal on all ranks."""
+    """The experts of one layer on tensor-parallel ranks. Every rank routes all rows, and comes to the same result, because hidden
+    states are equal on all ranks."""
 
     def __init__(self, experts: Experts, mesh: Mesh) -> None:
         self._experts, self._mesh = experts, mesh
         self.slots = experts.slots
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum over all ranks: `SpreadExperts.forward`."""
+        """x: [T, hidden]. shared: [T, hidden], this rank's output of the shared experts. Returns a fresh [T, hidden] of x's dtype:
+        the weighted sum of each row's experts, and `shared` of all ranks that share those experts. Raises: RankLost."""
         y = self._experts.forward(x, routing)
         if shared is not None:
             y += shared
         return self._mesh.all_reduce(y.to(x.dtype))
 
-    def serve(self) -> None:
-        """Never called: all ranks have the same rows."""
-        raise AssertionError("tensor-parallel ranks have the same rows")
-
 
 class Dispatched:
-    """`SpreadExperts` of data-parallel ranks, each with its own rows."""
+    """The experts of one layer on data-parallel ranks, each with its own rows. All ranks make the same calls together."""
 
     def __init__(self, experts: Experts, build: Build, router: RouterDescription) -> None:
         """`experts`: this rank's, which take slots in place of experts."""
@@ -74,14 +53,14 @@ class Dispatched:
         """The end of each rank's slots, which never changes."""
 
     def forward(self, x: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum of what the ranks return for own rows, and `shared`, which is whole here: `SpreadExperts.forward`."""
+        """The weighted sum of each row's experts, and `shared`, which is whole here: see `AllReduced.forward`."""
         y = self._exchange(x, routing)
         if shared is not None:
             y += shared
         return y.to(x.dtype)
 
     def serve(self) -> None:
-        """Compute rows of others: `SpreadExperts.serve`."""
+        """Compute the rows of the other ranks in a step in which this rank has none. Raises: RankLost."""
         none = torch.empty(0, self._top_k, device=self._device)
         self._exchange(none.new_empty(0, self._hidden), Routing(none.long(), none))
 
@@ -99,9 +78,8 @@ class Dispatched:
         sent = _packed(x.index_select(0, rows).to(dtype), Routing(chosen, routing.weights), rows)
         received = self._mesh.all_to_all(sent.view(-1), _times(counts, sent.size(1)))
         computed = self._compute(received.view(-1, sent.size(1)), dtype)
-        back = self._mesh.all_to_all(
-            _bytes(computed).view(-1), _times(_transposed(counts), self._hidden * dtype.itemsize)
-        )
+        returned = _times([*zip(*counts, strict=True)], self._hidden * dtype.itemsize)
+        back = self._mesh.all_to_all(_bytes(computed).view(-1), returned)
         results = back.view(dtype).view(-1, self._hidden).float()
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, rows, results)
 
@@ -144,11 +122,7 @@ def _times(counts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     return [[count * size for count in row] for row in counts]
 
 
-def _transposed(counts: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(column) for column in zip(*counts, strict=True)]
-
-
-def spread_experts(experts: Experts, build: Build, router: RouterDescription) -> SpreadExperts:
+def spread_experts(experts: Experts, build: Build, router: RouterDescription) -> AllReduced | Dispatched:
     """A layer's experts on this rank, which are `experts`, and on the others of its stage."""
     is_data_parallel = build.mesh.place.is_data_parallel
     return Dispatched(experts, build, router) if is_data_parallel else AllReduced(experts, build.mesh)

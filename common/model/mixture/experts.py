@@ -1,11 +1,11 @@
-"""The experts of a mixture on one rank. They run on a rank's engine thread, under inference mode."""
+"""The experts of a mixture on one rank, and a whole mixture as one call into the native kernels. They run on a rank's engine
+thread, under inference mode."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,17 +14,20 @@ from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.library import (
     CLAMPED_GATE,
     DTYPES,
+    SCORES,
     SILU_GATE,
     ChoiceStruct,
     ExpertsStruct,
     GateStruct,
     LinearStruct,
+    MixtureStruct,
     NativeLibrary,
+    RouterStruct,
 )
 from common.kernels.native.linear import NativeLinear
 from common.model.activations import activate_and_mul, clamped_gate
 from common.model.build import Build, OwnLinear
-from common.model.description import MixtureDescription
+from common.model.description import MixtureDescription, RouterDescription
 from common.model.formats.base import Linear
 from common.model.mixture.grouped import GroupedExperts, can_group
 from common.model.mixture.placement import Placement
@@ -33,26 +36,15 @@ from common.model.mixture.slots import ExpertSlots
 from common.model.mixture.stacked import unstacked
 
 
-class Experts(Protocol):
-    """This rank's experts of one layer."""
-
-    slots: ExpertSlots | None
-    """Where the layer's experts are; None if they never move, and are in their order."""
-
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x: [T, hidden]. Returns a fresh [T, hidden] float32: the weighted sum of the outputs of each token's experts that
-        are on this rank. With data-parallel attention `routing` has slots in place of experts."""
-        ...
-
-
 class ExpertLoop:
-    """One expert after the other, each with the rows of its tokens, on linear layers of any kind."""
+    """This rank's experts of one layer, one after the other, each with the rows of its tokens, on linear layers of any kind."""
 
     def __init__(self, build: Build, prefix: str, mixture: MixtureDescription) -> None:
         """`prefix`: the layer's name and a dot."""
         place, router = build.mesh.place, mixture.router
         placement = Placement.initial(router.num_experts, place.tp_size, build.redundant_experts or 0)
         self.slots: ExpertSlots | None = None
+        """Where the layer's experts are; None if they never move, and are in their order."""
         if build.redundant_experts is not None:
             self.slots = ExpertSlots(placement, place.tp_rank, build.device)
             build = replace(build, packed=None)  # what is shared with other processes must not change
@@ -75,7 +67,8 @@ class ExpertLoop:
         self._dtype_for = build.precision.for_rows
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of this rank's experts: `Experts.forward`."""
+        """x: [T, hidden]. Returns a fresh [T, hidden] float32: the weighted sum of the outputs of each token's experts that
+        are on this rank. With data-parallel attention `routing` has slots in place of experts."""
         chosen = (routing.experts if self.choice is None else self.choice.choose(routing)).flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self._num_slots).tolist()
@@ -96,7 +89,7 @@ class ExpertLoop:
 
 
 class NativeExperts:
-    """The same in one call of the native kernels, which read the weights of chosen experts only."""
+    """`ExpertLoop` in one call of the native kernels, which read the weights of chosen experts only."""
 
     def __init__(self, loop: ExpertLoop, mixture: MixtureDescription, hidden: int, native: NativeLibrary) -> None:
         """loop: on layers of the native kernels."""
@@ -116,7 +109,6 @@ class NativeExperts:
         self._top_k = mixture.router.top_k
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of this rank's experts: `Experts.forward`."""
         x, experts, weights = x.contiguous(), routing.experts.contiguous(), routing.weights.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32)
         choice = ChoiceStruct(experts.data_ptr(), weights.data_ptr(), x.size(0), self._top_k)
@@ -127,6 +119,9 @@ class NativeExperts:
 
 def _structs(linears: Sequence[Linear]) -> ctypes.Array[LinearStruct]:
     return (LinearStruct * len(linears))(*(linear.struct for linear in linears if isinstance(linear, NativeLinear)))
+
+
+Experts = ExpertLoop | NativeExperts | GroupedExperts
 
 
 def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Experts:
@@ -140,3 +135,54 @@ def make_experts(build: Build, prefix: str, mixture: MixtureDescription) -> Expe
     if can_group(gate_ups, build.device) and can_group(downs, build.device):
         return GroupedExperts(loop.first, gate_ups, downs, loop.activate, loop.slots, loop.choice)
     return loop
+
+
+class NativeMixture:
+    """A mixture that the native kernels have every part of: router, experts and shared experts."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        router: RouterDescription,
+        logits: NativeLinear,
+        selection_bias: Tensor | None,
+        experts: NativeExperts,
+        shared: tuple[NativeLinear, NativeLinear] | None,
+    ) -> None:
+        """selection_bias: [experts] float32; shared: gate and up, merged, and down."""
+        self._kept = logits, selection_bias, experts, shared  # the memory that `_struct` points to
+        self._native = native
+        gate_up, down = (LinearStruct(), LinearStruct()) if shared is None else (shared[0].struct, shared[1].struct)
+        own = RouterStruct(logits.struct, None if selection_bias is None else selection_bias.data_ptr())
+        own.scores, own.num_experts, own.top_k = SCORES[router.scores], router.num_experts, router.top_k
+        own.normalizes, own.scaling = router.normalizes, router.scaling
+        own.num_groups, own.groups_kept = router.num_groups, router.groups_kept
+        own.group_score_of = router.group_score_of
+        self._struct = MixtureStruct(own, experts.struct, gate_up, down)
+        self.address = ctypes.addressof(self._struct)
+        """Address of the struct kv_mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of the mixture's output. x: [T, hidden]. Returns a fresh [T, hidden] of its dtype."""
+        x, native = x.contiguous(), self._native
+        out = torch.empty_like(x)
+        native.mixture_forward(native.team, self.address, x.data_ptr(), DTYPES[x.dtype], x.size(0), out.data_ptr())
+        return out
+
+
+def native_mixture(
+    router: RouterDescription,
+    logits: Linear,
+    selection_bias: Tensor | None,
+    experts: Experts,
+    shared: tuple[Linear, Linear] | None,
+) -> NativeMixture | None:
+    """The mixture of these parts; None if one of them is not of the native kernels, or may be changed by adapters."""
+    if not isinstance(experts, NativeExperts) or not isinstance(logits, NativeLinear):
+        return None
+    if shared is None:
+        return NativeMixture(experts.native, router, logits, selection_bias, experts, None)
+    gate_up, down = shared
+    if not isinstance(gate_up, NativeLinear) or not isinstance(down, NativeLinear):
+        return None
+    return NativeMixture(experts.native, router, logits, selection_bias, experts, (gate_up, down))

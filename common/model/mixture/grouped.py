@@ -19,7 +19,7 @@ _HOPPER = (9, 0)
 
 
 class GroupedExperts:
-    """`Experts` by PyTorch's product of groups of rows, which lie one after the other.
+    """`ExpertLoop` by PyTorch's product of groups of rows, which lie one after the other.
 
     Every pick of the step has a row, those of experts on other ranks behind all groups, so that shapes depend on nothing but
     the number of tokens.
@@ -43,7 +43,6 @@ class GroupedExperts:
         self._first, self._activate = first, activate
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of this rank's experts: `Experts.forward`."""
         num_tokens, top_k = routing.experts.shape
         num_experts = len(self._gate_up)
         chosen = routing.experts if self._choice is None else self._choice.choose(routing).long()

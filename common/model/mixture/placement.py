@@ -62,10 +62,6 @@ class Placement:
         replicas = [len(slots) for slots in self.slots_of_experts()]
         return [sum(counts[expert] / replicas[expert] for expert in experts) for experts in self.by_rank()]
 
-    def imbalance(self, counts: Sequence[float]) -> float:
-        """Expected load of the most loaded rank over the mean. counts: rows of each expert."""
-        return imbalance(self.loads(counts))
-
     def balanced(self, counts: Sequence[float]) -> Placement:
         """A placement that evens out the ranks' load, with few moves. counts: rows of each expert."""
         replicas = _replicas(counts, self.num_ranks, len(self.slots))

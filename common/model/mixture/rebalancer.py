@@ -95,7 +95,7 @@ class Rebalancer:
             if before[number] <= self._threshold:
                 continue
             new = layer.placement.balanced(counts[number])
-            expected = new.imbalance(counts[number])
+            expected = imbalance(new.loads(counts[number]))
             if expected <= before[number] * (1 - _MIN_GAIN):
                 self._pending[number] = new
                 after[number] = expected

@@ -55,16 +55,11 @@ class ExpertSlots:
         slots = self.table[experts, (self.counts[experts] + turns) % self.replicas[experts]]
         return slots.view(routing.experts.shape), counts
 
-    def slot_loads(self) -> list[int]:
-        """Rows that each slot of the stage computed since experts of the layer moved last."""
-        counts = self.counts.tolist()
-        loads = [0] * len(self.placement.slots)
-        for expert, slots in enumerate(self.placement.slots_of_experts()):
-            for turn, slot in enumerate(slots):
-                loads[slot] = (counts[expert] + len(slots) - 1 - turn) // len(slots)
-        return loads
-
     def rank_loads(self) -> list[int]:
         """Rows that each rank of the stage computed since experts of the layer moved last."""
-        loads, placement = self.slot_loads(), self.placement
+        counts, placement = self.counts.tolist(), self.placement
+        loads = [0] * len(placement.slots)
+        for expert, slots in enumerate(placement.slots_of_experts()):
+            for turn, slot in enumerate(slots):
+                loads[slot] = (counts[expert] + len(slots) - 1 - turn) // len(slots)
         return [sum(loads[slot] for slot in placement.range_of(rank)) for rank in range(placement.num_ranks)]

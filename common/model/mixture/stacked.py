@@ -16,8 +16,8 @@ from common.model.tensor_files import Part
 from common.model.weights import WeightSource
 
 
-class _StackedExperts:
-    """`WeightSource` that has modules for each expert, of one that has tensors of all experts."""
+class _StackedExperts(WeightSource):
+    """Weights of each expert as a module, from a source that has tensors of all experts."""
 
     def __init__(self, weights: WeightSource, prefix: str, mixture: MixtureDescription, hidden: int) -> None:
         self._weights = weights
@@ -42,8 +42,6 @@ class _StackedExperts:
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         module, _, kind = name.rpartition(".")
-        if module not in self._places:
-            return self._weights.read(name, shape, dtype, part)
         tensor, place = self._places[module]
         if kind == "bias":
             biases = f"{tensor.removesuffix('.weight')}.bias" if tensor.endswith(".weight") else f"{tensor}_bias"
@@ -55,10 +53,6 @@ class _StackedExperts:
         rows = whole[place.rows.start : place.rows.stop : place.rows.step]
         return (rows if part is None else rows.narrow(part.dim, part.lo, part.hi - part.lo)).contiguous()
 
-    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
-        """None for experts."""
-        return None if name.rpartition(".")[0] in self._places else self._weights.view(name, shape, dtype, part)
-
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """A layer of one expert, which lies whole on this rank, if the tensors' own format can multiply."""
         found = [self._places[stored.name.removesuffix(".weight")] for stored in stacked]
@@ -67,19 +61,10 @@ class _StackedExperts:
         ]
         return self._weights.linear(own, bias, target)
 
-    def read_scalar(self, names: Sequence[str], default: float) -> float:
-        return self._weights.read_scalar(names, default)
-
-    def tied(self, embedding: str, lm_head: str) -> str | None:
-        return self._weights.tied(embedding, lm_head)
-
-    def __contains__(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self._places or name in self._weights
-
 
 def unstacked(build: Build, prefix: str, mixture: MixtureDescription) -> Build:
-    """`build`, whose weights have modules for each expert, however the checkpoint stores them. `prefix`: the layer's name
-    and a dot."""
+    """`build` for the experts of the layer whose name and a dot are `prefix`: its weights have modules for each expert, however
+    the checkpoint stores them."""
     names = mixture.expert_names
     is_packed = prefix + names.stacked_down + BLOCKS in build.weights
     if not is_packed and prefix + names.stacked_down not in build.weights:

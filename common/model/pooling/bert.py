@@ -6,6 +6,7 @@ All products run over the tokens of all texts together; only attention goes text
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +21,10 @@ from common.model.formats.base import Linear
 from common.model.formats.floating import float_linear
 from common.model.pooling.encoder_config import EncoderConfig
 from common.model.pooling.pooler import same_length, starts
-from common.model.precision import Precision
+from common.model.precision import FLOAT32
 from common.model.weights import CheckpointWeights
 
-_FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
+_ACTIVATIONS = {"relu": fn.relu, "gelu": fn.gelu, "gelu_tanh": partial(fn.gelu, approximate="tanh")}
 
 
 class _Norm(NamedTuple):
@@ -43,7 +44,7 @@ class _Layer(NamedTuple):
 
 
 class Encoder:
-    """Weights of one encoder; float32.
+    """`PoolingModel` of one encoder; float32.
 
     Raises: ConfigError for missing or wrong weights.
     """
@@ -60,7 +61,7 @@ class Encoder:
         def linear(names: Sequence[str], out: int, width: int = hidden) -> Linear:
             """Several layers of equal shapes merged to one, whose outputs follow each other."""
             weight = torch.cat([read(f"{name}.weight", out, width) for name in names])
-            return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), _FLOAT32, kernels)
+            return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), FLOAT32, kernels)
 
         def norm(name: str) -> _Norm:
             """Checkpoints converted from TensorFlow call the weight `gamma` and the bias `beta`; transformers reads them, too."""
@@ -92,7 +93,6 @@ class Encoder:
 
     @torch.inference_mode()
     def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
-        """The last hidden states of all tokens, [tokens, hidden], and the number of tokens of each input."""
         config = self.config
         lengths = [len(each.token_ids) for each in inputs]
         ids = torch.tensor([token for each in inputs for token in each.token_ids])
@@ -110,24 +110,16 @@ class Encoder:
             x = self._normed(
                 x + layer.attention_out.forward(self._attend(layer.qkv.forward(x), groups)), layer.attention_norm
             )
-            up = layer.up.forward(x)
-            if config.activation == "relu":
-                up = fn.relu(up)
-            else:
-                up = fn.gelu(up, approximate="tanh" if config.activation == "gelu_tanh" else "none")
-            x = self._normed(x + layer.down.forward(up), layer.norm)
+            inner = _ACTIVATIONS[config.activation](layer.up.forward(x))
+            x = self._normed(x + layer.down.forward(inner), layer.norm)
         return x, lengths
 
     @torch.inference_mode()
-    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The scores of pairs, [inputs], from their hidden states, before the activation function."""
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         assert self._head is not None
         dense, last = self._head
-        return last.forward(torch.tanh(dense.forward(hidden[starts(lengths)])))[:, 0]
-
-    def activated(self, scores: Tensor) -> Tensor:
-        """Scores behind the activation function that the model's files name."""
-        return scores if self.config.score_activation == "identity" else torch.sigmoid(scores)
+        scores = last.forward(torch.tanh(dense.forward(hidden[starts(lengths)])))[:, 0]
+        return scores, scores if self.config.score_activation == "identity" else torch.sigmoid(scores)
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return fn.layer_norm(x, (x.size(-1),), norm.weight, norm.bias, self.config.norm_eps)

@@ -7,65 +7,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as fn
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from common.config.option_groups import LoadFormat, Quantization
 from common.control.pooling import PoolInput
-from common.model.loader import load_model
 from common.model.pooling.decoder_config import PoolingDecoderConfig
 from common.model.pooling.pooler import same_length
-from common.model.rank_model import HIDDEN
+from common.model.rank_model import HIDDEN, RankModel
 
 _ROWS = 512
 """Tokens of a text that attend in one product, where a sliding window is shorter than the text."""
 
 
 class PoolingDecoder:
-    """One rank's decoder, on a CPU.
+    """`PoolingModel` of one rank's decoder, on a CPU."""
 
-    Raises: ConfigError for missing or wrong weights.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        config: PoolingDecoderConfig,
-        *,
-        dtype: str = "auto",
-        load_format: LoadFormat = "auto",
-        seed: int = 0,
-        quantization: Quantization = "auto",
-    ) -> None:
-        """The options are those of `load_model`."""
+    def __init__(self, model: RankModel, config: PoolingDecoderConfig) -> None:
         self.config = config
-        self._model = load_model(
-            path,
-            config.model,
-            dtype=dtype,
-            load_format=load_format,
-            seed=seed,
-            small_batches=False,
-            quantization=quantization,
-            lm_head=False,
-        )
+        self._model = model
 
     def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
-        """The last hidden states of all tokens, [tokens, hidden] float32, and the number of tokens of each input."""
         lengths = [len(each.token_ids) for each in inputs]
         ids = torch.tensor([token for each in inputs for token in each.token_ids])
         positions = torch.cat([torch.arange(length) for length in lengths])
         attention = _AttentionWithin(lengths, self._model.attention_shapes(1))
         return self._model.forward(ids, positions, attention)[HIDDEN].float(), lengths
 
-    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        raise NotImplementedError("decoders embed, they do not score")
-
-    def activated(self, scores: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("decoders embed, they do not score")
 
 

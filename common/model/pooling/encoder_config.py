@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 from common.control.messages import Task
-from common.model.config_file import ConfigFile, read_json_object
+from common.model.config_file import ConfigFile, architectures, as_object, first_architecture
 from common.model.pooling.sentence_transformers import Pooling, max_seq_length, noted_activation, read_pooling
 
 ScoreActivation = Literal["sigmoid", "identity"]
@@ -52,24 +52,15 @@ class EncoderConfig:
         return replace(self, max_model_len=max_model_len)
 
 
-def architecture(path: Path) -> str:
-    """The first class that the config.json in this folder names; empty if there is none."""
-    file = path / "config.json"
-    if not file.is_file():
-        return ""
-    names = read_json_object(file).get("architectures")
-    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else ""
-
-
 def is_encoder(path: Path) -> bool:
     """Whether the model in this folder is a supported encoder."""
-    return architecture(path) in ARCHITECTURES
+    return first_architecture(path) in ARCHITECTURES
 
 
 def read_encoder_config(path: Path) -> EncoderConfig:
     """The encoder in folder `path`. Raises: ConfigError for a missing or wrong file, or an unsupported feature."""
     config = ConfigFile(path / "config.json")
-    name = str(config.raw["architectures"][0])
+    name = architectures(config.raw)[0]
     task = ARCHITECTURES[name]
     family = name.removesuffix("Model").removesuffix("ForSequenceClassification")
     if config.flag("is_decoder", False):
@@ -90,7 +81,7 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"no tokenizer.json in {path}; routers need a fast tokenizer file there")
     positions = config.integer("max_position_embeddings")
-    padding_id = _padding_id(config) if family != "Bert" else None
+    padding_id = config.count("pad_token_id", 1) if family != "Bert" else None
     return EncoderConfig(
         task=task,
         is_roberta=family != "Bert",
@@ -111,10 +102,6 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     )
 
 
-def _padding_id(config: ConfigFile) -> int:
-    return 0 if config.raw.get("pad_token_id") == 0 else config.integer("pad_token_id", 1)
-
-
 def _places(config: ConfigFile, positions: int, padding_id: int | None) -> int:
     """Tokens of the longest text that has a position for each. Raises: ConfigError if there is none."""
     places = positions if padding_id is None else positions - padding_id - 1
@@ -128,8 +115,7 @@ def _score_activation(config: ConfigFile, newest: str | None) -> ScoreActivation
 
     Raises: ConfigError.
     """
-    noted: Any = config.raw.get("sentence_transformers")
-    newer = cast("dict[str, Any]", noted).get("activation_fn") if isinstance(noted, dict) else None
+    newer = as_object(config.raw.get("sentence_transformers")).get("activation_fn")
     name = newest or newer or config.raw.get("sbert_ce_default_activation_function") or "Sigmoid"
     found = _ACTIVATIONS.get(str(name).rpartition(".")[2])
     if found is None:

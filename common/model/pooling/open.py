@@ -40,13 +40,17 @@ def load_pooling_model(path: Path, config: EncoderConfig | PoolingDecoderConfig,
         from common.model.pooling.bert import Encoder
 
         return Encoder(path, config)
+    from common.model.loader import load_model
     from common.model.pooling.decoder import PoolingDecoder
 
-    return PoolingDecoder(
+    model = load_model(
         path,
-        config,
+        config.model,
         dtype=options.dtype,
         load_format=options.load_format,
         seed=options.seed,
+        small_batches=False,
         quantization=options.quantization,
+        lm_head=False,
     )
+    return PoolingDecoder(model, config)

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.control.messages import Task
 from common.control.pooling import PoolInput, PoolRequest
+from common.model.pooling.decoder_config import PoolingDecoderConfig
+from common.model.pooling.encoder_config import EncoderConfig
 from common.model.pooling.sentence_transformers import Pooling
 
 
@@ -43,38 +44,19 @@ _SMALLEST_NORM = 1e-12
 """As in sentence-transformers: a vector of zeros stays one."""
 
 
-class PoolingConfig(Protocol):
-    """What a pooling model's files say of it."""
-
-    @property
-    def task(self) -> Task: ...
-    @property
-    def pooling(self) -> Pooling: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-
-
 class PoolingModel(Protocol):
     """Computes hidden states, and keeps no KV."""
 
     @property
-    def config(self) -> PoolingConfig: ...
+    def config(self) -> EncoderConfig | PoolingDecoderConfig: ...
 
     def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
-        """The last hidden states of all tokens, [tokens, hidden], and the number of tokens of each input."""
+        """The last hidden states of all tokens, [tokens, hidden] float32, and the number of tokens of each input."""
         ...
 
-    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The scores of pairs, [inputs], from their hidden states, before the activation function; only of models whose task
-        that is."""
-        ...
-
-    def activated(self, scores: Tensor) -> Tensor:
-        """Scores behind the model's activation function."""
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The scores of pairs, [inputs], from their hidden states: before the model's activation function, and after it. Only of
+        models whose task that is."""
         ...
 
 
@@ -89,8 +71,7 @@ class Pooler:
         """The vector of each input, as `PoolResult` carries it, as its request asks for it."""
         hidden, lengths = self._model.hidden([each for _, each in batch])
         if self._model.config.task == "score":
-            scores = self._model.scores(hidden, lengths)
-            activated = self._model.activated(scores)
+            scores, activated = self._model.scores(hidden, lengths)
             chosen = (activated if request.normalize else scores for request, _ in batch)
             return [each[index : index + 1].numpy().tobytes() for index, each in enumerate(chosen)]
         pooled = pool(self._model.config.pooling, hidden, lengths)

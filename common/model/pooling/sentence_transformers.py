@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from common.base.errors import ConfigError
-from common.model.config_file import ConfigFile, read_json_object
+from common.model.config_file import ConfigFile, as_object, read_json_object
 
 Pooling = Literal["cls", "mean", "max", "lasttoken"]
 _POOLING_KEYS: dict[str, Pooling] = {
@@ -39,8 +39,7 @@ def max_seq_length(path: Path, default: int) -> int:
 def _transformer_config(path: Path) -> ConfigFile:
     """The settings that sentence-transformers has of the model itself; empty if there are none."""
     files = (path / f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta"))
-    file = next((file for file in files if file.is_file()), None)
-    return ConfigFile(path, {}) if file is None else ConfigFile(file)
+    return next((ConfigFile(file) for file in files if file.is_file()), ConfigFile(path, {}))
 
 
 def noted_activation(path: Path) -> str | None:
@@ -52,10 +51,7 @@ def noted_activation(path: Path) -> str | None:
 def default_prompt(path: Path) -> str:
     """What sentence-transformers puts before every text unless it is asked for another prompt; empty: nothing."""
     config = _own_config(path)
-    prompts = config.get("prompts")
-    if not isinstance(prompts, dict):
-        return ""
-    return str(cast("dict[str, Any]", prompts).get(str(config.get("default_prompt_name"))) or "")
+    return str(as_object(config.get("prompts")).get(str(config.get("default_prompt_name"))) or "")
 
 
 def _own_config(path: Path) -> dict[str, Any]:

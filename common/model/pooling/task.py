@@ -7,9 +7,10 @@ from pathlib import Path
 from common.base.errors import ConfigError
 from common.config.option_groups import TaskName
 from common.control.messages import Task
+from common.model.config_file import first_architecture
 from common.model.families.registry import with_head
 from common.model.hub import is_gguf
-from common.model.pooling.encoder_config import ARCHITECTURES, architecture
+from common.model.pooling.encoder_config import ARCHITECTURES
 from common.model.pooling.sentence_transformers import is_sentence_transformer
 
 
@@ -19,23 +20,15 @@ def find_task(path: Path, wanted: TaskName = "auto") -> Task:
     By default encoders embed or score, as their class says; decoders embed if sentence-transformers has saved them or their
     class has no LM head, else they generate. Raises: ConfigError if the model cannot do what is wanted.
     """
-    name = "" if is_gguf(path) else architecture(path)
+    name = "" if is_gguf(path) else first_architecture(path)
     of_encoder = ARCHITECTURES.get(name)
     if of_encoder is not None:
         if wanted not in ("auto", of_encoder):
             raise ConfigError(f"--task {wanted}: {name} in {path} can only {of_encoder}")
         return of_encoder
     if wanted == "score":
-        raise ConfigError(f"--task score needs a cross-encoder ({', '.join(_scoring())}), not {name or path}")
+        scoring = ", ".join(known for known, task in ARCHITECTURES.items() if task == "score")
+        raise ConfigError(f"--task score needs a cross-encoder ({scoring}), not {name or path}")
     if wanted != "auto":
         return wanted
-    return "embed" if is_sentence_transformer(path) or is_headless(name) else "generate"
-
-
-def is_headless(name: str) -> bool:
-    """Whether this is the class without LM head of a native family, such as `Qwen3Model`."""
-    return with_head(name) is not None
-
-
-def _scoring() -> list[str]:
-    return [name for name, task in ARCHITECTURES.items() if task == "score"]
+    return "embed" if is_sentence_transformer(path) or with_head(name) is not None else "generate"

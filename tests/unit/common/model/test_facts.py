@@ -28,3 +28,8 @@ def test_without_a_limit_the_nodes_decide_on_the_context(tmp_path: Path) -> None
 def test_a_vocabulary_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size must be a positive integer"):
         read_facts(write(tmp_path, vocab_size="many"))
+
+
+def test_an_empty_generation_config_is_none(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").touch()
+    assert read_facts(write(tmp_path, vocab_size=100, eos_token_id=2)).eos_token_ids == (2,)

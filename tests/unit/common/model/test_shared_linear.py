@@ -51,7 +51,7 @@ def tensors_of(model: DecoderModel) -> list[torch.Tensor]:
     [stack] = model._layers
     whole = [getattr(layer, "_whole", layer) for layer in getattr(stack, "_layers", [])]  # below LoRA
     layers: list[Any] = [getattr(layer, "_layer", layer) for layer in whole]  # pyright: ignore[reportPrivateUsage]
-    linears = [each for layer in layers for each in (layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down)]
+    linears = [each for layer in layers for each in (layer.attention.qkv, layer.mlp.up, layer.mlp.down)]
     return [getattr(linear, "base", linear).packed.weight for linear in linears]
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from common.base.device import CPU
 from common.kernels.choose import choose_kernels
-from common.model.generic.norms import OwnNorm, replace_norms
+from common.model.generic.load import replace_norms
+from common.model.generic.modules import OwnNorm
 
 
 class TinyRMSNorm(nn.Module):

@@ -11,8 +11,7 @@ from support.native_variants import DISTINCT, native
 from common.kernels.native.library import SILU_GATE, ExpertsStruct, GateStruct, LinearStruct, NativeLibrary
 from common.kernels.native.linear import NativeLinear, pack_float
 from common.model.description import RouterDescription
-from common.model.mixture.experts import NativeExperts
-from common.model.mixture.native_mixture import NativeMixture
+from common.model.mixture.experts import NativeExperts, NativeMixture
 from common.model.mixture.routing import route
 
 HIDDEN, INNER, EXPERTS = 72, 40, 16

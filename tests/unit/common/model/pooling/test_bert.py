@@ -68,7 +68,7 @@ def test_scores_are_the_logits_of_transformers_behind_the_activation(tmp_path: P
     (folder / "config.json").write_text(json.dumps({**raw, "sbert_ce_default_activation_function": activation}))
     oracle = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     encoder = load(folder)
-    scores = encoder.activated(encoder.scores(*encoder.hidden(INPUTS)))
+    _, scores = encoder.scores(*encoder.hidden(INPUTS))
     with torch.no_grad():
         logits = [oracle(torch.tensor([each.token_ids]), token_type_ids=types(each)).logits[0, 0] for each in INPUTS]
     expected = torch.stack(logits)
@@ -78,7 +78,7 @@ def test_scores_are_the_logits_of_transformers_behind_the_activation(tmp_path: P
 
 def test_a_request_may_ask_for_scores_before_the_activation(tmp_path: Path) -> None:
     encoder = load(make_encoder(tmp_path / "model", labels=1))
-    logits = encoder.scores(*encoder.hidden(INPUTS))
+    logits, _ = encoder.scores(*encoder.hidden(INPUTS))
     requests = [PoolRequest(AttemptKey("r", 1), [], normalize=index % 2 == 0) for index in range(len(INPUTS))]
     found = Pooler(encoder).compute(list(zip(requests, INPUTS, strict=True)))
     for index, (each, logit) in enumerate(zip(found, logits, strict=True)):

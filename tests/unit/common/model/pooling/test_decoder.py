@@ -17,6 +17,7 @@ from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 from common.control.identities import AttemptKey, pack_ids
 from common.control.pooling import PoolInput, PoolRequest
+from common.model.loader import load_model
 from common.model.pooling.decoder import PoolingDecoder
 from common.model.pooling.decoder_config import read_pooling_decoder
 from common.model.pooling.pooler import Pooler
@@ -51,7 +52,9 @@ def change(path: Path, **values: Any) -> None:
 
 
 def load(path: Path) -> PoolingDecoder:
-    return PoolingDecoder(path, read_pooling_decoder(path))
+    config = read_pooling_decoder(path)
+    options = {"dtype": "auto", "load_format": "auto", "seed": 0, "small_batches": False}
+    return PoolingDecoder(load_model(path, config.model, lm_head=False, **options), config)
 
 
 @pytest.mark.usefixtures("kernels")
