@@ -139,7 +139,9 @@ class ModelRunner:
                 self._check(step)
             self._prepare(step)
             bounds = row_bounds(step, self._mesh.place.cp_size)
-            part = self._part_of(step)
+            # With data-parallel attention this rank computes its own sequences, else all.
+            stripe, is_split = self._storage.shard.stripe, self._mesh.place.is_data_parallel
+            part = own_part(step, stripe, self._block_size) if is_split else OwnPart(step, [])
             cp_rank = self._mesh.place.cp_rank
             lo, hi = bounds[cp_rank : cp_rank + 2] if bounds else (0, len(part.step.token_ids))
             self._model.adapters.plan(part.step.adapters, lens_between(part.step.query_lens, lo, hi))
@@ -152,7 +154,9 @@ class ModelRunner:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
         num_rows = hi - lo
-        received = self._receive(num_rows)
+        received = None
+        if num_rows and not self._mesh.place.is_first_stage:
+            received = self._mesh.recv_stage(num_rows, self._model.stage_schema(num_rows))
         started = time.perf_counter()
         try:
             drawn = scored = None
@@ -210,12 +214,6 @@ class ModelRunner:
             targets = to_device([stripe.local(copy.target) for copy in copies], self._device)
             self._storage.copy_blocks(table, sources, targets)
 
-    def _part_of(self, step: StepInput) -> OwnPart:
-        """What this rank computes: all of the step, or with data-parallel attention its own sequences."""
-        if not self._mesh.place.is_data_parallel:
-            return OwnPart(step, [])
-        return own_part(step, self._storage.shard.stripe, self._block_size)
-
     def _plan(self, step: StepInput, bounds: tuple[int, ...]) -> StepRows:
         if not step.token_ids:  # a data-parallel rank without sequences serves the experts of others
             none = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -223,11 +221,6 @@ class ModelRunner:
         rows = rows_of(step, self._device)
         self._attention.plan(attention_metadata(step, rows.slots, row_bounds=bounds))
         return rows
-
-    def _receive(self, rows: int) -> dict[str, Tensor] | None:
-        if self._mesh.place.is_first_stage or not rows:
-            return None
-        return self._mesh.recv_stage(rows, self._model.stage_schema(rows))
 
     def _fill_placeholders(self, step: StepInput, token_ids: Tensor) -> None:
         """Put the tokens that the last step drew into their rows."""

@@ -264,7 +264,7 @@ class Scheduler:
                 self.end(seq, f"step {scheduled.step.step_id} failed")
 
     def check_integrity(self) -> None:
-        """Assert that all sequences are in the right containers and hold what they need. Tests call this, and idle nodes."""
+        """Assert that all sequences are in the right containers and hold what they need. Tests call this."""
         self.pool.check_integrity()
         for seq in self.running.values():
             ended = seq.state in (_HELD, _ENDING)

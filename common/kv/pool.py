@@ -172,7 +172,7 @@ class BlockPool:
         return self.journal
 
     def check_integrity(self) -> None:
-        """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
+        """Assert the invariants above, at the end of tests."""
         for block, refs in enumerate(self._refs):
             is_idle = block in self._idle[block % len(self._idle)]
             assert (refs == 0) == is_idle, f"block {block}: {refs} references, idle {is_idle}"

@@ -121,9 +121,7 @@ def _segment(place: RankPlace, group: _Group, name: str | None) -> Segment | Non
     if not futex.AVAILABLE:
         return None
     try:
-        if name is None:
-            return Segment.create(group.index, len(group.ranks))
-        return Segment.attach(name, group.index, len(group.ranks))
+        return Segment(group.index, len(group.ranks), name)
     except (OSError, ValueError) as error:
         log.warning("%s cannot share memory in %s, all-reduces go over TCP: %s", place, futex.SHM_DIR, error)
         return None

@@ -17,7 +17,6 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,33 +49,27 @@ class Segment:
     Every rank locks one byte of it, its own; the kernel releases the lock when the rank dies.
     """
 
-    def __init__(self, path: Path, flags: int, rank: int, size: int) -> None:
-        self._path: Path | None = None
+    def __init__(self, rank: int, size: int, name: str | None = None) -> None:
+        """`name`: of the segment that another rank has made for `size` ranks; None: make one.
+
+        Raises: OSError, ValueError if there is none here.
+        """
+        self.name = name or f"{_NAME_PREFIX}{secrets.token_hex(8)}"
+        if not self.name.startswith(_NAME_PREFIX) or "/" in self.name:
+            raise ValueError(f"{name!r} names no segment")
+        if name is None:
+            _remove_stale()
+        path, flags = futex.SHM_DIR / self.name, 0 if name else os.O_CREAT | os.O_EXCL
+        self._path = None if name else path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
-            if flags & os.O_CREAT:
-                self._path = path
-                # Reserved now: a page that cannot be allocated later kills the process.
+            if name is None:  # reserved now: a page that cannot be allocated later kills the process
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES + 2 * size * SLOT_BYTES)
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(rank))
             self.map = mmap.mmap(self._fd, _HEADER_BYTES + 2 * size * SLOT_BYTES)
         except (OSError, ValueError):
             self.close()
             raise
-        self.name = path.name
-
-    @classmethod
-    def create(cls, rank: int, size: int) -> Segment:
-        """A new segment for `size` ranks. Raises: OSError."""
-        _remove_stale()
-        return cls(futex.SHM_DIR / f"{_NAME_PREFIX}{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL, rank, size)
-
-    @classmethod
-    def attach(cls, name: str, rank: int, size: int) -> Segment:
-        """The segment that another rank created. Raises: OSError, ValueError if there is none here."""
-        if not name.startswith(_NAME_PREFIX) or "/" in name:
-            raise ValueError(f"{name!r} names no segment")
-        return cls(futex.SHM_DIR / name, 0, rank, size)
 
     def unlink(self) -> None:
         """Remove the name, once all ranks have attached or none will."""
