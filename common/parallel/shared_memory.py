@@ -122,7 +122,8 @@ class SharedMemoryGroup:
         whole = torch.frombuffer(segment.map, dtype=torch.uint8)
         slots = whole[_HEADER_BYTES:].view(2, self._size, SLOT_BYTES)
         self._slots = {
-            dtype: slots.view(dtype).unbind() for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+            dtype: (slots[0].view(dtype), slots[1].view(dtype))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
         }
         """Both slots of each rank, [ranks, numbers]."""
         self._counters = memoryview(segment.map)[:_HEADER_BYTES].cast("I")
@@ -132,11 +133,11 @@ class SharedMemoryGroup:
         self._count = 0
 
     def _share(self, piece: Tensor) -> Tensor:
-        """[ranks, numbers of a slot]: the pieces of all ranks, each at the start of its slot. They hold until this rank has shared
-        two more."""
+        """[ranks, numbers of a slot]: the pieces [numel] of all ranks, each at the start of its slot. They hold until this rank has
+        shared two more."""
         slots = self._slots[piece.dtype][self._parity]
         self._parity ^= 1
-        slots[self._index, : piece.numel()].view(piece.shape).copy_(piece)
+        slots[self._index, : piece.numel()].copy_(piece)
         self._barrier()
         return slots
 
@@ -172,7 +173,7 @@ class SharedMemoryGroup:
         for top in range(0, rows, height):
             for left in range(0, columns, width):
                 piece = x[top : top + height, left : left + width]
-                shared = self._share(piece)[:, : piece.numel()]
+                shared = self._share(piece.reshape(-1))[:, : piece.numel()]
                 if out is not None:
                     place = out[top : top + height, :, left : left + width]
                     place.copy_(shared.reshape(self._size, *piece.shape).transpose(0, 1))
