@@ -166,13 +166,11 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run now."""
-        for offset in range(
-            2 * self.config.num_microbatches - 1
-        ):  # again those that yielded to one which needs no more
-            microbatch = (self._next_microbatch + offset) % self.config.num_microbatches
-            scheduled = (
-                self._schedule_microbatch(microbatch) if self._in_flight[microbatch] < self.config.depth else None
-            )
+        count = self.config.num_microbatches
+        for offset in range(2 * count - 1):  # again those that yielded to one which needs no more
+            microbatch = (self._next_microbatch + offset) % count
+            is_full = self._in_flight[microbatch] >= self.config.depth
+            scheduled = None if is_full else self._schedule_microbatch(microbatch)
             if scheduled is not None:
                 self._next_microbatch = microbatch + 1
                 return scheduled
@@ -278,8 +276,6 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.state is _WAITING, f"{seq.key} waits and is {seq.state}"
             assert not seq.blocks.tables, f"{seq.key} waits and holds blocks"
-
-    # ------------------------------------------------------------ inside
 
     def _can_run(self, seq: Sequence, microbatch: int) -> bool:
         tokens = seq.tokens
