@@ -60,7 +60,7 @@ class ReceiveState:
         self._shared: dict[int, _Shared | None] = {}
         """By source rank."""
         spec, shard = layout.spec, layout.rank_shard(rank)
-        self._num_groups = layout.num_groups
+        self._num_replicas = layout.num_replicas
         self._positions = layout.positions(shard, layout.home_of(self._blocks))
         """Which of the sequence's blocks this rank holds; None: it holds none."""
         check_first_blocks(plan.first_blocks, self._blocks, [0] * spec.num_tables)
@@ -125,7 +125,7 @@ class ReceiveState:
             stripe = held and self._positions and held.overlap(self._positions)
             self._shared[src_rank] = stripe and _Shared(
                 stripe,
-                self._blocks[:, stripe.indices] // self._num_groups,
+                self._blocks[:, stripe.indices] // self._num_replicas,
                 b"".join(self.plan.block_hashes[stripe.indices]),
             )
         return self._shared[src_rank]

@@ -34,7 +34,7 @@ def reshard(src: KVLayout, dst: KVLayout, src_home: int = 0, dst_home: int = 0) 
         if wanted_positions is None:
             continue
         for wanted in dst.relayed_parts(src, shard):
-            for replica in range(src.pp_size * src.num_groups):
+            for replica in range(src.pp_size * src.num_replicas):
                 held = src.positions(shards[replica * src.tp_size], src_home)
                 stripe = held and held.overlap(wanted_positions)
                 if stripe is None:
@@ -50,7 +50,7 @@ def _sources(
     src: KVLayout, shards: list[RankShard], wanted: GroupPart, replica: int, turn: int
 ) -> list[tuple[int, GroupPart]]:
     """The tensor-parallel ranks of one stage and stripe that together have what these have of `wanted`, and which part each one
-    sends. `replica`: pp_rank * num_groups + group."""
+    sends. `replica`: counted over all stages."""
     copies = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
     ranks = range(replica * src.tp_size + turn % copies, (replica + 1) * src.tp_size, copies)
     parts = ((rank, wanted.overlap(shards[rank].parts[wanted.group])) for rank in ranks)

@@ -125,7 +125,7 @@ class SendState:
         self.progress(now)
 
     def _local_blocks(self, stripe: Stripe) -> np.ndarray:
-        return self._blocks[:, stripe.indices] // self._layout.num_groups
+        return self._blocks[:, stripe.indices] // self._layout.num_replicas
 
     def progress(self, now: float) -> None:
         """Something moved: restart the deadline."""

@@ -31,13 +31,21 @@ class AttentionMetadata:
     others: tuple[AttentionMetadata, ...] = ()
     """The same batch for block tables 1, 2, ... of `LayerGroup.table`; this is the one for table 0."""
 
-    def of_table(self, table: int) -> AttentionMetadata:
-        """The batch for the layers of a block table."""
-        return self.others[table - 1] if table else self
+
+@dataclass(frozen=True)
+class PlannedPrompt:
+    """One sequence of a batch, with rows [row_lo, row_hi)."""
+
+    row_lo: int
+    row_hi: int
+    context_len: int
+    """Tokens in `blocks`, which begin where the first row's window does."""
+    blocks: Tensor
+    """The KV blocks in the backend's own form."""
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over one rank's KV cache."""
+    """Paged attention over one rank's KV cache. Not thread-safe; `forward` calls belong to the latest `plan`."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""

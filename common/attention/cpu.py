@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.base import AttentionMetadata, AttentionShape, PlannedPrompt
 from common.attention.block_lists import blocks_in_window
 from common.attention.scaled_attention import scaled_attention, softmax
 from common.kernels.float8 import narrow, widen, words_of
@@ -40,24 +40,9 @@ class _DecodeGroup:
     """[B, 1, 1, max_blocks * block_size] float32, -inf past each sequence's end and before its window."""
 
 
-@dataclass(frozen=True)
-class _Prefill:
-    """One sequence with several rows."""
-
-    row_lo: int
-    row_hi: int
-    context_len: int
-    """Tokens in `blocks`, which begin where the first row's window does."""
-    blocks: Tensor
-    """The same as `_DecodeGroup.blocks`, for this one sequence."""
-
-
 class CpuAttention:
     """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows. A group's only
-    plane is both.
-
-    Not thread-safe; `forward` calls belong to the latest `plan`.
-    """
+    plane is both."""
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._kv = kv
@@ -73,10 +58,10 @@ class CpuAttention:
         self._slots = torch.empty(0, dtype=torch.int64)
         """[T * kv_heads] rows of K (or V) of a layer viewed as [num_blocks * kv_heads * block_size, head_dim]."""
         self._groups: list[_DecodeGroup] = []
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[PlannedPrompt] = []
+        """Each has the form of `_DecodeGroup.blocks`."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
         block_size = self._shape.block_size
         slots, heads = metadata.slot_mapping, self._shape.num_kv_heads
         first = slots + slots // block_size * ((heads - 1) * block_size)
@@ -90,7 +75,7 @@ class CpuAttention:
             if index < metadata.num_decode_rows:
                 decodes.append((row, context_len, blocks))
             else:
-                self._prefills.append(_Prefill(row, row + query_len, context_len, self._rows_of_blocks([blocks])))
+                self._prefills.append(PlannedPrompt(row, row + query_len, context_len, self._rows_of_blocks([blocks])))
             row += query_len
         self._groups = [self._plan_group(group, row) for group in _by_length(decodes)]
 
@@ -116,11 +101,6 @@ class CpuAttention:
         return (torch.tensor(tables)[:, None] * self._shape.num_kv_heads + self._first_rows).flatten()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
-        """
         cache = self._data[layer]
         scales = self._kv_scales[layer]
         k_scale, v_scale = scales[0], scales[-1]
@@ -157,14 +137,14 @@ class CpuAttention:
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
         out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap, sinks)
         if not out.sum().isfinite():
-            # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is NaN. Clearing it every
-            # time would cost as much as attention itself where lengths differ.
+            # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is
+            # NaN. Clearing it every time would cost as much as attention itself where lengths differ.
             hidden = group.bias.isneginf().transpose(2, 3)
             keys, values = keys.masked_fill_(hidden, 0.0), values.masked_fill_(hidden, 0.0)
             out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap, sinks)
         return out.reshape(q.shape)
 
-    def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _prefill(self, seq: PlannedPrompt, cache: Tensor, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """q, out: [C, q_heads, head_dim], the last C positions of the context.
 
         Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row, or before

@@ -11,6 +11,7 @@ preparing one step ahead of the running one does not wait.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -98,7 +99,7 @@ class Fence:
 
 
 class FlashInferAttention:
-    """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`.
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V.
 
     Its `for_graph` backends share its device memory, so all their steps must run on one stream.
     """
@@ -125,7 +126,6 @@ class FlashInferAttention:
         self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping.to(self._cache.device, torch.int32)
         self._sequence = torch.zeros_like(self._slots)
         self._num_decode_rows = n = metadata.num_decode_rows
@@ -139,14 +139,11 @@ class FlashInferAttention:
         self._fence.mark()
 
     def _plan_prefill(self, metadata: AttentionMetadata, first: int) -> None:
-        """Plan the sequences from `first` on, some of which may have a single row."""
+        """Plan the sequences from `first` on. Some may have a single row."""
         shape = self._shape
         lists = self._lists(metadata, slice(first, None))
-        rows = [0]
-        for query_len in metadata.query_lens[first:]:
-            rows.append(rows[-1] + query_len)
         self._prefill.plan(
-            host_int32(rows, pinned=self._pinned),
+            host_int32([0, *accumulate(metadata.query_lens[first:])], pinned=self._pinned),
             lists.indptr,
             lists.indices.to(self._cache.device, non_blocking=True),
             lists.last_page_len,
@@ -167,11 +164,6 @@ class FlashInferAttention:
         return block_lists(self._shape, *lens, metadata.block_tables[part], pinned=self._pinned)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
-        """
         cache, n = self._cache, self._num_decode_rows
         cache.append(layer, k, v, self._slots, self._sequence)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -182,18 +174,12 @@ class FlashInferAttention:
         return out
 
     def for_graph(self, rows: int) -> FlashInferDecode:
-        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory.
-
-        Its `plan` copies into that memory and may work on the CPU; its `forward` may be captured in a CUDA graph.
-        Ask for the largest first: the smaller ones share its list of KV blocks.
-        """
+        """Ask for the largest first: the smaller ones share its list of KV blocks."""
         needed = rows * self._max_blocks
         if self._graph_blocks.numel() < needed:
             self._graph_blocks = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
-        if self._split.numel() < graph_split_bytes(self._shape, rows):
-            self._split = torch.zeros(
-                graph_split_bytes(self._shape, rows), dtype=torch.uint8, device=self._cache.device
-            )
+        if self._split.numel() < (split := graph_split_bytes(self._shape, rows)):
+            self._split = torch.zeros(split, dtype=torch.uint8, device=self._cache.device)
         return FlashInferDecode(
             self._flashinfer, self._shape, self._cache, self._graph_blocks[:needed], self._split, self._plan, rows
         )
@@ -234,7 +220,6 @@ class FlashInferDecode:
         self._wrapper.reset_workspace_buffer(split, plan)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Copy a batch, whose decode rows are as many as this backend was made for."""
         lens = metadata.query_lens, metadata.context_lens
         lists = block_lists(self._shape, *lens, metadata.block_tables, pinned=self._pinned)
         count = lists.indices.numel()
@@ -251,7 +236,6 @@ class FlashInferDecode:
         self._fence.mark()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same as `FlashInferAttention.forward`."""
         cache = self._cache
         cache.append(layer, k, v, self._slots, self._sequence)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -38,7 +38,7 @@ def unsupported_reason(shape: LatentShape, cache_dtype: torch.dtype) -> str:
 
 
 class FlashInferLatent:
-    """`AttentionBackend` for the absorbed part of `LatentBackend`. Not thread-safe; `forward` calls belong to the latest `plan`.
+    """`AttentionBackend` for the absorbed part of `LatentBackend`.
 
     Its `for_graph` backends share its workspace, so all their steps must run on one stream.
     """
@@ -77,7 +77,6 @@ class FlashInferLatent:
         )
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
         shape = self._shape
         lens = metadata.query_lens, metadata.context_lens
         lists = block_lists(shape, *lens, metadata.block_tables, pinned=self._pinned)
@@ -102,14 +101,10 @@ class FlashInferLatent:
         self._fence.mark()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, heads/tp, 576]; k: [T, 1, 576], latent and rotated key; v: the same. Returns [T, heads/tp, 512].
-        """
+        """q: [T, heads/tp, 576]; k: [T, 1, 576], latent and rotated key; v: the same. Returns [T, heads/tp, 512]."""
         append_rows(self._kv, layer, self._slots, k)
         latents, keys = q.split(_WIDTHS, 2)
         return self._wrapper.run(latents, keys, *self._pages[layer])
 
     def for_graph(self, rows: int) -> FlashInferLatent:
-        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory: `AttentionBackend`."""
         return FlashInferLatent(self._kv, self._shape, self._flashinfer, self._workspace, rows)

@@ -15,49 +15,37 @@ class GroupedAttention:
     """`AttentionBackend` that has a backend for each group of equal layers and calls that of a layer."""
 
     def __init__(
-        self,
-        backends: Sequence[AttentionBackend],
-        layers: Sequence[Mapping[int, int]],
-        tables: Sequence[int] | None = None,
+        self, backends: Sequence[AttentionBackend], layers: Sequence[Mapping[int, int]], tables: Sequence[int]
     ) -> None:
         """`layers`: for each backend, its layers, counted from the rank's first, and their numbers in its KV memory.
-        `tables`: for each backend, the block table that names its blocks; all 0 if not given."""
-        assert len(backends) == len(layers)
-        self.backends = tuple(backends)
-        self._tables = tuple(tables or [0] * len(backends))
-        self._layers = tuple(layers)
-        self._of_layer = {
+        `tables`: for each backend, the block table that names its blocks."""
+        self.backends = backends
+        self.by_table = list(zip(backends, tables, strict=True))
+        """The backends, each with the block table that names its blocks."""
+        self._layers, self._tables = layers, tables
+        self.of_layer = {
             layer: (backend, index)
             for backend, members in zip(backends, layers, strict=True)
             for layer, index in members.items()
         }
-
-    def of_layer(self, layer: int) -> tuple[AttentionBackend, int]:
-        """The backend of a layer, counted from this rank's first, and the layer's number in that backend."""
-        return self._of_layer[layer]
-
-    def by_table(self) -> list[tuple[AttentionBackend, int]]:
-        """The backends, each with the block table that names its blocks."""
-        return list(zip(self.backends, self._tables, strict=True))
+        """The backend of each layer, counted from this rank's first, and the layer's number in that backend."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare every backend for the next step's `forward` calls."""
-        for backend, table in self.by_table():
-            backend.plan(metadata.of_table(table))
+        batches = metadata, *metadata.others
+        for backend, table in self.by_table:
+            backend.plan(batches[table])
 
     def forward(self, layer: int, *rows: Tensor) -> Tensor:
-        """Append rows to a layer and attend, by its backend."""
-        backend, index = self._of_layer[layer]
+        backend, index = self.of_layer[layer]
         return backend.forward(index, *rows)
 
     def for_graph(self, rows: int) -> GroupedAttention:
-        """Backends for batches of exactly `rows` decode rows: `AttentionBackend.for_graph`."""
         return GroupedAttention([backend.for_graph(rows) for backend in self.backends], self._layers, self._tables)
 
 
 def backend_of(backend: AttentionBackend, layer: int) -> tuple[AttentionBackend, int]:
     """The backend that attends in a layer, counted from this rank's first, and the layer's number in that backend."""
-    return backend.of_layer(layer) if isinstance(backend, GroupedAttention) else (backend, layer)
+    return backend.of_layer[layer] if isinstance(backend, GroupedAttention) else (backend, layer)
 
 
 def attention_of_groups(

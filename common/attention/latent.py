@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, PlannedPrompt
 from common.kernels.float8 import narrow, widen, words_of
 from common.kernels.native.linear import NativeLinear
 from common.kv.rank_layout import blocks_for
@@ -90,7 +90,6 @@ class NativeLatentMatrices(LatentMatrices):
         self._to_latents, self._to_values = to_latents, to_values
 
     def absorb(self, q: Tensor) -> Tensor:
-        """`LatentMatrices.absorb`."""
         latent_dim = self.up.size(2)
         out = q.new_empty(q.size(0), q.size(1), latent_dim + q.size(2) - self.nope_dim)
         out[..., latent_dim:] = q[..., self.nope_dim :]
@@ -98,7 +97,6 @@ class NativeLatentMatrices(LatentMatrices):
         return out
 
     def values(self, attended: Tensor) -> Tensor:
-        """`LatentMatrices.values`."""
         out = attended.new_empty(attended.size(0), attended.size(1), self.up.size(1) - self.nope_dim)
         self._to_values.multiply_heads(attended, out)
         return out
@@ -111,19 +109,8 @@ def append_rows(kv: GroupStorage, layer: int, slots: Tensor, rows: Tensor) -> No
     by_slot.index_copy_(0, slots, words_of(narrow(rows[:, 0], plane.dtype, scale)))
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """Rows [row_lo, row_hi) of the batch, which are expanded."""
-
-    row_lo: int
-    row_hi: int
-    context_len: int
-    blocks: Tensor
-    """[num_blocks] int64"""
-
-
 class LatentBackend:
-    """`AttentionBackend` of latents. Not thread-safe; `forward` calls belong to the latest `plan`."""
+    """`AttentionBackend` of latents."""
 
     def __init__(
         self, kv: GroupStorage, shape: LatentShape, absorbed: AttentionBackend, *, expands: bool = True
@@ -136,12 +123,12 @@ class LatentBackend:
         self._kv = kv
         (self._plane,) = kv.planes.values()
         self._slots = torch.empty(0, dtype=torch.int64)
-        self._prompts: list[_Prompt] = []
+        self._prompts: list[PlannedPrompt] = []
+        """Those that are expanded, with blocks [num_blocks] int64."""
         self._absorbed_rows: Tensor | None = None
         """[rows] of the batch that are not in `_prompts`, if some are."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping
         self._prompts, absorbed, rows = [], [], []
         if not self._expands:
@@ -152,7 +139,7 @@ class LatentBackend:
             if index >= metadata.num_decode_rows and is_expanded(self._shape, query_len, context_len):
                 blocks = table[: blocks_for(context_len, self._shape.block_size)]
                 placed = torch.tensor(blocks, device=self._plane.device)
-                self._prompts.append(_Prompt(row, row + query_len, context_len, placed))
+                self._prompts.append(PlannedPrompt(row, row + query_len, context_len, placed))
             else:
                 absorbed.append(index)
                 rows += range(row, row + query_len)
@@ -170,11 +157,8 @@ class LatentBackend:
         return None
 
     def forward(self, layer: int, q: Tensor, row: Tensor, matrices: LatentMatrices) -> Tensor:
-        """Append `row` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, heads/tp, nope_dim + rope_dim], row: [T, 1, latent_dim + rope_dim], rope applied.
-        Returns [T, heads/tp, v_head_dim], q's dtype.
-        """
+        """q: [T, heads/tp, nope_dim + rope_dim], row: [T, 1, latent_dim + rope_dim], rope applied. Returns [T, heads/tp, v_head_dim],
+        q's dtype."""
         if not self._prompts:
             return self._attend_absorbed(layer, q, row, matrices)
         append_rows(self._kv, layer, self._slots, row)
@@ -188,14 +172,13 @@ class LatentBackend:
         return out
 
     def for_graph(self, rows: int) -> LatentBackend:
-        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory: `AttentionBackend`."""
         return LatentBackend(self._kv, self._shape, self.absorbed.for_graph(rows), expands=self._expands)
 
     def _attend_absorbed(self, layer: int, q: Tensor, row: Tensor, matrices: LatentMatrices) -> Tensor:
         attended = self.absorbed.forward(layer, matrices.absorb(q), row, row)
         return matrices.values(attended[..., : self._shape.latent_dim])
 
-    def _attend_expanded(self, layer: int, prompt: _Prompt, q: Tensor, up: Tensor) -> Tensor:
+    def _attend_expanded(self, layer: int, prompt: PlannedPrompt, q: Tensor, up: Tensor) -> Tensor:
         """q: [C, heads, q_head_dim], the last C positions of the context. Returns [C, heads, v_head_dim]."""
         shape = self._shape
         (scale,) = self._kv.scales[layer]

@@ -26,10 +26,7 @@ _WRONG = {
 
 class NativeAttention:
     """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows. A group's only
-    plane is both.
-
-    Not thread-safe; `forward` calls belong to the latest `plan`.
-    """
+    plane is both."""
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape, native: NativeLibrary) -> None:
         self._kv = kv
@@ -67,10 +64,7 @@ class NativeAttention:
         return self._addresses[layer]
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer.
-
-        Raises: ValueError for a block or slot outside the cache, or for more rows than a context has.
-        """
+        """Raises: ValueError for a block or slot outside the cache, or for more rows than a context has."""
         slots = metadata.slot_mapping.contiguous()
         lens = metadata.query_lens, metadata.context_lens
         self._plan(*lens, metadata.block_tables, slots.data_ptr(), slots.numel())
@@ -126,11 +120,6 @@ class NativeAttention:
         return NativeAttention(self._kv, self._shape, self._native)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
-        """
         return self._forward(layer, q, k, v, torch.empty(q.shape, dtype=q.dtype))
 
     def _forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
@@ -158,8 +147,7 @@ class NativePartialAttention(NativeAttention):
     """`PartialAttention` by the native kernels, which read the KV blocks in place."""
 
     def plan_stripe(self, batch: StripeBatch) -> None:
-        """Prepare for the next step's `forward_stripe` calls, one per layer. Raises: ValueError for a block or a slot that is not
-        there."""
+        """Raises: ValueError for a block or a slot that is not there."""
         entries = batch.entries
         slots = batch.slots.contiguous()
         self._plan(
@@ -176,11 +164,9 @@ class NativePartialAttention(NativeAttention):
         self._slots = slots
 
     def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append, then attend to the stripe: `PartialAttention.forward_stripe`."""
         return self._forward(layer, q, k, v, torch.empty(*q.shape[:2], self._shape.value_dim + 1))
 
     def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
-        """Join the stripes' results: `PartialAttention.join`."""
         parts = parts.contiguous()
         stripes, rows, heads, width = parts.shape
         out = torch.empty(rows, heads, width - 1, dtype=self._shape.dtype)

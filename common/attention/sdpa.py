@@ -1,6 +1,6 @@
 """Paged attention by PyTorch alone, on any device: `scaled_dot_product_attention` on KV blocks that are gathered first.
 
-It is the fallback on GPUs without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
+It is the fallback on GPUs without flashinfer, and for dtypes and head sizes without a flashinfer kernel. It computes in the
 dtype of the queries and runs on a rank's engine thread.
 """
 
@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.base import AttentionMetadata, AttentionShape, PlannedPrompt
 from common.attention.block_lists import blocks_in_window, host_int32, longest_table
 from common.attention.scaled_attention import scaled_attention
 from common.kernels.float8 import E4M3, narrow, widen, words_of
@@ -32,18 +32,6 @@ class _Decodes:
     """[B, max_blocks] int64"""
     hidden: Tensor
     """[B, max_blocks * block_size] bool, true past the end of the context and before its window."""
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """One sequence with rows [row_lo, row_hi) of the batch."""
-
-    row_lo: int
-    row_hi: int
-    context_len: int
-    """Tokens in `blocks`, which begin where the first row's window does."""
-    blocks: Tensor
-    """[num_blocks] int64"""
 
 
 class PagedCache:
@@ -99,22 +87,39 @@ class PagedCache:
 
 
 class SdpaAttention:
-    """`AttentionBackend` for one rank's `GroupStorage` of K and V, or of one plane that is both. Not thread-safe; `forward` calls belong to the latest `plan`."""
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V, or of one plane that is both.
 
-    def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
+    For CUDA graphs it gathers the longest possible context for every row, so these are faster for short contexts only.
+    """
+
+    def __init__(self, kv: GroupStorage, shape: AttentionShape, graph_rows: int = 0) -> None:
+        """`graph_rows`: decode rows of each step, in static memory; 0: any step."""
+        self._kv = kv
         self._shape = shape
         self._cache = PagedCache(kv, shape)
         self._device = kv.device
-        self._max_blocks = longest_table(shape, kv.num_blocks)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._graph_blocks = longest_table(shape, kv.num_blocks) if graph_rows else 0
+        """KV blocks of each row in static memory."""
+        self._slots = torch.zeros(graph_rows, dtype=torch.int64, device=kv.device)
         self._decodes: _Decodes | None = None
-        self._prefills: list[_Prefill] = []
+        if graph_rows:
+            length = self._graph_blocks * kv.block_size
+            self._decodes = _Decodes(
+                torch.zeros(graph_rows, self._graph_blocks, dtype=torch.int64, device=kv.device),
+                torch.ones(graph_rows, length, dtype=torch.bool, device=kv.device),
+            )
+        self._prefills: list[PlannedPrompt] = []
+        """Each with blocks [num_blocks] int64."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
-        self._slots = metadata.slot_mapping
         n = metadata.num_decode_rows
-        self._decodes = _decodes(metadata, n, self._shape, self._device) if n else None
+        decodes = _decodes(metadata, n, self._shape, self._device, self._graph_blocks) if n else None
+        if self._graph_blocks and self._decodes is not None and decodes is not None:
+            self._slots.copy_(metadata.slot_mapping)
+            self._decodes.blocks.copy_(decodes.blocks)
+            self._decodes.hidden.copy_(decodes.hidden)
+            return
+        self._slots, self._decodes = metadata.slot_mapping, decodes
         self._prefills = []
         row = n
         for i in range(n, len(metadata.query_lens)):
@@ -122,15 +127,10 @@ class SdpaAttention:
             table, context_len = blocks_in_window(
                 self._shape, query_len, metadata.context_lens[i], metadata.block_tables[i]
             )
-            self._prefills.append(_Prefill(row, row + query_len, context_len, _put(table, self._device)))
-            row += metadata.query_lens[i]
+            self._prefills.append(PlannedPrompt(row, row + query_len, context_len, _put(table, self._device)))
+            row += query_len
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype.
-        """
         self._cache.append(layer, k, v, self._slots)
         parts: list[Tensor] = []
         if self._decodes is not None:
@@ -138,7 +138,7 @@ class SdpaAttention:
         parts += [self._attend_prompt(layer, prefill, q[prefill.row_lo : prefill.row_hi]) for prefill in self._prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_prompt(self, layer: int, seq: _Prefill, q: Tensor) -> Tensor:
+    def _attend_prompt(self, layer: int, seq: PlannedPrompt, q: Tensor) -> Tensor:
         """q: [C, q_heads, head_dim], the last C positions of the context. Returns the same shape."""
         shape, num_rows = self._shape, q.size(0)
         gathered = self._cache.gather(layer, seq.blocks[None], q.dtype)[:, 0, :, : seq.context_len]
@@ -169,41 +169,8 @@ class SdpaAttention:
             parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(parts).mul_(v_scale)
 
-    def for_graph(self, rows: int) -> SdpaDecode:
-        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory.
-
-        Its `forward` gathers the longest possible context for every row, so it is faster for short contexts only.
-        """
-        return SdpaDecode(self._cache, rows, self._max_blocks)
-
-
-class SdpaDecode:
-    """`AttentionBackend` for steps of exactly `rows` decode rows, in static memory."""
-
-    def __init__(self, cache: PagedCache, rows: int, max_blocks: int) -> None:
-        device, length = cache.data.device, max_blocks * cache.block_size
-        self._cache = cache
-        self._slots = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._decodes = _Decodes(
-            torch.zeros(rows, max_blocks, dtype=torch.int64, device=device),
-            torch.ones(rows, length, dtype=torch.bool, device=device),
-        )
-
-    def plan(self, metadata: AttentionMetadata) -> None:
-        """Copy a batch, whose decode rows are as many as this backend was made for."""
-        rows, max_blocks = self._decodes.blocks.shape
-        planned = _decodes(metadata, rows, self._cache.shape, self._slots.device, max_blocks)
-        self._slots.copy_(metadata.slot_mapping)
-        self._decodes.blocks.copy_(planned.blocks)
-        self._decodes.hidden.copy_(planned.hidden)
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same as `SdpaAttention.forward`."""
-        self._cache.append(layer, k, v, self._slots)
-        return self._cache.attend_decodes(layer, self._decodes, q)
-
-    def for_graph(self, rows: int) -> SdpaDecode:
-        raise NotImplementedError("a backend for CUDA graphs makes no others")
+    def for_graph(self, rows: int) -> SdpaAttention:
+        return SdpaAttention(self._kv, self._shape, rows)
 
 
 def _decodes(

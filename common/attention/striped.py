@@ -66,10 +66,10 @@ def stripe_of_batch(metadata: AttentionMetadata, stripe: Stripe, shape: Attentio
     seen = np.concatenate(
         [np.arange(c - n + 1, c + 1) for n, c in zip(metadata.query_lens, metadata.context_lens, strict=True)]
     )
-    ends = _count_tokens(seen, stripe, size)
+    ends = count_tokens(seen, stripe, size)
     starts = np.zeros_like(ends)
     if shape.window is not None:
-        starts = _count_tokens(np.maximum(seen - shape.window, 0), stripe, size)
+        starts = count_tokens(np.maximum(seen - shape.window, 0), stripe, size)
     entries: list[StripeEntry] = []
     for lo, hi, table in zip(firsts[:-1], firsts[1:], metadata.block_tables, strict=True):
         first = int(starts[lo]) // _ALIGNED_TOKENS * _ALIGNED_TOKENS // size
@@ -84,8 +84,8 @@ def stripe_of_batch(metadata: AttentionMetadata, stripe: Stripe, shape: Attentio
     return StripeBatch(entries, metadata.num_decode_rows, own_slots)
 
 
-def _count_tokens(num_tokens: NDArray[np.int64], stripe: Stripe, block_size: int) -> NDArray[np.int64]:
-    """`Stripe.count_tokens` of many numbers."""
+def count_tokens(num_tokens: NDArray[np.int64], stripe: Stripe, block_size: int) -> NDArray[np.int64]:
+    """How many of the first `num_tokens` tokens are in blocks of the stripe, for each number."""
     full, rest = np.divmod(num_tokens, block_size)
     blocks = np.maximum((full - stripe.first + stripe.step - 1) // stripe.step, 0)
     return blocks * block_size + np.where(full % stripe.step == stripe.first, rest, 0)
@@ -133,11 +133,9 @@ class TorchPartialAttention:
         self._own_slots = batch.slots[self._own_rows]
 
     def join(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
-        """Join the stripes' results: `PartialAttention.join`."""
         return join_partials(parts[..., :-1], parts[..., -1], sinks).to(self._shape.dtype)
 
     def forward_stripe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append, then attend to the stripe: `PartialAttention.forward_stripe`."""
         if self._own_rows.numel():
             self._cache.append(layer, k[self._own_rows], v[self._own_rows], self._own_slots)
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -214,13 +212,7 @@ def join_partials(results: Tensor, log_sums: Tensor, sinks: Tensor | None = None
 class StripedAttention:
     """`AttentionBackend` of one rank of a context-parallel group."""
 
-    def __init__(
-        self,
-        kv: GroupStorage,
-        shape: AttentionShape,
-        mesh: Mesh,
-        make: MakePartial,
-    ) -> None:
+    def __init__(self, kv: GroupStorage, shape: AttentionShape, mesh: Mesh, make: MakePartial) -> None:
         self._made_of = kv, shape, mesh, make
         self._mesh = mesh
         self._shape = shape
@@ -230,16 +222,11 @@ class StripedAttention:
         """`AttentionMetadata.row_bounds` of the planned step."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer."""
         self._bounds = metadata.row_bounds
         self._partial.plan_stripe(stripe_of_batch(metadata, self._stripe, self._shape))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
-
-        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied: the same on all ranks of the group, or
-        each rank's own rows if the step has `row_bounds`. Returns [T, q_heads/tp, value_dim], q's dtype.
-        """
+        """The rows are the same on all ranks of the group, or each rank's own if the step has `row_bounds`."""
         if self._bounds:
             every = self._gather(q, k, v)
             parts = self._mesh.exchange_rows(self._partial.forward_stripe(layer, *every), self._bounds)

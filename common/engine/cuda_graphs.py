@@ -4,7 +4,7 @@ A captured step reads and writes the same memory at every replay. `DecodeGraphs`
 it, padded to the next captured size. Padding rows belong to no request: each is the first token of a dummy sequence in
 `pad_block`, which no pool hands out, so no result depends on them.
 
-A `GraphCapture` captures steps: as CUDA graphs, or as the function itself (`--enforce-eager`, tests on a CPU). Both
+A `StepCapture` captures steps: as CUDA graphs, or as the function itself (`--enforce-eager`, tests on a CPU). Both
 compute the same shapes, so their results are equal bit for bit. Runs on the engine thread of a rank; steps are captured
 before the rank serves.
 """
@@ -17,7 +17,6 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,32 +42,21 @@ class CannotCapture(RuntimeError):
     """The model's steps read values of tensors on the CPU, which a CUDA graph cannot."""
 
 
-class GraphCapture(Protocol):
-    """Captures one function for replay."""
+class StepCapture:
+    """Captures one function for replay. This class replays it by calling it."""
 
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether captured functions hold permanent memory, in addition to that of `DecodeGraphs` and attention."""
-        ...
+    keeps_memory = False
+    """Whether captured functions hold permanent memory, in addition to that of `DecodeGraphs` and attention."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """A function that replays `run` on the memory that it used; `run` may be called several times for that.
 
         Raises: CannotCapture, before anything is captured.
         """
-        ...
-
-
-class EagerCapture:
-    """Replays a function by calling it."""
-
-    keeps_memory = False
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
-class CudaGraphCapture:
+class CudaGraphCapture(StepCapture):
     """CUDA graphs that share one pool for all memory but the static one; only one may run at a time.
 
     The largest should come first; the others then fit into its memory.
@@ -164,14 +152,14 @@ class DecodeGraphs:
         self._captured: dict[int, _CapturedStep] = {}
 
     @torch.inference_mode()
-    def capture(self, capture: GraphCapture) -> None:
+    def capture(self, capture: StepCapture) -> None:
         """Capture all sizes, the largest first. All ranks of a node do this at the same time. Raises: CannotCapture."""
         started = time.monotonic()
         for size in reversed(self.sizes):
             self._captured[size] = self._capture_size(size, capture)
         log.info("captured decode steps of %s rows in %.1f s", self.sizes, time.monotonic() - started)
 
-    def _capture_size(self, size: int, capture: GraphCapture) -> _CapturedStep:
+    def _capture_size(self, size: int, capture: StepCapture) -> _CapturedStep:
         rows = StepRows.split(self._inputs[: (2 + self._num_tables) * size], size)
         tensors = {name: tensor[:size] for name, tensor in self._tensors.items()}
         attention = self._attention.for_graph(size)
@@ -206,8 +194,7 @@ class DecodeGraphs:
         num_rows = len(step.token_ids)
         captured = self._captured[self.size_for(num_rows)]
         self._plan(captured, step)
-        rows = captured.rows
-        return rows.first(num_rows)
+        return captured.rows.first(num_rows)
 
     def _plan(self, captured: _CapturedStep, step: StepInput) -> None:
         """Raises: ValueError for lists of different lengths: past the end of the shorter ones an old step's values

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 from common.base.errors import EngineError
 from common.base.hashing import BLOCK_SIZE
-from common.engine.guesses import Guesses, ModelCosts, proposals
+from common.engine.guesses import Guesses, ModelProposer, proposals
 from common.engine.sequence import Sequence
 from common.engine.speculation.token_index import Proposal
 from common.engine.step import StepInput, StepOutput
@@ -32,27 +32,21 @@ Run = Callable[[StepInput], StepOutput]
 """Runs a step on all ranks and waits for it. Raises: EngineError, RankLost."""
 
 
-class DraftHeadProposer(ModelCosts):
-    """A `common.engine.drafting.Proposer`."""
+class DraftHeadProposer(ModelProposer):
+    """Proposes what the head draws."""
 
-    def __init__(self, name: str, run: Run) -> None:
-        """name: the method's."""
+    def __init__(self, name: str, run: Run, reach: Callable[[Sequence, int], int]) -> None:
+        """name: the method's. `reach`: makes room for the rows of guesses (`KVAllocator.reach`)."""
         super().__init__()
         self.name = name
-        self.reach: Callable[[Sequence, int], int] = lambda seq, num_slots: seq.blocks.num_slots
-        """Makes room for the rows of guesses: set to the scheduler's `KVAllocator.reach`."""
         self._run = run
+        self._reach = reach
         self._warm_up = _WARM_UP
 
     def cost_s(self, num_seqs: int) -> float:
-        """Seconds of a step for `num_seqs` sequences: `Proposer.cost_s`."""
         return super().cost_s(num_seqs) if self.costs.is_measured else _COST_BEFORE_S
 
-    def ended(self, seq: Sequence) -> None:
-        """Do nothing: a head keeps no state for a sequence outside of its KV blocks."""
-
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
-        """Guess with one step of the head after the other: `Proposer.propose`."""
         started = time.perf_counter()
         guesses = [self._begin(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         active = [guess for guess in guesses if guess is not None]
@@ -63,7 +57,7 @@ class DraftHeadProposer(ModelCosts):
                 number += 1
         except EngineError as error:  # no request may fail because of its drafts
             log.error("the draft head failed, so that this step has fewer drafts", exc_info=error)
-        self._spent_s += time.perf_counter() - started
+        self.spent_s = time.perf_counter() - started
         return proposals(guesses)
 
     def _begin(self, seq: Sequence, limit: int) -> Guesses | None:
@@ -71,7 +65,7 @@ class DraftHeadProposer(ModelCosts):
         last, forced = seq.num_tokens - 1, seq.tokens.num_forced
         if limit <= 0 or forced > _MOST_FORCED:
             return None
-        slots = self.reach(seq, last + forced + limit)
+        slots = self._reach(seq, last + forced + limit)
         limit = min(limit, slots - last - forced)
         return Guesses(seq, limit) if limit > 0 else None
 

@@ -10,17 +10,17 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.base.errors import EngineError
 from common.base.hashing import BLOCK_SIZE
 from common.engine.draft_kv import DraftBlocks
-from common.engine.guesses import ANY_DRAW, Guesses, ModelCosts, proposals
+from common.engine.guesses import ANY_DRAW, Guesses, ModelProposer, proposals
+from common.engine.runner import ModelRunner
 from common.engine.sequence import Sequence
 from common.engine.speculation.sequence_drafts import DraftKV
 from common.engine.speculation.step_costs import StepCosts
 from common.engine.speculation.token_index import Proposal
-from common.engine.step import SampleSpec, StepInput, StepOutput
+from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 
 log = logging.getLogger(__name__)
@@ -33,14 +33,6 @@ longer than its drafts save."""
 _WARM_UP = 3
 
 
-class Runner(Protocol):
-    """Runs the draft model: `common.engine.runner.ModelRunner`."""
-
-    def execute(self, step: StepInput) -> StepOutput:
-        """Raises: EngineError, RankLost."""
-        ...
-
-
 @dataclass
 class _Guess(Guesses):
     """A sequence that gets guesses now."""
@@ -48,12 +40,12 @@ class _Guess(Guesses):
     kv: DraftKV = field(kw_only=True)
 
 
-class DraftModel(ModelCosts):
-    """A `common.engine.drafting.Proposer`."""
+class DraftModel(ModelProposer):
+    """Proposes what the draft model draws."""
 
     name = "draft"
 
-    def __init__(self, runner: Runner, num_blocks: int, *, max_model_len: int, prompt_chunk: int) -> None:
+    def __init__(self, runner: ModelRunner, num_blocks: int, *, max_model_len: int, prompt_chunk: int) -> None:
         """`num_blocks`: of the runner's KV memory. `max_model_len`: that of the draft model, if it is shorter than the target's.
         `prompt_chunk`: prompt tokens that it computes for one step of the target."""
         super().__init__()
@@ -85,7 +77,7 @@ class DraftModel(ModelCosts):
             for guess in begun:
                 self.blocks.release(guess.seq)
                 guess.ahead = []
-        self._spent_s += time.perf_counter() - started
+        self.spent_s = time.perf_counter() - started
         return proposals(guesses)
 
     def _begin(self, seq: Sequence, limit: int) -> _Guess | None:
@@ -103,7 +95,7 @@ class DraftModel(ModelCosts):
         return None if kv is None else _Guess(seq, limit, kv=kv)
 
     def _compute_prompts(self, guesses: list[_Guess]) -> list[_Guess]:
-        """Compute the next chunk of known tokens. Returns the sequences of which at most `_FEW` known tokens are left."""
+        """Compute the next chunk of known tokens. Returns the sequences with at most `_FEW` known tokens left."""
         chunks: list[tuple[_Guess, int]] = []
         budget = self._prompt_chunk
         for guess in guesses:

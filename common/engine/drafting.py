@@ -6,10 +6,11 @@ tokens per second rise. Tokens that a grammar forces are drafts too, in front of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
+from common.control.messages import AttemptKey
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
@@ -39,34 +40,31 @@ class DraftCounts:
     accepted: int = 0
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Proposes tokens."""
 
     name: str
+    spent_s = 0.0
+    """Seconds that the latest `propose` took, if that is to be counted."""
 
+    @abstractmethod
     def propose(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[Proposal]:
         """Guess the tokens after the known ones and after those that the grammar forces: for sequence i at most `limits[i]`."""
-        ...
 
+    @abstractmethod
     def foresees(self, seq: Sequence) -> int:
         """Predict `Proposal.match` of the proposal for when the sequence's last token is known; 0 if there will be none."""
-        ...
 
-    def ended(self, seq: Sequence) -> None:
-        """Learn from the answer of a sequence that has ended."""
-        ...
+    def ended(self, seq: Sequence) -> None:  # noqa: B027 - most have nothing to do
+        """Learn from the answer of a sequence that has ended, or free what is kept for it."""
 
     def cost_s(self, num_seqs: int) -> float:
         """Seconds of proposing one more token for each of `num_seqs` sequences. If it is 0, `propose` is asked for more than is
         used; else for as much as seems to pay, and the proposals are in `draft_ids` of the sequences when it returns."""
-        ...
-
-    def take_spent_s(self) -> float:
-        """Seconds that `propose` took since the last call, if that is to be counted."""
-        ...
+        return 0.0
 
 
-class IndexProposer:
+class IndexProposer(Proposer):
     """Proposes what followed the same tokens earlier in the sequence, in the prediction that its client sent, or in recent
     answers of its tenant."""
 
@@ -102,12 +100,6 @@ class IndexProposer:
     def ended(self, seq: Sequence) -> None:
         self._answers.add(seq.request.tenant, seq.tokens.ids[seq.tokens.prompt_len :])
 
-    def cost_s(self, num_seqs: int) -> float:
-        return 0.0
-
-    def take_spent_s(self) -> float:
-        return 0.0
-
 
 class Drafting:
     """The drafts of one node's sequences."""
@@ -132,20 +124,17 @@ class Drafting:
         """
         if config.depth > 1:
             seqs = self._without_waiting(seqs)
-        self._draft(seqs, min(config.max_num_batched_tokens - num_running, config.prefill_chunk), config.max_model_len)
-        return seqs
-
-    def _draft(self, seqs: list[Sequence], max_rows: int, max_model_len: int) -> None:
-        """`max_rows`: drafts in all."""
+        proposer, max_model_len = self._proposer, config.max_model_len
+        max_rows = min(config.max_num_batched_tokens - num_running, config.prefill_chunk)  # drafts in all
         for seq in seqs:
-            if (seq.tokens.grammar is not None or self._proposer is not None) and not seq.relays:
+            if (seq.tokens.grammar is not None or proposer is not None) and not seq.relays:
                 seq.tokens.draft((), max_rows, max_model_len)
                 max_rows -= len(seq.tokens.draft_ids)
-        if self._proposer is None or max_rows <= 0:
-            return
+        if proposer is None or max_rows <= 0:
+            return seqs
         rows = sum(1 + len(seq.tokens.draft_ids) for seq in seqs)
         if not (self._always or self._may_pay(len(seqs), rows, max_rows)):
-            return
+            return seqs
         asked = [seq for seq in seqs if not (seq.relays or seq.progress.num_pending)]
         limits: list[int] = []
         for seq in asked:
@@ -153,24 +142,19 @@ class Drafting:
             left = seq.tokens.max_drafts(max_model_len) - len(seq.tokens.draft_ids)
             limits.append(max(0, min(left, self._max_drafts, max_rows)))
         if self._costs_s(1) > 0:
-            self._guess(
-                self._proposer, asked, self._counts(asked, [Proposal([0] * n, 1) for n in limits], rows, max_rows)
-            )
-            return
-        proposals = self._proposer.propose(asked, limits)
+            limits = self._counts(asked, [Proposal([0] * n, 1) for n in limits], rows, max_rows)
+            if any(limits):
+                for seq, proposal in zip(asked, proposer.propose(asked, limits), strict=True):
+                    self._drafts_of(seq).match = proposal.match
+                self.saved_s -= proposer.spent_s
+            return seqs
+        proposals = proposer.propose(asked, limits)
         for seq, proposal, count in zip(asked, proposals, self._counts(asked, proposals, rows, max_rows), strict=True):
             if count:
                 forced = len(seq.tokens.draft_ids)
                 seq.tokens.draft(proposal.token_ids[:count], forced + count, max_model_len)
                 self._drafts_of(seq).match = proposal.match
-
-    def _guess(self, proposer: Proposer, seqs: Seq[Sequence], limits: Seq[int]) -> None:
-        """Draft what a proposer with costs proposes."""
-        if not any(limits):
-            return
-        for seq, proposal in zip(seqs, proposer.propose(seqs, limits), strict=True):
-            self._drafts_of(seq).match = proposal.match
-        self.saved_s -= proposer.take_spent_s()
+        return seqs
 
     def _costs_s(self, num_seqs: int) -> float:
         return 0.0 if self._proposer is None or not num_seqs else self._proposer.cost_s(num_seqs)
@@ -231,15 +215,14 @@ class Drafting:
         if proposer is None:
             return seqs
         pending = [seq for seq in seqs if seq.progress.num_pending]
+        waiting: set[AttemptKey] = set()
         for seq in pending:
-            self._drafts_of(seq)
-        waiting = {seq.key for seq in pending if self._expects(seq, proposer.foresees(seq))}
+            acceptance, match = self._drafts_of(seq).acceptance, proposer.foresees(seq)
+            if match > 0 and (self._always or acceptance.chance(match) >= _WAIT_FROM):
+                waiting.add(seq.key)
         if 2 * len(waiting) >= len(pending):
             waiting = {seq.key for seq in pending}
         return [seq for seq in seqs if seq.key not in waiting]
-
-    def _expects(self, seq: Sequence, match: int) -> bool:
-        return match > 0 and (self._always or self._drafts_of(seq).acceptance.chance(match) >= _WAIT_FROM)
 
     def _drafts_of(self, seq: Sequence) -> SequenceDrafts:
         if seq.drafts is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.engine.kv_transfer import OnBlocksFinal
+from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
 
 
@@ -43,30 +44,18 @@ class Executor(Protocol):
         ...
 
 
-class RunningStep(Protocol):
+@dataclass(frozen=True)
+class RunningStep:
     """A started step."""
 
-    def wait(self) -> StepOutput:
-        """Wait for the step's output. Any thread. Raises: EngineError if the step failed, RankLost."""
-        ...
-
-
-class Runner(Protocol):
-    """One rank's model: `common.engine.runner.ModelRunner`."""
-
-    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> RunningStep: ...
-
-
-class Starter(Protocol):
-    """Starts a step without waiting for its output: `LocalExecutor`, and `MultiRankExecutor` without a pipeline."""
-
-    def start(self, step: StepInput) -> RunningStep: ...
+    wait: Callable[[], StepOutput]
+    """Waits for the step's output. Any thread. Raises: EngineError if the step failed, RankLost."""
 
 
 class LocalExecutor:
     """Runs steps on one rank. Reports each layer to the transfer sender when its KV is final."""
 
-    def __init__(self, runner: Runner, on_blocks_final: OnBlocksFinal | None = None) -> None:
+    def __init__(self, runner: ModelRunner, on_blocks_final: OnBlocksFinal | None = None) -> None:
         self._runner = runner
         self._on_blocks_final = on_blocks_final
         self.busy_s = 0.0
@@ -77,7 +66,14 @@ class LocalExecutor:
 
     def start(self, step: StepInput) -> RunningStep:
         """Launch a step. Its `wait` belongs to one thread."""
-        return _Counted(self, self._runner.launch(step, self._reporter(step)))
+        launched = self._runner.launch(step, self._reporter(step))
+
+        def wait() -> StepOutput:
+            output = launched.wait()
+            self.busy_s += output.forward_s
+            return output
+
+        return RunningStep(wait)
 
     def _reporter(self, step: StepInput) -> Callable[[int], None] | None:
         report = self._on_blocks_final
@@ -91,22 +87,14 @@ class LocalExecutor:
         return on_layer
 
 
-@dataclass(frozen=True)
-class _Counted:
-    executor: LocalExecutor
-    pending: RunningStep
-
-    def wait(self) -> StepOutput:
-        output = self.pending.wait()
-        self.executor.busy_s += output.forward_s
-        return output
-
-
 class AsyncExecutor:
     """Starts steps on the engine's thread without waiting there; a thread of its own waits and posts the outcomes."""
 
-    def __init__(self, starter: Starter, post: Callable[[StepDone | StepFailed], None]) -> None:
-        self._starter = starter
+    def __init__(
+        self, start: Callable[[StepInput], RunningStep], post: Callable[[StepDone | StepFailed], None]
+    ) -> None:
+        """`start`: that of a `LocalExecutor`, or of a `MultiRankExecutor` without a pipeline."""
+        self._start = start
         self._post = post
         self._started: queue.SimpleQueue[tuple[int, RunningStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._collect, name="outputs", daemon=True)
@@ -114,7 +102,7 @@ class AsyncExecutor:
 
     def submit(self, step: StepInput) -> None:
         """Raises: EngineError or RankLost if the step could not even be started."""
-        self._started.put((step.step_id, self._starter.start(step)))
+        self._started.put((step.step_id, self._start(step)))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the thread; later outputs are lost."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.control.messages import SamplingParams
 from common.engine.build_step import draw_of
+from common.engine.drafting import Proposer
 from common.engine.sequence import Sequence
 from common.engine.speculation.step_costs import StepCosts
 from common.engine.speculation.token_index import NOTHING, Proposal
@@ -45,21 +46,14 @@ class Guesses:
         return before < len(self.ahead) < self.limit
 
 
-class ModelCosts:
-    """The part of a `common.engine.drafting.Proposer` that concerns what its steps cost."""
+class ModelProposer(Proposer):
+    """The part of a proposer that concerns what its steps cost."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
-        self._spent_s = 0.0
 
     def cost_s(self, num_seqs: int) -> float:
-        """Seconds of a step for `num_seqs` sequences."""
         return self.costs.seconds(num_seqs)
-
-    def take_spent_s(self) -> float:
-        """Seconds that `propose` took since the last call."""
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
 
     def foresees(self, seq: Sequence) -> int:
         """1, except for a sequence for which drafts did not pay lately."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
@@ -34,8 +33,8 @@ class HeadRunner:
     def extend(
         self, step: StepInput, rows: StepRows, hidden: Tensor, on_layer: Callable[[int], None] | None = None
     ) -> None:
-        """Write the KV of a step's rows, of which the model has computed `hidden`, that `DraftHead.features` takes. Calls `on_layer` as
-        `RankModel.forward` does, for both layers of the head."""
+        """Write the KV of a step's rows. hidden: what the model computed for them, in the form that `DraftHead.features` takes.
+        `on_layer`: called for both layers of the head, when their KV is final."""
         self._rows.index_copy_(0, rows.slots[0], self._head.features(hidden).to(self._rows.dtype))
         self._head.extend(rows.token_ids, rows.positions, self._before(step), self._attention)
         if on_layer is not None:
@@ -50,9 +49,7 @@ class HeadRunner:
 
     def _before(self, step: StepInput) -> Tensor:
         """[T, hidden], the hidden row of the position before each row; any at position 0."""
-        return self._rows.index_select(
-            0, to_device(slots_before(step, self._block_size), torch.device(self._rows.device))
-        )
+        return self._rows.index_select(0, to_device(slots_before(step, self._block_size), self._rows.device))
 
 
 def slots_before(step: StepInput, block_size: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 A sequence has a block table for each window of the model (`KVSpec.windows`), all of the same length: entry i is the block of
 tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and what another sequence with the
-same full blocks needs (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
+same full blocks needs (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache
+until they are evicted.
 
 Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
 its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
@@ -44,7 +45,7 @@ def first_kept(num_tokens: int, window: int | None) -> int:
 
 
 class _Cached(NamedTuple):
-    """What of a sequence is in the prefix cache at one home."""
+    """The blocks of a sequence that one home has in its prefix cache."""
 
     home: int
     hit: int
@@ -60,7 +61,7 @@ class KVAllocator:
     from `BlocksHeld.first[t]` on."""
 
     def __init__(self, pool: BlockPool, windows: Seq[int | None], num_seqs: int) -> None:
-        """`num_seqs`: sequences that may run at once, of which tenants have shares."""
+        """`num_seqs`: sequences that may run at once, which tenants share."""
         assert len(windows) == pool.num_tables
         self.pool = pool
         self.shares = Shares(num_seqs, pool.num_blocks // pool.num_tables)
@@ -121,7 +122,7 @@ class KVAllocator:
         return any(self._missing(seq, at, spare_blocks) is not None for at in self._by_home(hashes))
 
     def _by_home(self, hashes: Seq[BlockHash]) -> Iterable[_Cached]:
-        """What of a sequence is cached at each home, the best home first."""
+        """The cached blocks of a sequence at each home, the best home first."""
         return self._best_first([self._cached_at(home, hashes) for home in range(self.pool.num_homes)])
 
     def _cached_at(self, home: int, hashes: Seq[BlockHash]) -> _Cached:

@@ -132,15 +132,11 @@ class EngineLoop:
             log.exception("the engine loop crashed")
             self._on_crash(error)
 
-    def _work_in_idle_time(self) -> None:
-        if monotonic() >= self._idle_work_at_s:
-            wait_s = self._use_idle_time()
-            self._idle_work_at_s = math.inf if wait_s is None else monotonic() + wait_s
-
     def _receive(self, *, wait: bool) -> None:
         """Pass all events that have come to the core. wait: if there is none, do other work and sleep until one comes."""
-        if wait and not self._core.has_deadlines and self._inbox.empty():
-            self._work_in_idle_time()
+        if wait and not self._core.has_deadlines and self._inbox.empty() and monotonic() >= self._idle_work_at_s:
+            wait_s = self._use_idle_time()
+            self._idle_work_at_s = math.inf if wait_s is None else monotonic() + wait_s
         try:
             event = self._inbox.get(timeout=self._wait_s()) if wait else self._inbox.get_nowait()
             while True:

@@ -1,6 +1,6 @@
-"""How the micro-batches (groups) of a pipeline share the running sequences. Pure functions, used by the scheduler.
+"""How the micro-batches of a pipeline share the running sequences. Pure functions, used by the scheduler.
 
-A sequence joins the lightest group, by sequences and their blocks; when many wait, each group takes its part at once.
+A sequence joins the lightest one, by sequences and their blocks; when many wait, each takes its part at once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _ROW_BLOCKS = 32
 
 
 def weight_of(seq: Sequence) -> int:
-    """Cost of a sequence in a step of its group, in blocks of attention."""
+    """Cost of a sequence in a step of its micro-batch, in blocks of attention."""
     return _ROW_BLOCKS + blocks_for(seq.num_tokens)
 
 
-def group_weights(running: Iterable[Sequence], num_groups: int) -> list[int]:
-    """[num_groups], the weight of the sequences of each group."""
-    weights = [0] * num_groups
+def microbatch_weights(running: Iterable[Sequence], num_microbatches: int) -> list[int]:
+    """[num_microbatches], the weight of the sequences of each."""
+    weights = [0] * num_microbatches
     for seq in running:
-        weights[seq.group] += weight_of(seq)
+        weights[seq.microbatch] += weight_of(seq)
     return weights
 
 
-def part_of_waiting(group: int, weights: list[int], waiting: Iterable[Sequence], room: int) -> float:
-    """The weight that `group` gets if the sequences that can be admitted now are spread until all groups are even.
+def part_of_waiting(microbatch: int, weights: list[int], waiting: Iterable[Sequence], room: int) -> float:
+    """The weight that `microbatch` gets if the sequences that can be admitted now are spread until all are even.
 
-    `weights`: each group's weight. `waiting`: the sequences that find a sequence slot, in order. `room`: blocks for them.
+    `weights`: that of each micro-batch. `waiting`: the sequences that find a sequence slot, in order. `room`: blocks for them.
     """
     if len(weights) == 1:
         return inf
@@ -45,5 +45,5 @@ def part_of_waiting(group: int, weights: list[int], waiting: Iterable[Sequence],
     for count in range(len(weights), 0, -1):
         level = -(-(sum(lightest[:count]) + incoming) // count)
         if level >= lightest[count - 1]:
-            return level - weights[group]
-    raise AssertionError("the lightest group alone takes everything")
+            return level - weights[microbatch]
+    raise AssertionError("the lightest one alone takes everything")

@@ -96,6 +96,6 @@ def native_step(model: RankModel, attention: AttentionBackend, sampler: Sampler)
     memory = None if parts is None else parts.stack.memory(attention)
     if parts is None or memory is None or not isinstance(sampler, HostSampler):
         return None
-    by_table = attention.by_table() if isinstance(attention, GroupedAttention) else [(attention, 0)]
+    by_table = attention.by_table if isinstance(attention, GroupedAttention) else [(attention, 0)]
     backends = [(backend, table) for backend, table in by_table if isinstance(backend, NativeAttention)]
     return NativeStep(parts, memory, backends, sampler)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from common.engine.device_inputs import StepRows, attention_metadata, rows_of, t
 from common.engine.handing_on import hand_on
 from common.engine.head_runner import HeadRunner
 from common.engine.native_step import NativeStep, native_step
-from common.engine.own_sequences import OwnPart, own_part
-from common.engine.row_shares import lens_between, row_bounds
+from common.engine.rank_part import OwnPart, lens_between, own_part, row_bounds
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
@@ -31,16 +31,14 @@ from common.model.mixture.rebalancer import Rebalancer
 from common.model.rank_model import AUX_HIDDEN, HIDDEN, RankModel
 
 
+@dataclass
 class LaunchedStep:
     """A step that was started on this rank. On a GPU it may still run."""
 
-    def __init__(
-        self, step_id: int, drawn: SamplerOutput | None, launch_s: float, scored: ScoredPrompts | None = None
-    ) -> None:
-        self._step_id = step_id
-        self._drawn = drawn
-        self._scored = scored
-        self._launch_s = launch_s
+    step_id: int
+    drawn: SamplerOutput | None
+    launch_s: float
+    scored: ScoredPrompts | None = None
 
     def wait(self) -> StepOutput:
         """Wait until the step's tokens are on the host. Any thread.
@@ -49,11 +47,11 @@ class LaunchedStep:
         """
         started = time.perf_counter()
         try:
-            sampled = self._drawn.wait() if self._drawn is not None else []
-            scored = self._scored.wait() if self._scored is not None else []
+            sampled = self.drawn.wait() if self.drawn is not None else []
+            scored = self.scored.wait() if self.scored is not None else []
         except RuntimeError as error:  # the CUDA context is unusable
-            raise RankLost(f"step {self._step_id} failed on the GPU: {error}") from error
-        return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started, scored)
+            raise RankLost(f"step {self.step_id} failed on the GPU: {error}") from error
+        return StepOutput(self.step_id, sampled, self.launch_s + time.perf_counter() - started, scored)
 
 
 class ModelRunner:
@@ -141,7 +139,9 @@ class ModelRunner:
                 self._check(step)
             self._prepare(step)
             bounds = row_bounds(step, self._mesh.place.cp_size)
-            part = self._part_of(step)
+            # With data-parallel attention this rank computes its own sequences, else all.
+            stripe, is_split = self._storage.shard.stripe, self._mesh.place.is_data_parallel
+            part = own_part(step, stripe, self._block_size) if is_split else OwnPart(step, [])
             cp_rank = self._mesh.place.cp_rank
             lo, hi = bounds[cp_rank : cp_rank + 2] if bounds else (0, len(part.step.token_ids))
             self._model.adapters.plan(part.step.adapters, lens_between(part.step.query_lens, lo, hi))
@@ -154,12 +154,16 @@ class ModelRunner:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
         num_rows = hi - lo
-        received = self._receive(num_rows)
+        received = None
+        if num_rows and not self._mesh.place.is_first_stage:
+            received = self._mesh.recv_stage(num_rows, self._model.stage_schema(num_rows))
         started = time.perf_counter()
         try:
             drawn = scored = None
             if step.by_head:
-                return LaunchedStep(step.step_id, self._guess(step, rows), time.perf_counter() - started)
+                assert self._head is not None
+                drawn = self._sample(step, self._head.forward(step, rows), rows.token_ids, self._head.logits)
+                return LaunchedStep(step.step_id, drawn, time.perf_counter() - started)
             if graphs is not None:
                 computed = graphs.run(num_rows, received)
             else:
@@ -210,12 +214,6 @@ class ModelRunner:
             targets = to_device([stripe.local(copy.target) for copy in copies], self._device)
             self._storage.copy_blocks(table, sources, targets)
 
-    def _part_of(self, step: StepInput) -> OwnPart:
-        """What this rank computes: all of the step, or with data-parallel attention its own sequences."""
-        if not self._mesh.place.is_data_parallel:
-            return OwnPart(step, [])
-        return own_part(step, self._storage.shard.stripe, self._block_size)
-
     def _plan(self, step: StepInput, bounds: tuple[int, ...]) -> StepRows:
         if not step.token_ids:  # a data-parallel rank without sequences serves the experts of others
             none = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -223,11 +221,6 @@ class ModelRunner:
         rows = rows_of(step, self._device)
         self._attention.plan(attention_metadata(step, rows.slots, row_bounds=bounds))
         return rows
-
-    def _receive(self, rows: int) -> dict[str, Tensor] | None:
-        if self._mesh.place.is_first_stage or not rows:
-            return None
-        return self._mesh.recv_stage(rows, self._model.stage_schema(rows))
 
     def _fill_placeholders(self, step: StepInput, token_ids: Tensor) -> None:
         """Put the tokens that the last step drew into their rows."""
@@ -252,18 +245,7 @@ class ModelRunner:
         scored = None
         if step.scored and self._mesh.place.computes_logits:
             scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
-        return self._sample(step, hidden, token_ids), scored
-
-    def _guess(self, step: StepInput, rows: StepRows) -> SamplerOutput | None:
-        """Have the draft head compute the rows, and draw from them."""
-        assert self._head is not None
-        hidden = self._head.forward(step, rows)
-        if not step.samples:
-            return self._sampler.empty(self._device) if self._mesh.place.samples else None
-        if len(step.samples) < hidden.size(0):
-            hidden = hidden.index_select(0, self._sampled_rows(step))
-        logits = self._head.logits(hidden)
-        return None if logits is None else self._sampler.sample(logits, step.samples, None)
+        return self._sample(step, hidden, token_ids, self._model.logits), scored
 
     def _of_all_ranks(self, step: StepInput, part: OwnPart, hidden: Tensor) -> Tensor:
         """[rows, hidden] on all data-parallel ranks, from each rank's [own rows, hidden]: the rows that are sampled, or all of the step
@@ -279,16 +261,20 @@ class ModelRunner:
         rows.index_copy_(0, to_device(places, self._device), hidden.index_select(0, sources).to(dtype))
         return self._mesh.all_reduce(rows)
 
-    def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
+    def _sample(
+        self, step: StepInput, hidden: Tensor, token_ids: Tensor, logits_of: Callable[[Tensor], Tensor | None]
+    ) -> SamplerOutput | None:
         if not step.samples:
-            return self._sampler.empty(self._device) if self._mesh.place.samples else None
+            # Its `wait` returns when the step has ended and no longer writes to its blocks.
+            nothing = torch.empty(0, 1, device=self._device)
+            return self._sampler.sample(nothing, [], None) if self._mesh.place.samples else None
         if len(step.samples) < hidden.size(0):
             hidden = hidden.index_select(0, self._sampled_rows(step))
-        logits = self._model.logits(hidden) if self._mesh.place.computes_logits else None
+        logits = logits_of(hidden) if self._mesh.place.computes_logits else None
         drawn = None
         if logits is not None:
             drawn = self._sampler.sample(logits, step.samples, self._unseen(step, token_ids))
-        if self._overlaps:
+        if self._overlaps and not step.by_head:
             self._drawn = step.step_id, self._shared(drawn, len(step.samples))
         return drawn
 

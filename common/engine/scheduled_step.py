@@ -36,7 +36,7 @@ class ScheduledStep:
     seqs: list[Sequence]
     admitted: list[Sequence]
     """The `seqs` that got their blocks in this step."""
-    group: int
+    microbatch: int
 
 
 def take_output(

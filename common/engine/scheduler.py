@@ -7,7 +7,7 @@ youngest of the lowest priority: it gives its blocks back and is recomputed late
 share while a sequence of another tenant waits (`common.engine.shares`).
 
 `schedule` and `update` are apart so that several steps can be in flight. The stages of a pipeline each work on another
-*group* (micro-batch) of the running sequences (`common.engine.microbatches`). With depth 2 a group's next step is
+micro-batch of the running sequences (`common.engine.microbatches`). With depth 2 a micro-batch's next step is
 scheduled while its last one runs (asynchronous scheduling): a row's token may be one that is just being drawn, unknown
 here and known to the ranks (`StepInput.placeholders`). A sequence that turns out to have ended wastes that row. It keeps
 its blocks until the row is done, as does a sequence that is aborted or preempted; the prefix cache gets only blocks whose
@@ -25,9 +25,8 @@ from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, PromptLogprobs
 from common.engine.build_step import Rows, build_step, record_rows
 from common.engine.drafting import Drafting
-from common.engine.integrity import check_reserved, check_running, check_waiting
 from common.engine.kv_allocator import KVAllocator
-from common.engine.microbatches import group_weights, part_of_waiting, weight_of
+from common.engine.microbatches import microbatch_weights, part_of_waiting, weight_of
 from common.engine.preemption import Yielding, may_give_way, victim_of_growth
 from common.engine.scheduled_step import ScheduledStep, SequenceOutput, take_output
 from common.engine.scheduler_config import SchedulerConfig
@@ -67,9 +66,9 @@ class Scheduler:
         self._copies: list[BlockCopy] = []
         """For the sequences that were admitted to the step being scheduled."""
         self._steps = 0
-        self._in_flight = [0] * config.num_groups
-        self._next_group = 0
-        self._yielding = Yielding(config.num_groups)
+        self._in_flight = [0] * config.num_microbatches
+        self._next_microbatch = 0
+        self._yielding = Yielding(config.num_microbatches)
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -118,7 +117,7 @@ class Scheduler:
         seq.progress.num_computed = seq.progress.num_scheduled = seq.num_tokens
         self.allocator.advance(seq)
         seq.tokens.ids.append(first_token)
-        weights = group_weights(self.running.values(), self.config.num_groups)
+        weights = microbatch_weights(self.running.values(), self.config.num_microbatches)
         self._run(seq, weights.index(min(weights)), "its KV is complete")
 
     def end(self, seq: Sequence, reason: str) -> None:
@@ -167,28 +166,30 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run now."""
-        for offset in range(2 * self.config.num_groups - 1):  # again those that yielded to a group which needs no more
-            group = (self._next_group + offset) % self.config.num_groups
-            scheduled = self._schedule_group(group) if self._in_flight[group] < self.config.depth else None
+        count = self.config.num_microbatches
+        for offset in range(2 * count - 1):  # again those that yielded to one which needs no more
+            microbatch = (self._next_microbatch + offset) % count
+            is_full = self._in_flight[microbatch] >= self.config.depth
+            scheduled = None if is_full else self._schedule_microbatch(microbatch)
             if scheduled is not None:
-                self._next_group = group + 1
+                self._next_microbatch = microbatch + 1
                 return scheduled
         return None
 
-    def _schedule_group(self, group: int) -> ScheduledStep | None:
-        self._yielding.end(group)
-        self._share_out(group)
-        decodes: list[Rows] = [(seq, 1 + len(seq.tokens.draft_ids)) for seq in self._decoding(group)]
+    def _schedule_microbatch(self, microbatch: int) -> ScheduledStep | None:
+        self._yielding.end(microbatch)
+        self._share_out(microbatch)
+        decodes: list[Rows] = [(seq, 1 + len(seq.tokens.draft_ids)) for seq in self._decoding(microbatch)]
         prompts: list[Rows] = []
         admitted: list[Sequence] = []
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
         if decodes:  # they may use up the budget, but a prompt must still advance
             budget = max(1, min(budget, self.config.prefill_chunk))
-        begun = [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, group)]
+        begun = [seq for seq in self.running.values() if seq.num_unscheduled > 1 and self._can_run(seq, microbatch)]
         # Behind others they get a block each: their KV transfers would time out without any progress.
         relaying = [seq for seq in begun if seq.relays][: budget // (2 * BLOCK_SIZE)]
         budget -= BLOCK_SIZE * len(relaying)
-        for seq, is_new in self._next_prompts(begun, group):
+        for seq, is_new in self._next_prompts(begun, microbatch):
             if is_new:
                 admitted.append(seq)
             elif seq in relaying:
@@ -202,23 +203,20 @@ class Scheduler:
         prompts += [(seq, min(seq.num_unscheduled, BLOCK_SIZE)) for seq in relaying]
         if not (decodes or prompts):
             return None
-        return self._start(decodes, prompts, admitted, group)
-
-    def _start(self, decodes: list[Rows], prompts: list[Rows], admitted: list[Sequence], group: int) -> ScheduledStep:
         for part in (decodes, prompts):  # neighbours with the same adapter share its products
             part.sort(key=lambda row: row[0].adapter_id)
         rows = decodes + prompts
         self._steps += 1
         step = build_step(self._steps, rows, len(decodes), self._copies)
         self._copies = []
-        self._in_flight[group] += 1
+        self._in_flight[microbatch] += 1
         record_rows(step, rows)
-        return ScheduledStep(step, [seq for seq, _ in rows], admitted, group)
+        return ScheduledStep(step, [seq for seq, _ in rows], admitted, microbatch)
 
     def update(
         self, scheduled: ScheduledStep, sampled: list[SampledToken], scored: Iterable[list[PromptLogprobs]] = ()
     ) -> list[SequenceOutput]:
-        """Record what a step computed and drew (`StepOutput`). A group's steps must come in the order of their start.
+        """Record what a step computed and drew (`StepOutput`). A micro-batch's steps must come in the order of their start.
 
         A finished sequence ends, and tokens drawn after its end are dropped.
         """
@@ -240,7 +238,7 @@ class Scheduler:
         return outputs
 
     def _step_over(self, scheduled: ScheduledStep) -> None:
-        self._in_flight[scheduled.group] -= 1
+        self._in_flight[scheduled.microbatch] -= 1
         self.pool.release([copy.source for copy in scheduled.step.copies])
 
     def _advance(self, output: SequenceOutput, context_len: int) -> None:
@@ -264,29 +262,37 @@ class Scheduler:
                 self.end(seq, f"step {scheduled.step.step_id} failed")
 
     def check_integrity(self) -> None:
+        """Assert that all sequences are in the right containers and hold what they need. Tests call this."""
         self.pool.check_integrity()
-        check_running(self.running.values(), self._yielding, self.allocator)
-        check_reserved(self.reserved.values(), self.allocator)
-        check_waiting(self.waiting)
+        for seq in self.running.values():
+            ended = seq.state in (_HELD, _ENDING)
+            assert ended or seq.state in (_RUNNING, _YIELDING), f"{seq.key} runs and is {seq.state}"
+            assert seq.progress.in_flight or not ended, f"{seq.key} has ended, is in no step, and runs"
+            assert seq.state is not _YIELDING or seq in self._yielding, f"{seq.key} yields to no micro-batch"
+            self.allocator.check_integrity(seq, next_row=seq.progress.num_computed)
+        for seq in self.reserved.values():
+            assert seq.state is _RESERVED, f"{seq.key} is reserved and is {seq.state}"
+            self.allocator.check_integrity(seq, next_row=seq.num_tokens)
+        for seq in self.waiting:
+            assert seq.state is _WAITING, f"{seq.key} waits and is {seq.state}"
+            assert not seq.blocks.tables, f"{seq.key} waits and holds blocks"
 
-    # ------------------------------------------------------------ inside
-
-    def _can_run(self, seq: Sequence, group: int) -> bool:
+    def _can_run(self, seq: Sequence, microbatch: int) -> bool:
         tokens = seq.tokens
         return (
             seq.state is _RUNNING
-            and seq.group == group
+            and seq.microbatch == microbatch
             and not (
                 seq.progress.num_pending
                 and (tokens.draft_ids or tokens.needs_known or seq.ends_in_flight(self.config.max_model_len))
             )
         )
 
-    def _decoding(self, group: int) -> Iterator[Sequence]:
-        """Running sequences of `group` that decode, with blocks for their rows; preempts others if there are not enough."""
-        ready = [seq for seq in self.running.values() if seq.is_decoding and self._can_run(seq, group)]
+    def _decoding(self, microbatch: int) -> Iterator[Sequence]:
+        """Running sequences of `microbatch` that decode, with blocks for their rows; preempts others if there are not enough."""
+        ready = [seq for seq in self.running.values() if seq.is_decoding and self._can_run(seq, microbatch)]
         for seq in self.drafting.draft(ready, len(self.running), self.config):
-            if self._can_run(seq, group) and self._has_blocks(seq):
+            if self._can_run(seq, microbatch) and self._has_blocks(seq):
                 yield seq
             else:  # perhaps it gave its blocks to one before it
                 seq.tokens.draft_ids = []
@@ -301,36 +307,33 @@ class Scheduler:
         return seq.blocks.num_slots >= needed or self._grow(seq, needed)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens`, from the last of `running` if necessary. False if it must wait or
-        is preempted.
-
-        A victim that is in flight gets no rows until it can release its blocks. Of another group, which takes longer, only one
-        of a lower priority.
-        """
+        """Allocate blocks for `num_tokens`, those of `victim_of_growth` if necessary. False if it must wait or is preempted."""
         while seq.blocks.num_slots < num_tokens:
             while self.allocator.room_of(seq) == 0:
                 victim = victim_of_growth(seq, self.running)
-                if not self._preempt(victim, seq.group, "preempted") or victim is seq:
+                if not self._preempt(victim, seq.microbatch, "preempted") or victim is seq:
                     return False
             self.allocator.grow(seq)
         return True
 
-    def _share_out(self, group: int) -> None:
+    def _share_out(self, microbatch: int) -> None:
         """Make room for the sequence whose turn it is, at the cost of tenants that have more than their share."""
         seq, shares = self.waiting.next(self.shares), self.shares
         if self.next_reserved is not None and (seq is None or not goes_first(seq, self.next_reserved, shares)):
             seq = self.next_reserved
+        home: int | None = None
         while seq is not None and shares.has_others(seq.request.tenant):
             if self._free_slots() > 0 and self.allocator.fits(seq, spare_blocks=len(self.running) + 1):
                 return
-            victim = shares.victim(seq, may_give_way(self.running, group))
-            if victim is None or not self._preempt(victim, group, "preempted: its tenant has more than its share"):
+            victim = shares.victim(seq, may_give_way(self.running, microbatch, home))
+            if victim is None or not self._preempt(victim, microbatch, "preempted: its tenant has more than its share"):
                 return
+            home = victim.blocks.home  # blocks of other data-parallel ranks would not help
 
-    def _preempt(self, seq: Sequence, group: int, reason: str) -> bool:
-        """Preempt a running sequence for one of `group`. False if it is in flight: then it yields."""
+    def _preempt(self, seq: Sequence, microbatch: int, reason: str) -> bool:
+        """Preempt a running sequence for one of `microbatch`. False if it is in flight: then it yields."""
         if seq.progress.in_flight:
-            self._yielding.begin(seq, group)
+            self._yielding.begin(seq, microbatch)
             return False
         del self.running[seq.key]
         self.allocator.free(seq)
@@ -346,28 +349,31 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
-    def _next_prompts(self, begun: Seq[Sequence], group: int) -> Iterator[tuple[Sequence, bool]]:
+    def _next_prompts(self, begun: Seq[Sequence], microbatch: int) -> Iterator[tuple[Sequence, bool]]:
         """The `begun` and the waiting sequences by turn; equal ones: begun first. With whether each was admitted just now."""
         for each in sorted(begun, key=self.shares.turn):
-            yield from ((seq, True) for seq in self._admit_waiting(group, before=each))
+            yield from ((seq, True) for seq in self._admit_waiting(microbatch, before=each))
             yield each, False
-        yield from ((seq, True) for seq in self._admit_waiting(group))
+        yield from ((seq, True) for seq in self._admit_waiting(microbatch))
 
-    def _admit_waiting(self, group: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
+    def _admit_waiting(self, microbatch: int, *, before: Sequence | None = None) -> Iterator[Sequence]:
         """Admit waiting sequences, one after the other; with `before`, only those whose turn is earlier than that one's."""
         part: float | None = None
         while (seq := self.waiting.next(self.shares)) is not None:
             if before is not None and self.shares.turn(seq) >= self.shares.turn(before):
                 return
-            part = self._part_of_waiting(group) if part is None else part
-            # Rounds up, so that the lightest group always passes.
-            if part < weight_of(seq) / self.config.num_groups or not self._admit(seq, group):
+            if part is None:
+                slots, room = max(0, self._free_slots()), self.allocator.room - len(self.running)
+                weights = microbatch_weights(self.running.values(), self.config.num_microbatches)
+                part = part_of_waiting(microbatch, weights, islice(self.waiting, slots), room)
+            # Rounds up, so that the lightest micro-batch always passes.
+            if part < weight_of(seq) / self.config.num_microbatches or not self._admit(seq, microbatch):
                 return
             self.waiting.remove(seq)
             part -= weight_of(seq)
             yield seq
 
-    def _admit(self, seq: Sequence, group: int) -> bool:
+    def _admit(self, seq: Sequence, microbatch: int) -> bool:
         if self._free_slots() <= 0 or (self.next_reserved and not goes_first(seq, self.next_reserved, self.shares)):
             return False
         hashes = seq.usable_hashes(spare_tokens=1)
@@ -375,21 +381,16 @@ class Scheduler:
             return False
         self._copies += self.allocator.copy_begun_block(seq, self.running.values(), seq.num_usable(spare_tokens=1))
         self._count_hits(seq, seq.progress.num_scheduled)
-        self._run(seq, group, "admitted")
+        self._run(seq, microbatch, "admitted")
         return True
 
-    def _run(self, seq: Sequence, group: int, reason: str) -> None:
+    def _run(self, seq: Sequence, microbatch: int, reason: str) -> None:
         seq.enter(_RUNNING, reason)
-        seq.group = group
+        seq.microbatch = microbatch
         last = next(reversed(self.running.values()), seq)
         self.running[seq.key] = seq
         if seq.request.priority < last.request.priority:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].request.priority))
-
-    def _part_of_waiting(self, group: int) -> float:
-        weights = group_weights(self.running.values(), self.config.num_groups)
-        slots, room = self._free_slots(), self.allocator.room - len(self.running)
-        return part_of_waiting(group, weights, islice(self.waiting, max(0, slots)), room)
 
     def _count_hits(self, seq: Sequence, num_tokens: int) -> None:
         if seq.preemptions == 0:

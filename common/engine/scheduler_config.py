@@ -18,10 +18,10 @@ class SchedulerConfig:
     """Rows of one step."""
     prefill_chunk: int
     """Prompt rows of a step in which others decode; limits what a prompt adds to their inter-token latency."""
-    num_groups: int = 1
+    num_microbatches: int = 1
     """Micro-batches of the running sequences, each with steps of its own: as many as a pipeline has stages."""
     depth: int = 1
-    """Steps in flight in each group: 1, or 2 if the next one is prepared while one runs."""
+    """Steps in flight in each micro-batch: 1, or 2 if the next one is prepared while one runs."""
 
     def __post_init__(self) -> None:
         assert self.depth in (1, 2), self

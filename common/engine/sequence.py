@@ -79,7 +79,7 @@ class Sequence:
     progress: Progress = field(default_factory=Progress, init=False)
     adapter_id: int = field(default=0, init=False)
     """Number of its LoRA adapter in the ranks' memory, 0 without one (`StepInput.adapters`)."""
-    group: int = field(default=0, init=False)
+    microbatch: int = field(default=0, init=False)
     """Index of its micro-batch, while it runs."""
     cached_tokens: int = field(default=0, init=False)
     """Tokens whose KV it did not compute when it was first admitted: from the prefix cache, or in a block copied from

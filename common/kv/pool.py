@@ -34,7 +34,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, num_tables: int = 1, num_stripes: int = 1, num_homes: int = 1) -> None:
-        """`num_blocks`: of all ranks together, a multiple of `num_stripes` or `num_homes`, of which one is 1."""
+        """`num_blocks`: of all ranks together, a multiple of `num_stripes` or `num_homes`; one of these is 1."""
         assert num_stripes == 1 or num_homes == 1
         num_parts = num_stripes * num_homes
         assert num_blocks % num_parts == 0
@@ -172,7 +172,7 @@ class BlockPool:
         return self.journal
 
     def check_integrity(self) -> None:
-        """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
+        """Assert the invariants above, at the end of tests."""
         for block, refs in enumerate(self._refs):
             is_idle = block in self._idle[block % len(self._idle)]
             assert (refs == 0) == is_idle, f"block {block}: {refs} references, idle {is_idle}"

@@ -135,21 +135,21 @@ class KVLayout:
         return len(self.pp_layers)
 
     @property
-    def num_groups(self) -> int:
-        """Groups of tensor-parallel ranks of a stage that hold different blocks of the node's pool."""
+    def num_replicas(self) -> int:
+        """How many times a stage has the weights of attention, each time with other blocks of the node's pool: on `tp_size` ranks."""
         return self.cp_size * self.dp_size
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.num_groups * self.pp_size
+        return self.tp_size * self.num_replicas * self.pp_size
 
     def pool_blocks(self, rank_blocks: int) -> int:
         """Blocks of a node each of whose ranks has memory for `rank_blocks`."""
-        return self.num_groups * rank_blocks
+        return self.num_replicas * rank_blocks
 
     def longest_sequence(self, num_blocks: int) -> int:
         """Tokens of the longest sequence that fits alone into a pool of `num_blocks`."""
-        return num_blocks // self.num_groups // self.spec.num_tables * self.cp_size * self.spec.block_size
+        return num_blocks // self.num_replicas // self.spec.num_tables * self.cp_size * self.spec.block_size
 
     def home_of(self, tables: Sequence[Sequence[int]] | NDArray[np.int64]) -> int:
         """The data-parallel rank that holds a sequence with these block tables. The last entry of a table always names a block
@@ -168,8 +168,8 @@ class KVLayout:
         """Equal for two layouts exactly where `check_compatible` accepts them."""
         return f"{self.fingerprint}/{self.spec}"
 
-    def shard(self, tp_rank: int, pp_rank: int, group: int = 0) -> RankShard:
-        """The shard of one rank. `group`: its context-parallel or data-parallel rank."""
+    def shard(self, tp_rank: int, pp_rank: int, replica: int = 0) -> RankShard:
+        """The shard of one rank. `replica`: its context-parallel or data-parallel rank."""
         layer_lo = sum(self.pp_layers[:pp_rank])
         layer_hi = layer_lo + self.pp_layers[pp_rank]
         parts = tuple(
@@ -181,13 +181,13 @@ class KVLayout:
             )
             for number, group in enumerate(self.spec.groups)
         )
-        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts, Stripe(group, self.num_groups))
+        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts, Stripe(replica, self.num_replicas))
 
     def rank_shard(self, rank: int) -> RankShard:
-        """The shard of `rank = (pp_rank * num_groups + group) * tp_size + tp_rank`."""
-        replica, tp_rank = divmod(rank, self.tp_size)
-        pp_rank, group = divmod(replica, self.num_groups)
-        return self.shard(tp_rank, pp_rank, group)
+        """The shard of `rank = (pp_rank * num_replicas + replica) * tp_size + tp_rank`."""
+        rest, tp_rank = divmod(rank, self.tp_size)
+        pp_rank, replica = divmod(rest, self.num_replicas)
+        return self.shard(tp_rank, pp_rank, replica)
 
     def handed_on(self, src: KVLayout) -> tuple[int, ...]:
         """Numbers of the groups that a node with the layout `src` sends to the first rank of each stage only."""

@@ -104,28 +104,22 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.memories = group_memories(layout.spec, shard.parts, num_blocks)
         """Where each group lies in `data`."""
-        self._is_on_cpu = device == "cpu"
         where = torch.device(device)
         size_bytes = rank_bytes(self.memories)
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
         """The GPU memory, if other processes can map it; None otherwise and on the CPU."""
-        if self._is_on_cpu:
+        if device == "cpu":
             data = torch.as_tensor(np.frombuffer(_map_zeros(size_bytes), dtype=np.uint8, count=size_bytes))
         elif self.shared is None:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=where)
         else:
             data = self.shared.tensor(where).zero_()
-        self._scales = scales or [()] * len(layout.spec.groups)
-        self.use(data)
-
-    def use(self, data: Tensor) -> None:
-        """Keep the cache in `data` ([bytes], uint8) from now on. Raises: ConfigError."""
         self.data = data
-        self.host_bytes: np.ndarray | None = data.numpy() if self._is_on_cpu else None
-        spec = self.layout.spec
+        self.host_bytes: np.ndarray | None = data.numpy() if device == "cpu" else None
+        scales = scales or [()] * len(layout.spec.groups)
         self.groups = tuple(
-            GroupStorage(data, group, memory, spec.block_size, scales)
-            for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
+            GroupStorage(data, group, memory, layout.spec.block_size, own)
+            for group, memory, own in zip(layout.spec.groups, self.memories, scales, strict=True)
         )
 
     def copy_blocks(self, table: int, sources: Tensor, targets: Tensor) -> None:
@@ -138,7 +132,7 @@ class KVStorage:
     def page_supply(self) -> PageSupply:
         """Provides the pages of this memory before they are written to, within a limit of memory; nothing on a GPU."""
         planes: list[tuple[int, int]] = []
-        if not self._is_on_cpu:
+        if self.host_bytes is None:
             return PageSupply(0, planes, self.num_blocks, 0)
         for group, memory in zip(self.layout.spec.groups, self.memories, strict=True):
             for strip in strips_of(group, self.layout.spec.block_size):

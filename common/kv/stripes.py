@@ -35,11 +35,6 @@ class Stripe:
         """How many of the first `num_blocks` positions are in this stripe."""
         return max(0, (num_blocks - self.first + self.step - 1) // self.step)
 
-    def count_tokens(self, num_tokens: int, block_size: int) -> int:
-        """How many of the first `num_tokens` tokens are in blocks of this stripe."""
-        full, rest = divmod(num_tokens, block_size)
-        return self.count(full) * block_size + (rest if self.owns(full) else 0)
-
     @property
     def indices(self) -> slice:
         """Selects the stripe from a list of all positions."""

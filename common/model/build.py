@@ -31,7 +31,7 @@ from common.model.precision import FLOAT32, Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
-from common.parallel.mesh import SOLO, Mesh, SoloMesh
+from common.parallel.mesh import SOLO, Mesh
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Build:
         """For the parts that a rank computes for its own rows only: with data-parallel attention whole, without exchange; else
         this."""
         place = self.mesh.place
-        return replace(self, mesh=SoloMesh(place.alone)) if place.is_data_parallel else self
+        return replace(self, mesh=Mesh(place.alone)) if place.is_data_parallel else self
 
     def heads(self, attention: MultiHeadDescription) -> HeadRange:
         """This rank's heads."""

@@ -30,7 +30,7 @@ from common.control.messages import (
 )
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
-from common.engine.grammar.compiler import GrammarCompiled, Grammars
+from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduled_step import ScheduledStep, SequenceOutput
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
@@ -58,7 +58,7 @@ class CoreParts:
     vocab_size: int
     scheduler: Scheduler
     executor: Executor
-    grammars: Grammars
+    grammars: GrammarCompiler
     send_buffer: SendBuffer
     clock: Clock
     max_accepted: int

@@ -58,7 +58,7 @@ def plan_draft(config: NodeConfig, target: NodePlan, name: str) -> NodePlan:
             target.weights, dtype=dtype, quantization=quantization, state=files_state(path, config.load_format)
         ),
         kv_memory=KvMemoryRequest(target.kv_memory.utilization, blocks=_LEAST_BLOCKS),  # until the target's are known
-        steps=replace(target.steps, max_model_len=max_model_len, num_groups=1, depth=1),
+        steps=replace(target.steps, max_model_len=max_model_len, num_microbatches=1, depth=1),
         adapters=AdapterOptions({}, 0, 0),
         experts=ExpertSettings(None, 0),
         speculation=None,

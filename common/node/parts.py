@@ -52,10 +52,10 @@ def make_scheduler(plan: NodePlan, pool: BlockPool, draft: Worker | None = None,
     described, head = plan.model_config.draft_head, None
     if described is not None:
         assert run is not None
-        head = DraftHeadProposer(described.method, run)
+        head = DraftHeadProposer(
+            described.method, run, lambda seq, num_slots: scheduler.allocator.reach(seq, num_slots)
+        )
     scheduler = Scheduler(plan.steps, pool, plan.layout.spec.windows, make_drafting(plan, draft, head))
-    if head is not None:
-        head.reach = scheduler.allocator.reach
     return scheduler
 
 

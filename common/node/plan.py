@@ -31,7 +31,7 @@ from common.model.tokenizer_folder import tokenizer_folder
 from common.node.head_plan import with_draft_head
 from common.node.kv_budget import KvMemoryRequest
 from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions, check_data_parallel
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def step_limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
         prefill_chunk=prefill_chunk or tokens,
-        num_groups=num_stages,
+        num_microbatches=num_stages,
         depth=2 if asynchronous and num_stages == 1 else 1,
     )
 

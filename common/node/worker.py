@@ -21,14 +21,13 @@ from common.engine.cuda_graphs import (
     CannotCapture,
     CudaGraphCapture,
     DecodeGraphs,
-    EagerCapture,
-    GraphCapture,
+    StepCapture,
     graph_sizes,
 )
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
-from common.engine.sampling.row_passes import choose_passes
+from common.engine.sampling.row_passes import NativePasses
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.find import find_native
@@ -43,7 +42,8 @@ from common.model.rank_model import RankModel
 from common.node.kv_budget import GpuMemoryUse, adapter_bytes, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
-from common.parallel.mesh import SOLO, Mesh, RankPlace
+from common.parallel.mesh import SOLO, Mesh
+from common.parallel.place import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Worker:
         model: RankModel,
         *,
         meter: MemoryMeter | None = None,
-        graph_capture: GraphCapture | None = None,
+        graph_capture: StepCapture | None = None,
         packed: PackedWeights | None = None,
         draft: Worker | None = None,
     ) -> None:
@@ -145,7 +145,7 @@ class Worker:
         self.runner, self._attention = self._runner(self.storage)
 
     def capture_graphs(self) -> None:
-        """Capture decode steps as CUDA graphs, if this rank has a `GraphCapture`. All ranks of the node do this at the
+        """Capture decode steps as CUDA graphs, if this rank has a `StepCapture`. All ranks of the node do this at the
         same time.
 
         Steps of a model that cannot be captured stay as they are, with a warning in the log.
@@ -202,7 +202,8 @@ class Worker:
         if self.device.type == "cuda":
             sampler = DeviceSampler(find_flashinfer(self.device).flashinfer)
         else:
-            sampler = HostSampler(choose_passes(find_native()))
+            native = find_native()
+            sampler = HostSampler(None if native is None else NativePasses(native))
         pages = self.page_supply if self.device.type == "cpu" else None
         return ModelRunner(
             self._model,
@@ -277,7 +278,7 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
             )
         if device.type == "cpu":
             return Worker(plan, mesh, model, packed=packed, draft=draft)
-        capture = EagerCapture() if plan.eager else CudaGraphCapture(device)
+        capture = StepCapture() if plan.eager else CudaGraphCapture(device)
         place = mesh.place
         is_plain = place.cp_size == 1 and not place.is_data_parallel
         can_capture = is_plain and model.draft_head is None  # a head reads what the model computes

@@ -54,7 +54,7 @@ def _device(interface: str) -> object:
 
 
 class GlooGroup:
-    """The tensor-parallel or the context-parallel ranks of one pipeline stage, on any hosts."""
+    """A `common.parallel.mesh.RankGroup` of ranks on any hosts."""
 
     def __init__(self, group: _Group, index: int, ranks: list[int]) -> None:
         self._group = group
@@ -62,12 +62,10 @@ class GlooGroup:
         self._ranks = ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks of this stage, in place."""
         _complete(lambda: self._group.allreduce([x]), f"all-reduce among ranks {self._ranks}")
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """The columns of all ranks side by side, on rank 0 of the stage."""
         parts = [torch.empty_like(x) for _ in self._ranks] if self._index == 0 else []
         options = GatherOptions()
         options.rootRank = 0
@@ -76,13 +74,11 @@ class GlooGroup:
         return torch.cat(parts, 1) if parts else None
 
     def broadcast(self, x: Tensor) -> None:
-        """The bytes of rank 0 of the stage on all ranks: `Mesh.broadcast`."""
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         _complete(lambda: self._group.broadcast([x], options), f"broadcast among ranks {self._ranks}")
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-        """Bytes from each rank of this stage to each: `Mesh.all_to_all`."""
         mine = [row[self._index] for row in sizes]
         received = sent.new_empty(sum(mine))
         outgoing = list(sizes[self._index])
@@ -93,7 +89,6 @@ class GlooGroup:
         return received
 
     def gather_all(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]: the `x` of all ranks of the group."""
         out = x.new_empty(len(self._ranks), *x.shape)
         _complete(lambda: self._group.allgather([list(out.unbind())], [x]), f"all-gather among ranks {self._ranks}")
         return out

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from common.base.errors import ConfigError, RankLost
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 from common.parallel.torch_reason import torch_reason
 
 _RETRY_S = 0.05
@@ -74,53 +74,54 @@ class Rendezvous:
         """A store for one process group."""
         return PrefixStore(name, self._require_store())
 
-    def exchange(self, what: str, value: str, ranks: list[int] | None = None) -> list[str]:
-        """The values that all `ranks` (None: of the node) gave for `what`, in their order; `what` is used once.
-
-        Raises: RankLost naming the ranks that gave none within the deadline.
-        """
-        return self._exchange(what, value, ranks, must_equal=False)
-
     def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         """Make sure that all ranks call this with the same `value`. Raises: see `Mesh.agree`."""
-        self._exchange(what, value, None, must_equal=True, timeout_s=timeout_s)
+        self.exchange(what, value, must_equal=True, timeout_s=timeout_s)
 
-    def _exchange(
-        self, what: str, value: str, ranks: list[int] | None, *, must_equal: bool, timeout_s: float | None = None
+    def exchange(
+        self,
+        what: str,
+        value: str,
+        ranks: list[int] | None = None,
+        *,
+        must_equal: bool = False,
+        timeout_s: float | None = None,
     ) -> list[str]:
+        """The values that all `ranks` (None: of the node) gave for `what`, in their order; `what` is used once.
+
+        Raises: RankLost naming the ranks that gave none within the deadline; ConfigError if the values differ and `must_equal`.
+        """
         me, store = self._place.rank, self._require_store()
         peers = list(range(self._place.world_size)) if ranks is None else ranks
         allowed_s = timeout_s or self._timeout_s
         deadline = time.monotonic() + allowed_s
+
+        def await_key(rank: int, suffix: str = "") -> None:
+            """Return when `rank` has set its key. Polls, because torch logs a stack trace when a wait times out."""
+            while not store.check([f"{what}/{rank}{suffix}"]):
+                if time.monotonic() > deadline:
+                    missing = [str(peer) for peer in peers if not store.check([f"{what}/{peer}{suffix}"])]
+                    who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                    raise RankLost(f"{who} did not connect to {self._where} within {allowed_s:g} s ({what})")
+                time.sleep(_POLL_S)
+
         values: list[str] = []
         try:
             store.set(f"{what}/{me}", value)
             for rank in peers:
-                self._await_keys(what, "", rank, peers, deadline, allowed_s)
+                await_key(rank)
                 values.append(store.get(f"{what}/{rank}").decode())
                 # Checked at once: ranks that disagree on the node's size would wait for ranks that do not exist.
                 if must_equal and values[-1] != value:
                     raise ConfigError(f"{what} differs among the node's ranks: {value} on {me}, {values[-1]} on {rank}")
             store.set(f"{what}/{me}/read", "")
-            if me == 0:
-                # Rank 0 hosts the store, which must not end before the others have read.
-                for rank in peers:
-                    self._await_keys(what, "/read", rank, peers, deadline, allowed_s)
+            for rank in (
+                peers if me == 0 else ()
+            ):  # rank 0 hosts the store, which must not end before the others have read
+                await_key(rank, "/read")
         except RuntimeError as error:
             raise RankLost(f"{self._place}: lost rank 0 at {self._where}: {torch_reason(error)}") from error
         return values
-
-    def _await_keys(
-        self, what: str, suffix: str, rank: int, peers: list[int], deadline: float, allowed_s: float
-    ) -> None:
-        """Return when `rank` has set its key. Polls, because torch logs a stack trace when a wait times out."""
-        store = self._require_store()
-        while not store.check([f"{what}/{rank}{suffix}"]):
-            if time.monotonic() > deadline:
-                missing = [str(peer) for peer in peers if not store.check([f"{what}/{peer}{suffix}"])]
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise RankLost(f"{who} did not connect to {self._where} within {allowed_s:g} s ({what})")
-            time.sleep(_POLL_S)
 
     def _require_store(self) -> Store:
         assert self._store is not None, "closed"

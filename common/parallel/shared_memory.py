@@ -17,7 +17,6 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,33 +49,27 @@ class Segment:
     Every rank locks one byte of it, its own; the kernel releases the lock when the rank dies.
     """
 
-    def __init__(self, path: Path, flags: int, rank: int, size: int) -> None:
-        self._path: Path | None = None
+    def __init__(self, rank: int, size: int, name: str | None = None) -> None:
+        """`name`: of the segment that another rank has made for `size` ranks; None: make one.
+
+        Raises: OSError, ValueError if there is none here.
+        """
+        self.name = name or f"{_NAME_PREFIX}{secrets.token_hex(8)}"
+        if not self.name.startswith(_NAME_PREFIX) or "/" in self.name:
+            raise ValueError(f"{name!r} names no segment")
+        if name is None:
+            _remove_stale()
+        path, flags = futex.SHM_DIR / self.name, 0 if name else os.O_CREAT | os.O_EXCL
+        self._path = None if name else path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
-            if flags & os.O_CREAT:
-                self._path = path
-                # Reserved now: a page that cannot be allocated later kills the process.
+            if name is None:  # reserved now: a page that cannot be allocated later kills the process
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES + 2 * size * SLOT_BYTES)
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(rank))
             self.map = mmap.mmap(self._fd, _HEADER_BYTES + 2 * size * SLOT_BYTES)
         except (OSError, ValueError):
             self.close()
             raise
-        self.name = path.name
-
-    @classmethod
-    def create(cls, rank: int, size: int) -> Segment:
-        """A new segment for `size` ranks. Raises: OSError."""
-        _remove_stale()
-        return cls(futex.SHM_DIR / f"{_NAME_PREFIX}{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL, rank, size)
-
-    @classmethod
-    def attach(cls, name: str, rank: int, size: int) -> Segment:
-        """The segment that another rank created. Raises: OSError, ValueError if there is none here."""
-        if not name.startswith(_NAME_PREFIX) or "/" in name:
-            raise ValueError(f"{name!r} names no segment")
-        return cls(futex.SHM_DIR / name, 0, rank, size)
 
     def unlink(self) -> None:
         """Remove the name, once all ranks have attached or none will."""
@@ -115,7 +108,7 @@ def _remove_stale() -> None:
 
 
 class SharedMemoryGroup:
-    """The tensor-parallel or the context-parallel ranks of one pipeline stage, all on this host."""
+    """A `common.parallel.mesh.RankGroup` of ranks on this host."""
 
     def __init__(self, segment: Segment, index: int, ranks: list[int], timeout_s: float) -> None:
         """`index` is this rank's place in the group; `ranks` are the members, as the node numbers them."""
@@ -129,36 +122,40 @@ class SharedMemoryGroup:
         whole = torch.frombuffer(segment.map, dtype=torch.uint8)
         slots = whole[_HEADER_BYTES:].view(2, self._size, SLOT_BYTES)
         self._slots = {
-            dtype: slots.view(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+            dtype: (slots[0].view(dtype), slots[1].view(dtype))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
         }
+        """Both slots of each rank, [ranks, numbers]."""
         self._counters = memoryview(segment.map)[:_HEADER_BYTES].cast("I")
         self._stride = _COUNTER_BYTES // 4
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(segment.map))
         self._parity = 0
         self._count = 0
 
+    def _share(self, piece: Tensor) -> Tensor:
+        """[ranks, numbers of a slot]: the pieces [numel] of all ranks, each at the start of its slot. They hold until this rank has
+        shared two more."""
+        slots = self._slots[piece.dtype][self._parity]
+        self._parity ^= 1
+        slots[self._index, : piece.numel()].copy_(piece)
+        self._barrier()
+        return slots
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks of this stage, in place."""
         flat = x.view(-1)
-        slots = self._slots[x.dtype]
-        room = slots.size(2)
+        room = SLOT_BYTES // x.itemsize
         for lo in range(0, flat.numel(), room):
             piece = flat[lo : lo + room] if flat.numel() > room else flat
+            slots = self._share(piece)
             if self._size > 2 and piece.nbytes > _ONE_PHASE_BYTES:
-                self._reduce_by_shares(piece, slots[self._parity])
+                self._sum_shares(slots, piece)
             else:
-                own = slots[self._parity]
-                own[self._index, : piece.numel()].copy_(piece)
-                self._barrier()
-                _sum_rows(own[:, : piece.numel()], piece)
-            self._parity ^= 1
+                _sum_rows(slots[:, : piece.numel()], piece)
         return x
 
-    def _reduce_by_shares(self, piece: Tensor, slots: Tensor) -> None:
+    def _sum_shares(self, slots: Tensor, out: Tensor) -> None:
         """Each rank sums one share over all slots, into its own slot; then all collect the shares."""
-        n = piece.numel()
-        slots[self._index, :n].copy_(piece)
-        self._barrier()
+        n = out.numel()
         bounds = [i * n // self._size for i in range(self._size + 1)]
         lo, hi = bounds[self._index : self._index + 2]
         # Only the owner of a share reads that part of its slot, so it may write it.
@@ -166,31 +163,25 @@ class SharedMemoryGroup:
         self._barrier()
         for i in range(self._size):
             share = slice(bounds[i], bounds[i + 1])
-            piece[share].copy_(slots[i, share])
+            out[share].copy_(slots[i, share])
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
-        """The columns of all ranks side by side, on rank 0 of the stage."""
         rows, columns = x.shape
         out = x.new_empty(rows, self._size, columns) if self._index == 0 else None
-        slots = self._slots[x.dtype]
-        width = min(columns, slots.size(2))
-        height = max(1, slots.size(2) // width)
+        width = min(columns, SLOT_BYTES // x.itemsize)
+        height = max(1, SLOT_BYTES // x.itemsize // width)
         for top in range(0, rows, height):
             for left in range(0, columns, width):
                 piece = x[top : top + height, left : left + width]
-                own = slots[self._parity][:, : piece.numel()]
-                own[self._index].view(piece.shape).copy_(piece)
-                self._barrier()
+                shared = self._share(piece.reshape(-1))[:, : piece.numel()]
                 if out is not None:
                     place = out[top : top + height, :, left : left + width]
-                    place.copy_(own.reshape(self._size, *piece.shape).transpose(0, 1))
-                self._parity ^= 1
+                    place.copy_(shared.reshape(self._size, *piece.shape).transpose(0, 1))
         return None if out is None else out.view(rows, -1)
 
     def broadcast(self, x: Tensor) -> None:
-        """The bytes of rank 0 of the stage on all ranks: `Mesh.broadcast`."""
         for piece in x.split(SLOT_BYTES):
-            slot = self._slots[torch.uint8][self._parity, 0, : piece.numel()]
+            slot = self._slots[torch.uint8][self._parity][0, : piece.numel()]
             if self._index == 0:
                 slot.copy_(piece)
             self._barrier()
@@ -199,35 +190,23 @@ class SharedMemoryGroup:
             self._parity ^= 1
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-        """Bytes from each rank of this stage to each: `Mesh.all_to_all`. A rank's bytes to itself take the same way."""
-        me, slots = self._index, self._slots[torch.uint8]
+        me = self._index
         starts = [sum(row[:me]) for row in sizes]  # where the bytes for this rank begin among those that each sends
         ends = [start + row[me] for start, row in zip(starts, sizes, strict=True)]
         outs = sent.new_empty(sum(row[me] for row in sizes)).split([row[me] for row in sizes])
         for low in range(0, max(map(sum, sizes)), SLOT_BYTES):
-            piece, own = sent[low : low + SLOT_BYTES], slots[self._parity]
-            own[me, : piece.numel()].copy_(piece)
-            self._barrier()
+            slots = self._share(sent[low : low + SLOT_BYTES])
             for source, (start, end, out) in enumerate(zip(starts, ends, outs, strict=True)):
                 first, last = max(start, low), min(end, low + SLOT_BYTES)
                 if first < last:
-                    out[first - start : last - start].copy_(own[source, first - low : last - low])
-            self._parity ^= 1
+                    out[first - start : last - start].copy_(slots[source, first - low : last - low])
         return torch.cat(outs)
 
     def gather_all(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]: the `x` of all ranks of the group."""
         flat = x.view(-1)
         out = x.new_empty(self._size, flat.numel())
-        slots = self._slots[x.dtype]
-        room = slots.size(2)
-        for lo in range(0, flat.numel(), room):
-            piece = flat[lo : lo + room]
-            own = slots[self._parity][:, : piece.numel()]
-            own[self._index].copy_(piece)
-            self._barrier()
-            out[:, lo : lo + room].copy_(own)
-            self._parity ^= 1
+        for piece, place in zip(flat.split(room := SLOT_BYTES // x.itemsize), out.split(room, 1), strict=True):
+            place.copy_(self._share(piece)[:, : piece.numel()])
         return out.view(self._size, *x.shape)
 
     def _barrier(self) -> None:

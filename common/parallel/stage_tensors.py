@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -65,8 +66,4 @@ def _size(rows: int, tensor: StageTensor) -> int:
 
 def _ends(rows: int, schema: Sequence[StageTensor]) -> list[int]:
     """Where the next tensor of the message may begin after each."""
-    ends: list[int] = []
-    for each in schema:
-        end = (ends[-1] if ends else 0) + _size(rows, each)
-        ends.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-    return ends
+    return list(accumulate(-(-_size(rows, each) // _ALIGNMENT) * _ALIGNMENT for each in schema))

@@ -24,7 +24,8 @@ from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.parallel.connect import connect_mesh
-from common.parallel.mesh import SOLO, Mesh, RankPlace
+from common.parallel.mesh import SOLO, Mesh
+from common.parallel.place import RankPlace
 
 _LOOPBACK = "127.0.0.1"
 

@@ -15,7 +15,7 @@ from common.base.clock import monotonic
 from common.control.codec import encode
 from common.control.identities import pack_ids
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
-from common.engine.executor import LocalExecutor, Runner
+from common.engine.executor import LocalExecutor
 from common.engine.loop import LOOK_S
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
@@ -33,7 +33,7 @@ class StubRunner:
     """Computes nothing: what is left of a round is the engine's own work."""
 
     def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> _Computed:
-        """As `Runner.launch`."""
+        """As `ModelRunner.launch`."""
         return _Computed(StepOutput(step.step_id, [SampledToken(1 + step.step_id % 7) for _ in step.samples], 0.0))
 
 
@@ -52,9 +52,9 @@ class NoTransfers:
 class OverheadNode:
     """One measurement; the scheduler's pool is whole again when `measure` returns."""
 
-    def __init__(self, plan: NodePlan, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, plan: NodePlan, scheduler: Scheduler, runner: StubRunner) -> None:
         self._grammars = make_grammars(plan, post=lambda _: None)
-        self._executor = LocalExecutor(runner)
+        self._executor = LocalExecutor(runner)  # type: ignore[arg-type]
         self._send_buffer = SendBuffer(self._deliver)
         self._sent_bytes = 0
         self._look_at_s = 0.0

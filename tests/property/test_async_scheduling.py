@@ -17,6 +17,7 @@ from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, S
 from common.engine.draft_head import DraftHeadProposer
 from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting
+from common.engine.kv_allocator import KVAllocator
 from common.engine.scheduled_step import ScheduledStep
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
@@ -80,21 +81,21 @@ def blocks_of(seed: int) -> int:
 def run(
     seed: int,
     depth: int,
-    num_groups: int = 1,
+    num_microbatches: int = 1,
     drafting: Drafting | None = None,
     runner: FakeRunner | None = None,
-    head: DraftHeadProposer | None = None,
+    allocators: list[KVAllocator] | None = None,
 ) -> Outcome:
-    """One workload to its end, in a pool that is too small for its answers. `head`: of `drafting`, on the slots of `runner`."""
+    """One workload to its end, in a pool that is too small for its answers. `allocators` gets the scheduler's."""
     draw = random.Random(seed + 1000)
     blocks = draw.randrange(9, 16)
     config = SchedulerConfig(
-        MAX_MODEL_LEN, draw.randrange(2, 7), draw.choice([8, 64]), draw.choice([4, 32]), num_groups, depth
+        MAX_MODEL_LEN, draw.randrange(2, 7), draw.choice([8, 64]), draw.choice([4, 32]), num_microbatches, depth
     )
     scheduler, out = Scheduler(config, BlockPool(blocks), drafting=drafting), Outcome()
     runner = runner or FakeRunner(blocks)
-    if head is not None:
-        head.reach = scheduler.allocator.reach
+    if allocators is not None:
+        allocators.append(scheduler.allocator)
     requests = [
         (
             at,
@@ -118,7 +119,7 @@ def run(
         if scheduled is not None:
             flying.append(scheduled)
             out.placeholders += len(scheduled.step.placeholders)
-        if flying and (scheduled is None or len(flying) == depth * num_groups):
+        if flying and (scheduled is None or len(flying) == depth * num_microbatches):
             # At the last moment, so that a block given away too early is overwritten by its former owner.
             landing = flying.popleft()
             output = runner.execute(landing.step)
@@ -168,11 +169,11 @@ def check(out: Outcome, seed: int) -> None:
         assert key in out.aborted or out.scored[key] == scores, "each position once, preempted or not"
 
 
-@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int) -> None:
+@pytest.mark.parametrize(("num_microbatches", "depth"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_answer_is_that_of_an_undisturbed_run(num_microbatches: int, depth: int) -> None:
     total = Outcome()
     for seed in range(25):
-        out = run(seed, depth, num_groups)
+        out = run(seed, depth, num_microbatches)
         check(out, seed)
         assert out.wasted <= (depth - 1) * out.stops + out.rows_of_aborted, "more than one row of one that ended"
         total.add(out)
@@ -181,13 +182,13 @@ def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int)
     assert (total.wasted > total.rows_of_aborted + 10) == (depth == 2)
 
 
-@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("num_microbatches", "depth"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("wrong_in", [2, 9])
-def test_drafts_change_no_answer_however_many_are_wrong(wrong_in: int, num_groups: int, depth: int) -> None:
+def test_drafts_change_no_answer_however_many_are_wrong(wrong_in: int, num_microbatches: int, depth: int) -> None:
     total = Outcome()
     for seed in range(15):
         drafting = Drafting(NoisyDrafts(seed, wrong_in, VOCAB, answer_of), 6, always=True)
-        out = run(seed, depth, num_groups, drafting)
+        out = run(seed, depth, num_microbatches, drafting)
         check(out, seed)
         total.add(out)
     assert total.preemptions > 1, "the pool is not too small"
@@ -203,17 +204,17 @@ def texts_of(seed: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("num_microbatches", "depth"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("wrong_in", [0, 3])
 def test_a_draft_model_changes_no_answer_and_reads_and_publishes_only_what_is_right(
-    wrong_in: int, num_groups: int, depth: int
+    wrong_in: int, num_microbatches: int, depth: int
 ) -> None:
     """Preempted and aborted sequences, prefix hits and chunks; its pool is too small too. The fake model checks every slot it reads."""
     total = Outcome()
     for seed in range(8):
         model = ErringDraft(12, seed, wrong_in)
         draft = DraftModel(model, 12, max_model_len=MAX_MODEL_LEN - 10, prompt_chunk=16)
-        out = run(seed, depth, num_groups, Drafting(draft, 6, always=True))
+        out = run(seed, depth, num_microbatches, Drafting(draft, 6, always=True))
         check(out, seed)
         total.add(out)
         draft.blocks.check_integrity()
@@ -233,8 +234,9 @@ def test_a_draft_head_changes_no_answer_and_what_it_writes_is_in_no_cached_block
     total = Outcome()
     for seed in range(15):
         runner = ErringHead(blocks_of(seed), seed, wrong_in, fails_in)
-        head = DraftHeadProposer("mtp", runner.execute)
-        out = run(seed, 1, 1, Drafting(head, 6, always=True), runner, head)
+        allocators: list[KVAllocator] = []
+        head = DraftHeadProposer("mtp", runner.execute, lambda seq, slots, own=allocators: own[0].reach(seq, slots))
+        out = run(seed, 1, 1, Drafting(head, 6, always=True), runner, allocators)
         check(out, seed)
         total.add(out)
     assert total.preemptions > 0, "the pool is not too small"

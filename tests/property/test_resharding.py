@@ -68,7 +68,7 @@ def pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
 
 def home(layout: KVLayout) -> int:
     """A data-parallel rank, for a sequence whose blocks it holds."""
-    return layout.home_of([[7 * layout.num_groups + 2]])
+    return layout.home_of([[7 * layout.num_replicas + 2]])
 
 
 def pieces_of(src: KVLayout, dst: KVLayout) -> list[Piece]:
@@ -178,7 +178,7 @@ def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayou
         if group.num_heads > 1:
             continue
         counts = Counter(p.src_rank for p in pieces if p.part.group == number)
-        for stage in range(src.pp_size * src.num_groups):
+        for stage in range(src.pp_size * src.num_replicas):
             of_stage = [counts[stage * src.tp_size + tp_rank] for tp_rank in range(src.tp_size)]
             assert max(of_stage) - min(of_stage) <= 1
 

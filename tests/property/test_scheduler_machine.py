@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_num_seqs=slots,
                 max_num_batched_tokens=max(budget, slots),
                 prefill_chunk=chunk,
-                num_groups=groups,
+                num_microbatches=groups,
                 depth=depth,
             ),
             BlockPool(num_blocks, len(windows), stripes, homes),
@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not step.placeholders
         assert len(scheduled.seqs) == len({seq.key for seq in scheduled.seqs})
         self.flying.append((scheduled, None if self.late else self.runner.execute(step).sampled))
-        assert len(self.flying) <= self.scheduler.config.num_groups * self.scheduler.config.depth
+        assert len(self.flying) <= self.scheduler.config.num_microbatches * self.scheduler.config.depth
 
     @rule()
     def land(self) -> None:

@@ -29,7 +29,8 @@ from common.model.mixture.routing import Routing
 from common.model.mixture.slots import ExpertSlots
 from common.model.precision import FLOAT32
 from common.model.weights import CheckpointWeights
-from common.parallel.mesh import SOLO, Mesh, RankPlace
+from common.parallel.mesh import SOLO, Mesh
+from common.parallel.place import RankPlace
 
 EXPERTS, TOP_K, ROWS = 64, 4, 200
 

@@ -85,7 +85,7 @@ def constrained(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 class FakeGrammars:
-    """`common.engine.grammar.compiler.Grammars` that compiles when a test calls `compile_all`, or at once."""
+    """A `common.engine.grammar.compiler.GrammarCompiler` that compiles when a test calls `compile_all`, or at once."""
 
     eos_ids = [EOS]
 

@@ -35,7 +35,7 @@ from common.model.families.registry import FAMILIES
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.model.rope import read_rope
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 
 ARCHITECTURE = "TwoKindsForCausalLM"
 HIDDEN, HEADS, DIM, INNER, VOCAB, LAYERS = 64, 4, 16, 96, 250, 4

@@ -21,7 +21,7 @@ from common.control.messages import (
     TokenBatch,
 )
 from common.engine.executor import Executor, LocalExecutor
-from common.engine.grammar.compiler import Grammars
+from common.engine.grammar.compiler import GrammarCompiler
 from common.engine.scheduler import Scheduler
 from common.engine.scheduler_config import SchedulerConfig
 from common.kv.pool import BlockPool
@@ -48,7 +48,7 @@ def core_parts(
     send_buffer: SendBuffer,
     clock: Clock,
     max_accepted: int = 4,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> CoreParts:
     """What both cores are built from, with the fake model's vocabulary."""
     return CoreParts(

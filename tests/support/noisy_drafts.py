@@ -9,12 +9,13 @@ from collections.abc import Sequence as Seq
 from support.fake_engine import VOCAB, FakeRunner, slot_of
 
 from common.base.errors import EngineError
+from common.engine.drafting import Proposer
 from common.engine.sequence import Sequence
 from common.engine.speculation.token_index import Proposal
 from common.engine.step import SampledToken, StepInput, StepOutput
 
 
-class NoisyDrafts:
+class NoisyDrafts(Proposer):
     """Proposes the next tokens of each answer, except for one in `wrong_in` tokens."""
 
     name = "noisy"
@@ -38,15 +39,6 @@ class NoisyDrafts:
 
     def foresees(self, seq: Sequence) -> int:
         return 2 * self._draw.randrange(2)
-
-    def ended(self, seq: Sequence) -> None:
-        """It learns nothing."""
-
-    def cost_s(self, num_seqs: int) -> float:
-        return 0.0
-
-    def take_spent_s(self) -> float:
-        return 0.0
 
 
 class ErringDraft(FakeRunner):

@@ -27,8 +27,9 @@ from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
-from common.parallel.connect import RankMesh, connect_mesh
-from common.parallel.mesh import Mesh, RankPlace
+from common.parallel.connect import connect_mesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 from common.parallel.stage_tensors import StageTensor
 
 BLOCK = 16
@@ -59,7 +60,6 @@ def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, sam
     meanwhile and afterwards."""
     torch.set_num_threads(1)
     mesh = connect(place, port, listener, same_host)
-    assert isinstance(mesh, RankMesh)
     kind = type(mesh.group).__name__
     listens = sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from typing import Any
 from support.paths import TESTS
 
 from common.base.process import die_with_parent
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,6 @@ class Recorder:
 
 def _kv_of(attention: AttentionBackend, layer: int) -> Tensor:
     if isinstance(attention, GroupedAttention):
-        attention, layer = attention.of_layer(layer)
+        attention, layer = attention.of_layer[layer]
     assert isinstance(attention, CpuAttention)
     return attention._data[layer]

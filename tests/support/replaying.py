@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.engine.cuda_graphs import StepCapture
+
 
 @dataclass(frozen=True)
 class _Operation:
@@ -42,8 +44,8 @@ class _Capturing(TorchDispatchMode):
         return result
 
 
-class ReplayingCapture:
-    """A `common.engine.cuda_graphs.GraphCapture`."""
+class ReplayingCapture(StepCapture):
+    """Replays the operations that a step called."""
 
     keeps_memory = True
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from common.control.messages import WHOLE_VOCABULARY, SamplingParams
 from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.logits_steps import GREEDY_STEPS
-from common.engine.sampling.row_passes import NumpyPasses, Row, RowPasses
+from common.engine.sampling.row_passes import Row, RowPasses
 from common.engine.sampling.steps.base import DeviceRows, HostRow
-from common.engine.sampling.top_k_top_p import Bisection
+from common.engine.sampling.top_k_top_p import Thresholds
 from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampledToken, SampleSpec
 
@@ -59,7 +59,7 @@ def sample(logits: Tensor, specs: list[SampleSpec], passes: RowPasses | None = N
 
 def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
     """`row` after the steps that apply to greedy draws, too."""
-    on_its_way = HostRow(row, 0, np.empty_like(row), NumpyPasses())
+    on_its_way = HostRow(row, 0, np.empty_like(row), RowPasses())
     for step in GREEDY_STEPS:
         if step.asked_for([spec], row.size):
             step.on_host(on_its_way, spec)
@@ -68,7 +68,7 @@ def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
 
 def adjusted_on_device(logits: Tensor, specs: list[SampleSpec]) -> Tensor:
     """A batch after the steps that apply to greedy draws, too, on the device."""
-    rows = DeviceRows(logits, specs, None, Bisection())
+    rows = DeviceRows(logits, specs, None, Thresholds())
     for step in GREEDY_STEPS:
         asked = step.asked_for(specs, logits.size(1))
         if asked:

@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -34,34 +33,16 @@ class GrammarCompiled:
     result: LLMatcher | KvRelayError
 
 
-class Grammars(Protocol):
-    """What a node's core needs of its grammars. Engine thread."""
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """The model's end-of-sequence tokens."""
-        ...
-
-    def cached(self, source: str) -> LLMatcher | None:
-        """The matcher of a grammar at its start, to be copied; None if it is not compiled yet."""
-        ...
-
-    def compile(self, key: AttemptKey, source: str) -> None:
-        """Compile a grammar; `GrammarCompiled(key, ...)` follows."""
-        ...
-
-
 class GrammarCompiler:
-    """`Grammars` by llguidance. `post` hands over events, on any thread."""
+    """A node's compiled grammars. `post` hands over events, on any thread."""
 
     def __init__(
         self, folder: Path, vocab_size: int, eos_ids: Iterable[int], post: Callable[[GrammarCompiled], None]
     ) -> None:
         """folder: with tokenizer.json. eos_ids: the model's end-of-sequence tokens."""
         self.eos_ids = list(eos_ids)
-        self._load = partial(get_tokenizer, folder, vocab_size, self.eos_ids)
+        self._folder, self._vocab_size = folder, vocab_size
         self._post = post
-        self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         """By source, least recently used first."""
         self._lock = threading.Lock()
@@ -70,9 +51,10 @@ class GrammarCompiler:
     def preload(self) -> None:
         """Build the tokenizer now, unless it is shared. Later it would hold up the process's other threads, because it keeps the
         GIL."""
-        self._thread.submit(self._get_tokenizer)
+        self._thread.submit(lambda: self._tokenizer)
 
     def cached(self, source: str) -> LLMatcher | None:
+        """The matcher of a grammar at its start, to be copied; None if it is not compiled yet."""
         with self._lock:
             matcher = self._cache.get(source)
             if matcher is not None:
@@ -80,6 +62,7 @@ class GrammarCompiler:
             return matcher
 
     def compile(self, key: AttemptKey, source: str) -> None:
+        """Compile a grammar; `GrammarCompiled(key, ...)` follows."""
         self._thread.submit(self._compile, key, source)
 
     def close(self) -> None:
@@ -96,14 +79,13 @@ class GrammarCompiler:
         self._post(GrammarCompiled(key, result))
 
     def _compiled(self, source: str) -> LLMatcher:
-        matcher = compile_grammar(self._get_tokenizer(), source)
+        matcher = compile_grammar(self._tokenizer, source)
         with self._lock:
             self._cache[source] = matcher
             while len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return matcher
 
-    def _get_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return get_tokenizer(self._folder, self._vocab_size, self.eos_ids)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from common.base.errors import NoTokenAllowed
@@ -39,10 +38,6 @@ class Sampler(Protocol):
 
         unseen: [n] int64, for each row a generated token that is not yet in its `seen`, -1 for none; None: all -1.
         """
-        ...
-
-    def empty(self, device: torch.device) -> SamplerOutput:
-        """For a step without samples: `wait` returns when the step has ended and no longer writes to its blocks."""
         ...
 
 

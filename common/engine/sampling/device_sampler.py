@@ -21,7 +21,7 @@ from common.engine.sampling.gumbel import gumbel_argmax_on_device, noise_key
 from common.engine.sampling.logits_steps import FILTERS, GREEDY_STEPS, RANDOM_STEPS
 from common.engine.sampling.logprobs import logprobs_of, recorded_event, to_host
 from common.engine.sampling.steps.base import DeviceRows, LogitsStep
-from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, Thresholds
+from common.engine.sampling.top_k_top_p import FlashInferThresholds, Thresholds
 from common.engine.step import SampledToken, SampleSpec
 
 
@@ -29,10 +29,9 @@ class DeviceSampler:
     """A `common.engine.sampling.base.Sampler` for logits on any device. flashinfer: the imported package, None: do without."""
 
     def __init__(self, flashinfer: Any = None) -> None:
-        self._thresholds: Thresholds = Bisection() if flashinfer is None else FlashInferThresholds(flashinfer)
+        self._thresholds = Thresholds() if flashinfer is None else FlashInferThresholds(flashinfer)
 
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> DeviceSamplerOutput:
-        """Draw one token for each row of logits (`Sampler.sample`)."""
         highest, best = logits.max(-1)
         rows = DeviceRows(logits, specs, unseen, self._thresholds)
         _apply(GREEDY_STEPS, rows)
@@ -48,11 +47,6 @@ class DeviceSampler:
                 part.most_likely = tokens.index_select(0, index)
                 tokens = tokens.index_copy(0, index, _draw(part))
         return DeviceSamplerOutput(tokens, highest, left, specs, _logprobs(logits, highest, tokens, specs))
-
-    def empty(self, device: torch.device) -> DeviceSamplerOutput:
-        """The output of a step without samples (`Sampler.empty`)."""
-        nothing, logits = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device)
-        return DeviceSamplerOutput(nothing, logits, logits, [], [])
 
 
 def _apply(steps: tuple[LogitsStep, ...], rows: DeviceRows) -> None:
@@ -86,7 +80,6 @@ class DeviceSamplerOutput:
         self._arrived = recorded_event(token_ids)
 
     def wait(self) -> list[SampledToken]:
-        """The tokens on the host (`SamplerOutput.wait`)."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, highest, left, *logprobs = [each.tolist() for each in self._arriving[:7]]

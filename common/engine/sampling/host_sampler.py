@@ -22,7 +22,7 @@ from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import most_likely
-from common.engine.sampling.row_passes import Draw, NumpyPasses, Row, RowPasses, Sum
+from common.engine.sampling.row_passes import Draw, Row, RowPasses, Sum
 from common.engine.sampling.steps.base import HostRow, LogitsStep
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
@@ -50,8 +50,7 @@ class HostSampler:
     """A `common.engine.sampling.base.Sampler` that copies logits to the host."""
 
     def __init__(self, passes: RowPasses | None = None) -> None:
-        """`passes`: by default NumPy's."""
-        self._passes = passes or NumpyPasses()
+        self._passes = passes or RowPasses()
         self._scratch: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostSamplerOutput:
@@ -81,9 +80,6 @@ class HostSampler:
                 logprobs = None if found is None else _logprobs(rows[index], top, found, token, spec)
                 out.append(SampledToken(token, logprobs))
         return HostSamplerOutput(out)
-
-    def empty(self, device: torch.device) -> HostSamplerOutput:
-        return HostSamplerOutput([])
 
     def _draw(
         self, rows: NDArray[np.float32], bests: list[int], specs: list[SampleSpec], indices: list[int]

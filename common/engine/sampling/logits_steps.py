@@ -38,13 +38,9 @@ FILTERS = tuple(step for step in LOGITS_STEPS if step.filters)
 def steps_of(specs: list[SampleSpec], vocab: int) -> list[list[LogitsStep]]:
     """The steps that each draw needs, in order."""
     needed: list[list[LogitsStep]] = [[] for _ in specs]
-    for step in GREEDY_STEPS:
+    is_greedy = all(spec.params.temperature < GREEDY_BELOW for spec in specs)
+    for step in GREEDY_STEPS if is_greedy else LOGITS_STEPS:
         for index in step.asked_for(specs, vocab):
-            needed[index].append(step)
-    if all(spec.params.temperature < GREEDY_BELOW for spec in specs):
-        return needed
-    for step in RANDOM_STEPS:
-        for index in step.asked_for(specs, vocab):
-            if specs[index].params.temperature >= GREEDY_BELOW:
+            if step.for_greedy or specs[index].params.temperature >= GREEDY_BELOW:
                 needed[index].append(step)
     return needed

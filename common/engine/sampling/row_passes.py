@@ -1,13 +1,14 @@
-"""Passes over whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens. There
-is one implementation in NumPy and one in the native kernels, whose sums and draws use all of their threads. Runs on a rank's
-engine thread."""
+"""Passes over whole rows of a vocabulary on the host: masks, sums for log-probabilities, and draws from all tokens.
+
+NumPy computes them, or the native kernels, whose sums and draws use all of their threads. Runs on a rank's engine thread.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,34 +42,20 @@ class Draw:
     key: NoiseKey
 
 
-class RowPasses(Protocol):
-    """Passes over rows. The result of a row does not depend on the rows that are passed with it."""
+class RowPasses:
+    """Passes over rows, here in NumPy. The result of a row does not depend on the rows that are passed with it."""
 
     def mask(self, row: Row, mask: bytes, out: Row) -> None:
         """Copy `row` to `out` with -inf for every token that `mask` does not allow; both are [vocab] and contiguous.
 
         mask: one bit for each token, 1 if it is allowed, the lowest bit of a byte first; tokens past its end are not allowed.
         """
-        ...
-
-    def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
-        """rows: [n, vocab], contiguous; indices, highest: of m rows, and their maxima. Returns m sums."""
-        ...
-
-    def draw(self, draws: list[Draw]) -> list[int]:
-        """Tokens of rows of the same vocabulary."""
-        ...
-
-
-class NumpyPasses:
-    """Row passes in NumPy."""
-
-    def mask(self, row: Row, mask: bytes, out: Row) -> None:
         allowed = np.unpackbits(np.frombuffer(mask or b"\0", np.uint8), count=row.size, bitorder="little")
         # Without a branch for each token, which a mask of every second one would make slow.
         np.add(row, _ADDED.take(allowed), out=out)
 
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
+        """rows: [n, vocab], contiguous; indices, highest: of m rows, and their maxima. Returns m sums."""
         whole = rows.shape[1] // MAXIMA_OF * MAXIMA_OF
         return [
             Sum(_sum(rows[index], top), rows[index, :whole].reshape(-1, MAXIMA_OF).max(1))
@@ -76,13 +63,14 @@ class NumpyPasses:
         ]
 
     def draw(self, draws: list[Draw]) -> list[int]:
+        """Tokens of rows of the same vocabulary."""
         return [
             gumbel_argmax(np.exp((each.logits - np.float32(each.top)) / np.float32(each.temperature)), each.key)
             for each in draws
         ]
 
 
-class NativePasses:
+class NativePasses(RowPasses):
     """Row passes in the native kernels."""
 
     def __init__(self, native: NativeLibrary) -> None:
@@ -121,11 +109,6 @@ class NativePasses:
         native, size = self._native, draws[0].logits.size
         native.draw_tokens(native.team, ctypes.addressof(structs), len(draws), size, tokens.ctypes.data)
         return tokens.tolist()
-
-
-def choose_passes(native: NativeLibrary | None) -> RowPasses:
-    """Row passes in the native kernels, or in NumPy without them."""
-    return NumpyPasses() if native is None else NativePasses(native)
 
 
 def _sum(row: Row, top: float) -> float:

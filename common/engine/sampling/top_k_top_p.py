@@ -7,7 +7,7 @@ bisection of the range of float32, or by flashinfer's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +15,27 @@ from torch import Tensor
 _TINY = 1e-300
 
 
-class Thresholds(Protocol):
-    """Finds the value of each row above which a count or a mass is reached. x: [r, vocab] float32, each row's maximum 0."""
+class Thresholds:
+    """Finds the value of each row above which a count or a mass is reached. x: [r, vocab] float32, each row's maximum 0.
+
+    This class bisects: 32 passes over the rows, exact.
+    """
 
     def of_count(self, x: Tensor, count: Tensor) -> Tensor:
         """The `count`-th highest of each row, [r, 1]. count: [r, 1] int64, 1 ... vocab."""
-        ...
+        return _highest(x, lambda t: (x >= t).sum(-1, keepdim=True) >= count)
 
     def of_mass(self, x: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
         """The highest value, [r, 1], for which the values at least as high weigh more than `mass`: [r, 1] float64.
 
-        `mass` is less than the weight of the whole row.
-
-        weights: [r, vocab] float32, exp(x).
+        `mass` is less than the weight of the whole row. weights: [r, vocab] float32, exp(x).
         """
-        ...
+        return _highest(
+            x, lambda t: torch.where(x >= t, weights, 0.0).sum(-1, keepdim=True, dtype=torch.float64) > mass
+        )
 
 
-class Bisection:
-    """Thresholds by bisection: 32 passes over the rows, exact."""
-
-    def of_count(self, x: Tensor, count: Tensor) -> Tensor:
-        return _highest(x, lambda t: (x >= t).sum(-1, keepdim=True) >= count)
-
-    def of_mass(self, x: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-        return _highest(x, lambda t: _mass(weights, x >= t) > mass)
-
-
-class FlashInferThresholds:
+class FlashInferThresholds(Thresholds):
     """Thresholds by flashinfer's kernels for top-k and top-p, in float32. flashinfer: the imported package."""
 
     def __init__(self, flashinfer: Any) -> None:
@@ -88,10 +81,6 @@ def _highest(x: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
         low, high = torch.where(found, middle, low), torch.where(found, high, middle)
     keys = low.int()
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def _mass(weights: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, weights, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _lowest(x: Tensor, where: Tensor) -> Tensor:

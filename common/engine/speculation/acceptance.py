@@ -30,7 +30,7 @@ class Acceptance:
         return (self._accepted[kind] + _NODE_WEIGHT * prior) / (self._trials[kind] + _NODE_WEIGHT)
 
     def learn(self, match: int, drafted: int, accepted: int) -> None:
-        """Count the drafts of one step, the first `accepted` of which were. Those after the first wrong one were not tried."""
+        """Count the drafts of one step. The first `accepted` ones were right, and those after the first wrong one were not tried."""
         for number in range(min(drafted, accepted + 1)):
             self._count(class_of(match + number), number < accepted)
 

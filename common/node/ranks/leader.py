@@ -241,7 +241,7 @@ class Leader:
         self._ranks = ranks
         if post is None or self._plan.steps.depth == 1:
             return ranks
-        self._outputs = AsyncExecutor(ranks, post)
+        self._outputs = AsyncExecutor(ranks.start, post)
         return self._outputs
 
     def run_head(self, step: StepInput) -> StepOutput:

@@ -291,15 +291,8 @@ class MultiRankExecutor:
             self._rebalances_at_s = now_s + REBALANCE_EVERY_S
             step = dataclasses.replace(step, rebalances=True)
         self._links.broadcast(step)
-        return _SharedStep(_fail_as_rank_lost(lambda: self._local.start(step)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _SharedStep:
-    pending: RunningStep
-
-    def wait(self) -> StepOutput:
-        return _fail_as_rank_lost(self.pending.wait)
+        own = _fail_as_rank_lost(lambda: self._local.start(step))
+        return RunningStep(lambda: _fail_as_rank_lost(own.wait))
 
 
 def _fail_as_rank_lost(part: Callable[[], ResultT]) -> ResultT:

@@ -7,8 +7,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
-from common.engine.sampling.steps.places import places
+from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep, places
 from common.engine.step import SampleSpec
 
 

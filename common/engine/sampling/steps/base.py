@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.device_inputs import to_device
 from common.engine.sampling.row_passes import Row, RowPasses
 from common.engine.sampling.top_k_top_p import Thresholds
 from common.engine.step import SampleSpec
@@ -20,21 +21,6 @@ from common.engine.step import SampleSpec
 
 class HostRow:
     """One row on its way from logits to a token."""
-
-    __slots__ = (
-        "_best",
-        "_scaled",
-        "candidates",
-        "cut",
-        "none_left",
-        "passes",
-        "raw",
-        "scratch",
-        "temperature",
-        "the_token",
-        "top",
-        "values",
-    )
 
     def __init__(self, raw: Row, best: int, scratch: Row, passes: RowPasses) -> None:
         """raw: [vocab], what the model computed, never changed; its maximum is at `best`. scratch: [vocab], for changed
@@ -107,6 +93,11 @@ class DeviceRows:
         if self.cut is not None:
             self.values = torch.where(self.values >= self.cut, self.values, -torch.inf)
             self.cut = None
+
+
+def places(entries: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Single logits of a batch as indices on the device. `entries`: (row, token id). Returns both columns, [entries] int64 each."""
+    return to_device([row for row, _ in entries], device), to_device([token_id for _, token_id in entries], device)
 
 
 class LogitsStep(ABC):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.engine.device_inputs import array_to_device
-from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
-from common.engine.sampling.steps.places import places
+from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep, places
 from common.engine.step import SampleSpec
 
 

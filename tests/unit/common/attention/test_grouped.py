@@ -42,7 +42,7 @@ def test_each_layer_attends_in_the_memory_of_its_group() -> None:
             torch.testing.assert_close(out.double(), reference(q, k, v, 0), atol=2e-5, rtol=1e-5)
             kept = storage.groups[group].stacked[index, :, 2].transpose(1, 2)[:, :3]
             assert torch.equal(kept, torch.stack((k, v)))
-        assert [backend.of_layer(layer)[1] for layer in range(4)] == [0, 0, 1, 2]
+        assert [backend.of_layer[layer][1] for layer in range(4)] == [0, 0, 1, 2]
 
 
 def test_layers_of_one_group_that_compute_differently_have_backends_of_their_own_over_one_memory() -> None:

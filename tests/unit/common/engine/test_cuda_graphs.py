@@ -14,12 +14,12 @@ from support.oracle import TINY, make_tiny
 from support.replaying import ReplayingCapture
 
 from common.attention.cpu import CpuAttention
-from common.attention.sdpa import SdpaAttention, SdpaDecode
+from common.attention.sdpa import SdpaAttention
 from common.base.errors import EngineError
 from common.base.variables import CPU_KERNELS
 from common.control.messages import AttemptKey, SamplingParams
 from common.engine import cuda_graphs
-from common.engine.cuda_graphs import CannotCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
+from common.engine.cuda_graphs import CannotCapture, DecodeGraphs, StepCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
 from common.kv.rank_layout import KVLayout
@@ -29,7 +29,8 @@ from common.model.decoder import DecoderModel
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.model.rank_model import HIDDEN
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 BLOCK = 16
 MAX_PAGES = 4
@@ -50,7 +51,7 @@ def torch_kernels() -> Iterator[None]:
 class PlainOrStatic(CpuAttention):
     """The CPU's attention, whose captured sizes are gathered KV blocks: memory that never moves, and tensors only."""
 
-    def for_graph(self, rows: int) -> SdpaDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def for_graph(self, rows: int) -> SdpaAttention:  # pyright: ignore[reportIncompatibleMethodOverride]
         return SdpaAttention(self._kv, self._shape).for_graph(rows)
 
 
@@ -65,13 +66,11 @@ class Rig:
     captured: ModelRunner
 
 
-def make_rig(path: Path, capture: GraphCapture, *, place: RankPlace | None = None) -> Rig:
+def make_rig(path: Path, capture: StepCapture, *, place: RankPlace | None = None) -> Rig:
     config = load_model_config(path)
     layout = KVLayout("f", kv_spec(config, "float32"))
-    mesh = SoloMesh()
-    pp_layers: tuple[int, ...] = ()
-    if place is not None:
-        mesh.place, pp_layers = place, (1, config.num_layers - 1)
+    mesh = Mesh(place or RankPlace())
+    pp_layers = () if place is None else (1, config.num_layers - 1)
     storage = KVStorage(layout, layout.shard(0, 0), POOL + 1)
     storage.groups[0].stacked.normal_(generator=torch.Generator().manual_seed(3))
     model = load_model(
@@ -132,7 +131,7 @@ def test_sizes_end_with_the_largest_batch(most: int, sizes: list[int]) -> None:
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: str, tiny: dict[str, Path]) -> None:
     capture = ReplayingCapture()
-    replaying, eager = make_rig(tiny[name], capture), make_rig(tiny[name], EagerCapture())
+    replaying, eager = make_rig(tiny[name], capture), make_rig(tiny[name], StepCapture())
     assert capture.captured == len(replaying.graphs.sizes)
     rng = random.Random(7)
     vocab = TINY[name].vocab_size
@@ -201,7 +200,7 @@ def test_memory_never_moves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_largest_size_is_captured_first(tiny: dict[str, Path]) -> None:
-    graphs = make_rig(tiny["llama3"], EagerCapture()).graphs
+    graphs = make_rig(tiny["llama3"], StepCapture()).graphs
     assert list(graphs._captured) == sorted(graphs.sizes, reverse=True)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -278,7 +277,7 @@ def test_a_step_that_does_not_fit_together_fails_alone(rig: Rig) -> None:
 def test_a_later_stage_replays_on_what_it_received(tiny: dict[str, Path]) -> None:
     place = RankPlace(0, 1, 1, 2)
     replaying, eager = (
-        make_rig(tiny["llama3"], capture, place=place) for capture in (ReplayingCapture(), EagerCapture())
+        make_rig(tiny["llama3"], capture, place=place) for capture in (ReplayingCapture(), StepCapture())
     )
     hidden_size = replaying.model.config.hidden_size
     for num_seqs in (4, 3, 1, 9):

@@ -9,7 +9,7 @@ import pytest
 from common.base.hashing import root_hash
 from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.drafting import Drafting, IndexProposer
+from common.engine.drafting import Drafting, IndexProposer, Proposer
 from common.engine.scheduler_config import SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.speculation.acceptance import Acceptance
@@ -152,7 +152,7 @@ def test_without_room_for_answers_none_is_kept() -> None:
     assert drafts_of(made, [sequence("b", [5, 6, *TEXT[:3]])]) == [0]
 
 
-class Costly:
+class Costly(Proposer):
     """A proposer whose guesses take `cost_of_guess` seconds for each number of them."""
 
     name = "draft"
@@ -165,19 +165,14 @@ class Costly:
         self.limits = list(limits)
         for seq, limit in zip(seqs, limits, strict=True):
             seq.tokens.draft([7] * limit, limit, 1000)
+        self.spent_s = self.cost_of_guess * max(limits)
         return [Proposal([7] * limit, 1) for limit in limits]
 
     def foresees(self, seq: Sequence) -> int:
         return 1
 
-    def ended(self, seq: Sequence) -> None:
-        """It learns nothing."""
-
     def cost_s(self, num_seqs: int) -> float:
         return self.cost_of_guess * (num_seqs > 0)
-
-    def take_spent_s(self) -> float:
-        return self.cost_of_guess * max(self.limits)
 
 
 def costly(cost_of_guess: float, *, measured: bool = True) -> tuple[Drafting, Costly]:

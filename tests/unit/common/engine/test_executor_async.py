@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.oracle import make_tiny
 from support.tiny_engine import answers, make_runner
+from torch import Tensor
 
 from common.base.errors import EngineError, RankLost
 from common.control.messages import SamplingParams
@@ -51,7 +52,7 @@ def test_outputs_and_failures_are_posted_in_the_order_of_their_start() -> None:
     events: queue.Queue[Any] = queue.Queue()
     steps = [Slow(1), Slow(2, EngineError("bad")), Slow(3)]
     local = LocalExecutor(Slowly(*steps))
-    executor = AsyncExecutor(local, events.put)
+    executor = AsyncExecutor(local.start, events.put)
     for step in steps:
         executor.submit(replace(warm_up(), step_id=step.step_id))
     for step in reversed(steps):
@@ -161,12 +162,11 @@ class LostOutput:
 class Watched(HostSampler):
     """Remembers that the end of a step without tokens was asked for."""
 
-    def __init__(self) -> None:
-        self.ends = 0
+    ends = 0
 
-    def empty(self, device: torch.device) -> HostSamplerOutput:
-        self.ends += 1
-        return super().empty(device)
+    def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostSamplerOutput:
+        self.ends += not specs
+        return super().sample(logits, specs, unseen)
 
 
 def test_a_step_that_draws_nothing_is_waited_for_too(model_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_a_step_that_draws_nothing_is_waited_for_too(model_path: Path) -> None:
     runner = make_runner(model_path, overlaps=True, sampler=sampler)
     assert runner.execute(replace(warm_up(), samples=[])).sampled == []
     assert sampler.ends == 1
-    assert DeviceSampler().empty(torch.device("cpu")).wait() == []
+    assert DeviceSampler().sample(torch.empty(0, 1), [], None).wait() == []

@@ -83,7 +83,7 @@ def test_a_long_sequence_does_not_push_all_short_ones_into_the_other_group() -> 
     sizes = [len(start(scheduler).seqs) for _ in range(2)]
     assert sum(sizes) == 32
     assert min(sizes) >= 13, "a row costs more than many blocks"
-    assert scheduler.running[AttemptKey("r0", 1)].group == sizes.index(min(sizes)), "but blocks count"
+    assert scheduler.running[AttemptKey("r0", 1)].microbatch == sizes.index(min(sizes)), "but blocks count"
 
 
 def test_sequences_whose_kv_came_by_relay_are_spread_too() -> None:
@@ -93,4 +93,4 @@ def test_sequences_whose_kv_came_by_relay_are_spread_too() -> None:
         assert scheduler.reserve(seq) is not None
     for seq in arrived:
         scheduler.join(seq, first_token=5)
-    assert [sum(seq.group == group for seq in arrived) for group in range(2)] == [4, 4]
+    assert [sum(seq.microbatch == group for seq in arrived) for group in range(2)] == [4, 4]

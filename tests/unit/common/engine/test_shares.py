@@ -20,8 +20,10 @@ from common.kv.pool import BlockPool
 class Node:
     """A scheduler whose steps all draw the same token."""
 
-    def __init__(self, num_slots: int = 8, num_blocks: int = 1000, *, depth: int = 1, num_groups: int = 1) -> None:
-        config = SchedulerConfig(5000, num_slots, 4096, 4096, depth=depth, num_groups=num_groups)
+    def __init__(
+        self, num_slots: int = 8, num_blocks: int = 1000, *, depth: int = 1, num_microbatches: int = 1
+    ) -> None:
+        config = SchedulerConfig(5000, num_slots, 4096, 4096, depth=depth, num_microbatches=num_microbatches)
         self.scheduler = Scheduler(config, BlockPool(num_blocks))
         self.flying: list[ScheduledStep] = []
         self.count = 0
@@ -52,9 +54,9 @@ class Node:
         return Counter(seq.request.tenant for seq in self.scheduler.running.values())
 
 
-@pytest.mark.parametrize(("depth", "num_groups"), [(1, 1), (2, 1), (1, 3)])
-def test_a_tenant_that_has_every_slot_gives_up_half_of_them_and_no_more(depth: int, num_groups: int) -> None:
-    node = Node(depth=depth, num_groups=num_groups)
+@pytest.mark.parametrize(("depth", "num_microbatches"), [(1, 1), (2, 1), (1, 3)])
+def test_a_tenant_that_has_every_slot_gives_up_half_of_them_and_no_more(depth: int, num_microbatches: int) -> None:
+    node = Node(depth=depth, num_microbatches=num_microbatches)
     node.add("hog", 20)
     node.step(3)
     assert node.running() == {"hog": 8}
@@ -143,3 +145,17 @@ def test_prompts_of_another_tenant_are_not_behind_all_begun_ones() -> None:
     node.add("other", num_tokens=60)
     node.step(2)
     assert any(seq.tokens.num_generated for seq in node.scheduler.running.values() if seq.request.tenant == "other")
+
+
+def test_a_tenants_turn_takes_blocks_of_one_data_parallel_rank_and_no_others() -> None:
+    """The sequences that give way are on both ranks in turn; blocks of the other rank would not help the one that waits."""
+    node = Node(num_slots=20)
+    node.scheduler = Scheduler(SchedulerConfig(5000, 20, 4096, 4096), BlockPool(32, num_homes=2))
+    node.add("hog", 8, num_tokens=3 * BLOCK_SIZE)
+    node.step(2)
+    running = list(node.scheduler.running.values())
+    assert [seq.blocks.home for seq in running] == [0, 1] * 4
+    node.add("other", num_tokens=4 * BLOCK_SIZE)
+    node.step(2)
+    assert node.running()["other"] == 1
+    assert len({seq.blocks.home for seq in running if seq.preemptions}) == 1

@@ -103,13 +103,13 @@ def test_an_urgent_prompt_without_memory_stops_nobody() -> None:
 
 
 def test_a_lower_priority_is_preempted_in_another_stage_of_a_pipeline() -> None:
-    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_groups=2), BlockPool(10))
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_microbatches=2), BlockPool(10))
     chat, batch = sequence("a", 0), sequence("b", 5)
     flying: deque[ScheduledStep] = deque()
     for seq in (chat, batch):
         scheduler.add(seq)
         flying += filter(None, [scheduler.schedule()])
-    assert (chat.group, batch.group) == (0, 1)
+    assert (chat.microbatch, batch.microbatch) == (0, 1)
     while chat.tokens.num_generated < 100:
         scheduled = flying.popleft()
         scheduler.update(scheduled, [SampledToken(7) for _ in scheduled.step.samples])
@@ -121,13 +121,13 @@ def test_a_lower_priority_is_preempted_in_another_stage_of_a_pipeline() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_who_yields_in_vain_goes_on(ends: bool) -> None:
-    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_groups=2), BlockPool(10))
+    scheduler = Scheduler(SchedulerConfig(1000, 8, 256, 256, num_microbatches=2), BlockPool(10))
     chat, batch = sequence("a", 0), sequence("b", 5)
     flying: dict[int, ScheduledStep] = {}
 
     def start() -> None:
         while following := scheduler.schedule():
-            flying[following.group] = following
+            flying[following.microbatch] = following
 
     def land(group: int) -> None:
         scheduled = flying.pop(group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from common.attention.striped import count_tokens
 from common.base.errors import ConfigError
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -18,8 +20,8 @@ def test_blocks_and_tokens_are_counted_as_one_by_one(stripe: Stripe) -> None:
         own = [i for i in range(count) if stripe.owns(i)]
         assert stripe.count(count) == len(own)
         assert list(range(count))[stripe.indices] == own
-    for tokens in range(40):
-        assert stripe.count_tokens(tokens, 4) == sum(stripe.owns(token // 4) for token in range(tokens))
+    counts = count_tokens(np.arange(40), stripe, 4).tolist()
+    assert counts == [sum(stripe.owns(token // 4) for token in range(tokens)) for tokens in range(40)]
 
 
 def test_the_overlap_of_two_stripes_is_what_both_hold() -> None:

@@ -33,7 +33,8 @@ from common.model.mixture.experts import ExpertLoop
 from common.model.precision import Precision
 from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights, DummyWeights, WeightSource
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 WANT = 6
 TWO_LOGITS_ARE_ALIKE = 1e-4
@@ -157,16 +158,9 @@ def test_a_rank_killed_in_a_step_is_reported_by_the_others(recorded: dict[str, R
     assert outcomes[0].value == "rank 1 has ended; rank 0 waited for it"
 
 
-class _PlaceOnly(SoloMesh):
-    """A rank of a mesh on which nothing is exchanged: enough to load."""
-
-    def __init__(self, place: RankPlace) -> None:
-        self.place = place
-
-
 def build(recorded: Recorded, place: RankPlace, weights: WeightSource, pp: tuple[int, ...] = ()) -> Build:
     config = load_model_config(recorded.model)
-    return Build(config, weights, Precision.choose("float32", small_batches=True), _PlaceOnly(place), pp)
+    return Build(config, weights, Precision.choose("float32", small_batches=True), Mesh(place), pp)
 
 
 @pytest.mark.parametrize("source", ["files", "dummy"])
@@ -265,7 +259,7 @@ def test_a_stage_reads_its_own_layers_and_only_the_ends_the_vocabulary(
 def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     model = make_tiny("llama-linear", tmp_path / "model")
     config = load_model_config(model)
-    mesh = _PlaceOnly(RankPlace(tp_size=2))
+    mesh = Mesh(RankPlace(tp_size=2))
     arguments: dict[str, Any] = {"dtype": "float32", "load_format": "auto", "seed": 0, "small_batches": True}
     with pytest.raises(ConfigError, match=r"3 KV heads; sizes that would work: \[1, 3, 6\]"):
         load_model(tmp_path / "nowhere", config, **arguments, mesh=mesh)
@@ -279,10 +273,10 @@ from dataclasses import replace
 from pathlib import Path
 from common.model.config import load_model_config
 from common.model.loader import load_model
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 path, tp = Path(sys.argv[1]), int(sys.argv[2])
-mesh = SoloMesh()
-mesh.place = RankPlace(tp_rank=tp - 1, tp_size=tp)
+mesh = Mesh(RankPlace(tp_rank=tp - 1, tp_size=tp))
 config = load_model_config(path)
 def load(config, kind):
     return load_model(path, config, dtype="float32", load_format=kind, seed=0, small_batches=True, mesh=mesh)

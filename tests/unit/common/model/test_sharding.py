@@ -20,7 +20,7 @@ from common.model.sharding import (
     vocab_range,
     vocab_rows,
 )
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 
 
 def config(q_heads: int, kv_heads: int, *, head_dim: int = 16, inner: int = 64) -> ModelConfig:

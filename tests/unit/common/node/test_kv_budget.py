@@ -15,7 +15,7 @@ from support.sampling_cases import adjusted_on_device
 
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
-from common.engine.cuda_graphs import CannotCapture, EagerCapture, graph_sizes
+from common.engine.cuda_graphs import CannotCapture, StepCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.step import StepInput, StepOutput
@@ -178,7 +178,7 @@ class FakeMeter:
         return 10**9, 2 * 10**9
 
 
-class KeepingCapture(EagerCapture):
+class KeepingCapture(StepCapture):
     """Counts as CUDA graphs do."""
 
     keeps_memory = True
@@ -225,7 +225,7 @@ def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None
     config = DecodeConfig(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
-    eager, kept = (load(config, meter=FakeMeter(), graph_capture=each()) for each in (EagerCapture, KeepingCapture))
+    eager, kept = (load(config, meter=FakeMeter(), graph_capture=each()) for each in (StepCapture, KeepingCapture))
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     per_block = eager.plan.layout.spec.bytes_per_block
     assert eager.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
@@ -237,7 +237,7 @@ def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: st
         transport: load(
             DecodeConfig(model=model, max_num_seqs=5, gpu_memory_utilization=0.5, kv_transport=transport),
             meter=FakeMeter(),
-            graph_capture=EagerCapture(),
+            graph_capture=StepCapture(),
         )
         for transport in ("auto", "collective", "cuda_ipc")
     }
@@ -263,7 +263,7 @@ def test_steps_that_will_not_be_captured_get_no_memory(
 
 def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> None:
     config = DecodeConfig(model=model, max_num_seqs=5, kv_blocks=20)
-    capturing, plain = load(config, graph_capture=EagerCapture()), load(config)
+    capturing, plain = load(config, graph_capture=StepCapture()), load(config)
     outputs: list[StepOutput] = []
     for worker in (capturing, plain):
         worker.allocate_kv(worker.max_blocks)

@@ -14,19 +14,17 @@ from common.config.service_configs import DecodeConfig
 from common.node.parts import warm_up
 from common.node.plan import plan_node
 from common.node.worker import load_worker
-from common.parallel.mesh import RankPlace
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 from common.parallel.stage_tensors import StageSchema
 
 
-class CountingMesh:
+class CountingMesh(Mesh):
     """A rank among silent others: its sums stay its own."""
 
     def __init__(self, place: RankPlace) -> None:
-        self.place = place
+        super().__init__(place)
         self.sums = self.gathers = self.sent = 0
-
-    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
-        pass
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums += 1
@@ -41,9 +39,6 @@ class CountingMesh:
 
     def recv_stage(self, rows: int, schema: StageSchema) -> dict[str, Tensor]:
         return {each.name: torch.zeros(rows, *each.shape, dtype=each.dtype) for each in schema}
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mqa"])

@@ -14,7 +14,7 @@ from support.transfer_harness import DEADLINE_S
 
 from common.engine.kv_transfer import SourceReleased
 from common.parallel.connect import connect_mesh
-from common.parallel.mesh import RankPlace
+from common.parallel.place import RankPlace
 
 _LISTENS = "0A"
 

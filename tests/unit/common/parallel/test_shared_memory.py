@@ -20,7 +20,7 @@ from pathlib import Path
 from common.parallel import futex
 from common.parallel.shared_memory import Segment
 futex.SHM_DIR = Path(sys.argv[1])
-Segment.create(0, 2)
+Segment(0, 2)
 os._exit(0)
 """
 
@@ -31,13 +31,13 @@ def test_a_segment_whose_rank_ended_while_others_attached_is_removed_by_the_next
     monkeypatch.setattr(futex, "SHM_DIR", tmp_path)
     subprocess.run([sys.executable, "-c", ENDS_WHILE_OTHERS_ATTACH, str(tmp_path)], check=True, timeout=60)
     (left,) = tmp_path.iterdir()
-    mine = Segment.create(0, 2)
+    mine = Segment(0, 2)
     assert len(list(tmp_path.iterdir())) == 2, "a young one may be about to be locked"
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
-    other = Segment.create(0, 2)
+    other = Segment(0, 2)
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}, f"{left} is stale"
-    Segment.attach(mine.name, 1, 2).close()
+    Segment(1, 2, mine.name).close()
     for segment in (mine, other):
         segment.close()
     assert not list(tmp_path.iterdir())

@@ -76,7 +76,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
             flying.append((scheduled, runner.execute(scheduled.step)))
         elif not flying:
             break
-        if scheduled is None or len(flying) == depth * scheduler.config.num_groups:
+        if scheduled is None or len(flying) == depth * scheduler.config.num_microbatches:
             landing, output = flying.popleft()
             for done in scheduler.update(landing, output.sampled):
                 assert done.error is None, done.error
@@ -89,7 +89,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, depth: int) -> dict[int, list[
 @pytest.mark.parametrize("blocks", [60, 18])
 @pytest.mark.parametrize(("groups", "depth"), [(1, 1), (1, 2), (2, 1)])
 def test_answers_are_those_of_a_run_token_by_token(groups: int, depth: int, blocks: int) -> None:
-    config = SchedulerConfig(MAX_MODEL_LEN, 6, 24, 8, num_groups=groups, depth=depth)
+    config = SchedulerConfig(MAX_MODEL_LEN, 6, 24, 8, num_microbatches=groups, depth=depth)
     scheduler, runner = Scheduler(config, BlockPool(blocks)), FakeRunner(blocks)
     assert run(scheduler, runner, depth) == expected()
     assert bool(scheduler.num_preemptions) == (blocks == 18)
@@ -111,7 +111,7 @@ def test_guessed_tokens_behind_forced_ones_change_no_answer(
     wrong_in: int, groups: int, depth: int, blocks: int
 ) -> None:
     """Each draft's row has the mask that follows the drafts before it."""
-    config = SchedulerConfig(MAX_MODEL_LEN, 6, 40, 24, num_groups=groups, depth=depth)
+    config = SchedulerConfig(MAX_MODEL_LEN, 6, 40, 24, num_microbatches=groups, depth=depth)
     proposer = NoisyDrafts(wrong_in, wrong_in, VOCAB, lambda seq: expected()[int(seq.key.request_id)])
     scheduler = Scheduler(config, BlockPool(blocks), drafting=Drafting(proposer, 6, always=True))
     assert run(scheduler, FakeRunner(blocks), depth) == expected()

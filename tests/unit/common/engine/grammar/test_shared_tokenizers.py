@@ -53,7 +53,7 @@ def test_it_is_loaded_once(folder: Path) -> None:
 def test_a_node_asks_for_the_one_that_is_shared() -> None:
     share_tokenizer(DEMO_MODEL_PATH)
     grammars = make_grammars(plan_node(PrefillConfig(model="demo")), lambda event: None)
-    assert grammars._get_tokenizer() is get(DEMO_MODEL_PATH)
+    assert grammars._tokenizer is get(DEMO_MODEL_PATH)
     grammars.close()
 
 

@@ -16,7 +16,7 @@ from common.control.messages import SamplingParams
 from common.control.whole_vocabulary import most_likely_of
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
-from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, ordered
+from common.engine.sampling.top_k_top_p import FlashInferThresholds, Thresholds, ordered
 from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampledToken, SampleSpec
 
@@ -157,7 +157,7 @@ def test_thresholds_of_both_kinds_agree_with_a_sort() -> None:
     want = x.sort(-1, descending=True).values.gather(1, count - 1)
     mass = torch.rand(30, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mass *= weights.sum(-1, keepdim=True, dtype=torch.float64)
-    for thresholds in (Bisection(), FlashInferThresholds(FLASHINFER)):
+    for thresholds in (Thresholds(), FlashInferThresholds(FLASHINFER)):
         assert torch.equal(thresholds.of_count(x, count), want)
         at = thresholds.of_mass(x, weights, mass)
         above = torch.where(x > at, weights, 0.0).sum(-1, keepdim=True, dtype=torch.float64)

@@ -7,7 +7,7 @@ import pytest
 from support.native_variants import VARIANTS, native
 
 from common.engine.sampling.gumbel import noise_key
-from common.engine.sampling.row_passes import Draw, NumpyPasses, RowPasses, choose_passes
+from common.engine.sampling.row_passes import Draw, NativePasses, RowPasses
 from common.kernels.native.library import MAXIMA_OF
 
 ROWS = [0, 3, 4]
@@ -16,7 +16,7 @@ VOCABS = [1, 31, 1024, 2050, 152_064]
 
 @pytest.fixture(params=[None, *VARIANTS])
 def passes(request: pytest.FixtureRequest) -> RowPasses:
-    return choose_passes(None if request.param is None else native(request.param))
+    return RowPasses() if request.param is None else NativePasses(native(request.param))
 
 
 @pytest.mark.parametrize("bits", [0, 1, 7, 1024, None])
@@ -55,7 +55,7 @@ def test_the_same_tokens_are_drawn_wherever(passes: RowPasses, vocab: int, tempe
     rows[7, :-1] = -np.inf
     draws = [Draw(row, float(row.max()), temperature, noise_key(i, 7 * i)) for i, row in enumerate(rows)]
     tokens = passes.draw(draws)
-    assert tokens == NumpyPasses().draw(draws)
+    assert tokens == RowPasses().draw(draws)
     assert tokens[7] == vocab - 1
     assert [passes.draw([each]) for each in draws] == [[token] for token in tokens]
 

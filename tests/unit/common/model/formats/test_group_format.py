@@ -27,7 +27,8 @@ from common.model.loader import load_model
 from common.model.precision import Precision
 from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 EXACT = [name for name, style in STYLES.items() if style.is_exact]
 DOWN = "model.layers.1.mlp.down_proj"
@@ -55,8 +56,7 @@ def weights_of(folder: Path) -> CheckpointWeights:
 
 
 def build_of(folder: Path, tp_rank: int = 0, tp_size: int = 1) -> Build:
-    mesh = SoloMesh()
-    mesh.place = RankPlace(tp_rank, tp_size)
+    mesh = Mesh(RankPlace(tp_rank, tp_size))
     return Build(load_model_config(folder), weights_of(folder), FLOAT32, mesh)
 
 

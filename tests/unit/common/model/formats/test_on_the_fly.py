@@ -27,14 +27,14 @@ from common.model.hub import DEMO_MODEL_PATH
 from common.model.precision import Precision
 from common.model.weights import CheckpointWeights, DummyWeights
 from common.node.plan import plan_node
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 FLOAT32 = Precision.choose("float32", small_batches=True)
 
 
 def build_of(quantize: WeightBits | None, tp_rank: int = 0, tp_size: int = 1) -> Build:
-    mesh = SoloMesh()
-    mesh.place = RankPlace(tp_rank, tp_size)
+    mesh = Mesh(RankPlace(tp_rank, tp_size))
     config = load_model_config(DEMO_MODEL_PATH)
     return Build(config, CheckpointWeights(DEMO_MODEL_PATH), FLOAT32, mesh, quantize=quantize)
 

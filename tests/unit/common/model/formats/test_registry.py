@@ -26,7 +26,8 @@ from common.model.formats.registry import FORMATS
 from common.model.precision import Precision
 from common.model.tensor_files import TensorFiles
 from common.model.weights import CheckpointWeights
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 # int16 numbers, times one scale for each row.
 
@@ -96,8 +97,7 @@ def set_quantization(folder: Path, *, multiplies: bool) -> None:
 
 
 def build_of(folder: Path, tp_rank: int = 0, tp_size: int = 1) -> Build:
-    config, mesh = load_model_config(folder), SoloMesh()
-    mesh.place = RankPlace(tp_rank, tp_size)
+    config, mesh = load_model_config(folder), Mesh(RankPlace(tp_rank, tp_size))
     return Build(
         config, CheckpointWeights(folder, config.quantization), Precision.choose("float32", small_batches=True), mesh
     )

@@ -27,7 +27,8 @@ from common.model.hub import DEMO_MODEL_PATH
 from common.model.precision import Precision
 from common.model.tensor_files import Part
 from common.model.weights import CheckpointWeights
-from common.parallel.mesh import RankPlace, SoloMesh
+from common.parallel.mesh import Mesh
+from common.parallel.place import RankPlace
 
 FLOAT32 = Precision.choose("float32", small_batches=True)
 
@@ -126,9 +127,7 @@ def test_two_ranks_shares_make_the_whole_layer(tmp_path: Path) -> None:
     share = whole.inner(config.layers[0].mlp)
     ups, downs = [], []
     for rank in range(2):
-        mesh = SoloMesh()
-        mesh.place = RankPlace(rank, 2)
-        build = Build(config, weights_of(file), FLOAT32, mesh)
+        build = Build(config, weights_of(file), FLOAT32, Mesh(RankPlace(rank, 2)))
         own = build.inner(config.layers[0].mlp)
         ups.append(build.column_linear(["blk.0.ffn_up"], [own], 256, bias=False).forward(x))
         part = inner_x[:, own.lo : own.hi].contiguous()
