@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from common.base.clock import Clock
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import Traffic
-from kvtransfer.copy.device import DeferredCommands, RelayDevice
-from kvtransfer.copy.host import Copier
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import DeferredCommands
+from kvtransfer.copy.device_copy import DeviceCopier
+from kvtransfer.copy.host import SliceCopier
 
 
 class TrafficCounter:
@@ -35,10 +37,10 @@ class EndParts:
 
     incarnation: str
     """Incarnation of this node."""
-    copier: Copier
+    copier: SliceCopier | DeviceCopier
     copying: DeferredCommands
     """Messages that the device is copying, in either direction: all copies run on one stream."""
-    device: RelayDevice | None
+    device: CudaDevice | None
     """Holds the KV; None if that is in CPU memory."""
     traffic: TrafficCounter
     clock: Clock

@@ -80,11 +80,6 @@ class TransportFailures:
         }
 
 
-def format_offers(offers: Iterable[TransportOffer]) -> str:
-    """A rank's data address."""
-    return " ".join(str(offer) for offer in offers)
-
-
 def parse_offers(address: str) -> list[TransportOffer]:
     """The offers in a rank's data address. Unknown transports, of a later version, are kept but never chosen.
 
