@@ -127,7 +127,7 @@ class TransferEnd:
             case AbortOrder(key):
                 put(partial(self._abort, key))
             case DisconnectOrder(incarnation):
-                put(partial(self._send.connections.disconnect, incarnation))
+                put(partial(self._send.connections.lose_all, "its node could not be reached", incarnation))
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
         command = partial(self._send.blocks_final, key, layer, num_blocks)

@@ -110,10 +110,7 @@ class NodeServer:
         return self.me.node_id
 
     async def bind(self) -> None:
-        """Bind the control port and check that Redis answers, before the slow part of start-up.
-
-        Raises: ConfigError.
-        """
+        """Bind the control port and check that Redis answers, before the slow part of start-up. Raises: ConfigError."""
         config, addresses = self.config, HostAddresses.of(self.config)
         await check_redis(config.redis_url)
         self._server = Server(config.host, self._port, self._on_message, self._tls)

@@ -51,11 +51,6 @@ class ChosenTransport:
     """The receiver's offer."""
     why: str
 
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return self.offer.transport
-
 
 class TransportFailures:
     """Which transports failed to connect to which address, remembered for `FORGET_AFTER_S`. Bounded."""

@@ -140,7 +140,7 @@ def test_malformed_address_is_refused(address: str) -> None:
 
 
 def test_transport_of_a_later_version_is_ignored() -> None:
-    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).transport == "zmq"
+    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).offer.transport == "zmq"
 
 
 def test_host_id_is_stable_and_reveals_nothing_about_the_host() -> None:
