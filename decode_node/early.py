@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from common.control.links import Identity
 from common.control.messages import AttemptKey, Offer, PrefillDone
 
@@ -13,19 +11,14 @@ Messages = list[tuple[Identity, Offer | PrefillDone]]
 """With the prefill node that sent each."""
 
 
-@dataclass(eq=False)
-class _Kept:
-    expires_s: float
-    messages: Messages = field(default_factory=Messages)
-
-
 class EarlyMessages:
     """Keeps the messages of at most 4,096 attempts, each attempt's for a fixed time after its first message."""
 
     def __init__(self, keep_s: float) -> None:
         """`keep_s`: how long a message waits, in seconds."""
         self.keep_s = keep_s
-        self._kept: dict[AttemptKey, _Kept] = {}
+        self._kept: dict[AttemptKey, tuple[float, Messages]] = {}
+        """With the time when they expire."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -36,16 +29,16 @@ class EarlyMessages:
         if message.key not in self._kept:
             if len(self._kept) >= _MAX_ATTEMPTS:
                 evicted = self.take(next(iter(self._kept)))
-            self._kept[message.key] = _Kept(now_s + self.keep_s)
-        self._kept[message.key].messages.append((identity, message))
+            self._kept[message.key] = now_s + self.keep_s, []
+        self._kept[message.key][1].append((identity, message))
         return evicted
 
     def take(self, key: AttemptKey) -> Messages:
         """Remove and return an attempt's messages, in the order of their arrival."""
-        kept = self._kept.pop(key, None)
-        return kept.messages if kept is not None else []
+        _, messages = self._kept.pop(key, (0.0, []))
+        return messages
 
     def expired(self, now_s: float) -> Messages:
         """Remove and return the messages that have waited too long."""
-        keys = [key for key, kept in self._kept.items() if now_s > kept.expires_s]
+        keys = [key for key, (expires_s, _) in self._kept.items() if now_s > expires_s]
         return [message for key in keys for message in self.take(key)]

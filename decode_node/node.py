@@ -40,7 +40,6 @@ from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
 from common.node.core import CoreParts, NodeCore
 from common.node.events import ClientLost, FromClient
-from common.node.traffic import count_bytes
 from common.node.transfers import NodeTransfers
 from decode_node.early import EarlyMessages, Messages
 from decode_node.hand_on_queue import MOST_BLOCKS, HandOnQueue, received_once
@@ -111,7 +110,8 @@ class DecodeNode(NodeCore[_Attempt]):
             case Opened(key):
                 self._send_grant(self.attempts[key])
             case Received(key) as received:
-                count_bytes(self._relayed_by, received.traffic)
+                for moved in received.traffic:
+                    self._relayed_by[moved.transport] += moved.size_bytes
                 self._received(self.attempts[key], received)
             case ReceiveFailed(key, error):
                 self._receive_failed(self.attempts[key], error)

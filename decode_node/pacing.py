@@ -7,13 +7,10 @@ from the prompts of the others, and the same steps are computed again for each s
 from __future__ import annotations
 
 _LONGEST_S = 0.1
-_WEIGHT = 1
-"""How much more a stream in prefill counts than a running one. The time between tokens while prompts are computed grows with
-it, and on some processors throughput (docs/records/trials.md)."""
 
 
 def rest_s(step_s: float, running: int, coming: int) -> float:
     """Seconds to rest after a step of `step_s` seconds with `running` streams, at least one, while the prompts of `coming`
-    streams are computed elsewhere.
+    streams are computed elsewhere. A stream in prefill has the weight of a running one (docs/records/trials.md).
     """
-    return min(_LONGEST_S, step_s * _WEIGHT * coming / running)
+    return min(_LONGEST_S, step_s * coming / running)

@@ -9,7 +9,7 @@ from common.engine.kv_transfer import OnTransferEvent, TransferEnd
 from common.node.core import CoreParts
 from common.node.draft_plan import plan_draft
 from common.node.plan import NodePlan, plan_node
-from common.node.role import NodeRole
+from common.node.roles import NodeRole
 from common.node.transfers import NodeTransfers
 from common.node.worker import Worker
 from decode_node.node import DecodeNode
@@ -20,7 +20,6 @@ class DecodeRole(NodeRole[DecodeConfig]):
     """Every rank listens for KV; steps are mostly one row per sequence, over pipeline stages if so configured."""
 
     name = "decode"
-    config_type = DecodeConfig
     small_batches = True
 
     def plan(self, config: DecodeConfig) -> NodePlan:
@@ -29,7 +28,6 @@ class DecodeRole(NodeRole[DecodeConfig]):
             pp_size=config.pipeline_parallel_size,
             pp_layers=config.pp_layers,
             prefill_chunk=config.local_prefill_chunk,
-            shares_cores=config.shared_cores,
             speculation=config.speculation,
         )
         speculation = plan.speculation
@@ -38,14 +36,15 @@ class DecodeRole(NodeRole[DecodeConfig]):
         return replace(plan, draft=plan_draft(config, plan, speculation.model))
 
     def transfer_end(self, worker: Worker, rank: int, incarnation: str, on_event: OnTransferEvent) -> TransferEnd:
-        relay = worker.plan.relay
-        listen_port = relay.port if rank == 0 else 0
+        plan = worker.plan
+        port = plan.config.data_port if rank == 0 else 0
         return make_end(
-            relay, worker.storage, worker.plan.layout, rank, on_event, incarnation=incarnation, listen_port=listen_port
+            plan.config, worker.storage, plan.layout, rank, on_event, incarnation=incarnation, listen_port=port
         )
 
     def core(self, plan: NodePlan, parts: CoreParts, transfers: NodeTransfers) -> DecodeNode:
-        return DecodeNode(parts, transfers, early_s=plan.hosts.lease_s, shared_cores=plan.shares_cores)
+        assert isinstance(plan.config, DecodeConfig)
+        return DecodeNode(parts, transfers, early_s=plan.config.lease_s, shared_cores=plan.config.shared_cores)
 
 
 ROLE = DecodeRole()

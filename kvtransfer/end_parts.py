@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from common.base.clock import Clock
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import Traffic
-from kvtransfer.copy.device import DeferredCommands, RelayDevice
-from kvtransfer.copy.host import Copier
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import DeferredCommands
+from kvtransfer.copy.device_copy import DeviceCopier
+from kvtransfer.copy.host import SliceCopier
 
 
 class TrafficCounter:
@@ -16,17 +19,15 @@ class TrafficCounter:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._open: dict[AttemptKey, dict[tuple[int, str, str], int]] = {}
+        self._open: defaultdict[AttemptKey, Counter[tuple[int, str, str]]] = defaultdict(Counter)
 
     def add(self, key: AttemptKey, peer_rank: int, transport: str, why: str, size_bytes: int) -> None:
         """Count one message of attempt `key`."""
-        counted, route = self._open.setdefault(key, {}), (peer_rank, transport, why)
-        counted[route] = counted.get(route, 0) + size_bytes
+        self._open[key][peer_rank, transport, why] += size_bytes
 
     def take(self, key: AttemptKey) -> tuple[Traffic, ...]:
         """The traffic of attempt `key`, which has ended; its counters are dropped."""
-        counted = self._open.pop(key, {})
-        return tuple(Traffic(self._rank, *route, size) for route, size in counted.items())
+        return tuple(Traffic(self._rank, *route, size) for route, size in self._open.pop(key, Counter()).items())
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class EndParts:
 
     incarnation: str
     """Incarnation of this node."""
-    copier: Copier
+    copier: SliceCopier | DeviceCopier
     copying: DeferredCommands
     """Messages that the device is copying, in either direction: all copies run on one stream."""
-    device: RelayDevice | None
+    device: CudaDevice | None
     """Holds the KV; None if that is in CPU memory."""
     traffic: TrafficCounter
     clock: Clock

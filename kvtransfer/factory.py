@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from common.base.errors import ConfigError
-from common.engine.kv_transfer import OnTransferEvent, RelaySettings
+from common.cluster.address import HostAddresses
+from common.config.service_configs import NodeConfig
+from common.engine.kv_transfer import OnTransferEvent
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.cuda import CudaDevice
-from kvtransfer.copy.device import RelayDevice
 from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports.base import Connector, Listener
 from kvtransfer.transports.choose import CUDA_IPC, GLOO, NCCL, SHM, ZMQ
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def make_end(
-    relay: RelaySettings,
+    config: NodeConfig,
     storage: KVStorage,
     layout: KVLayout,
     rank: int,
@@ -34,20 +36,21 @@ def make_end(
     incarnation: str,
     listen_port: int | None = None,
 ) -> TransferEnd:
-    """A rank's transfer end, with the transports that `relay.transport` allows.
+    """A rank's transfer end, with the transports that `kv_transport` allows.
 
     listen_port: where the first transport that needs a port listens for KV; 0 means any free one. None: this rank only
     sends, and opens no listening socket.
 
     Raises: ConfigError if this host has none of them, one cannot listen, or one does not support these sizes.
     """
-    device = _device(storage)
-    names = _allowed(relay.transport, storage, collectives=relay.may_use_collectives)
-    connectors = [_connector(name, relay, storage, device) for name in names]
+    device = None if storage.host_bytes is not None else CudaDevice(storage)
+    names = _allowed(config.kv_transport, storage, collectives=config.may_use_collectives)
+    transports = [_transport(name, config, storage, device) for name in names]
+    connectors = [connector for connector, _ in transports]
     listeners: list[Listener] = []
     try:
-        for name in names if listen_port is not None else ():
-            listeners.append(_listener(name, relay, storage, device, listen_port or 0))
+        for name, (_, listen) in zip(names, transports, strict=True) if listen_port is not None else ():
+            listeners.append(listen(listen_port or 0))
             listen_port = listen_port if name in (SHM, CUDA_IPC) else 0
     except BaseException:
         for transport in (*connectors, *listeners):
@@ -62,15 +65,11 @@ def make_end(
         listeners,
         incarnation=incarnation,
         device=device,
-        wanted=relay.transport,
+        wanted=config.kv_transport,
     )
 
 
-def _device(storage: KVStorage) -> RelayDevice | None:
-    return None if storage.host_bytes is not None else CudaDevice(storage)
-
-
-def _allowed(wanted: str, storage: KVStorage, *, collectives: bool = True) -> list[str]:
+def _allowed(wanted: str, storage: KVStorage, *, collectives: bool) -> list[str]:
     """The names of the transports that this rank may use. Raises: ConfigError if there are none."""
     on_device, one_host = storage.host_bytes is None, host_id() is not None
     collective = NCCL if on_device else GLOO
@@ -91,29 +90,18 @@ def _allowed(wanted: str, storage: KVStorage, *, collectives: bool = True) -> li
     return [wanted]
 
 
-def _connector(name: str, relay: RelaySettings, storage: KVStorage, device: RelayDevice | None) -> Connector:
+def _transport(
+    name: str, config: NodeConfig, storage: KVStorage, device: CudaDevice | None
+) -> tuple[Connector, Callable[[int], Listener]]:
+    """A transport's connector, and what makes its listener at a port."""
     match name:
         case "zmq":
-            return ZmqConnector()
+            return ZmqConnector(), lambda port: ZmqListener(config.host, port, seals=config.tls_dir is not None)
         case "shm":
-            return ShmConnector()
+            return ShmConnector(), lambda port: ShmListener()
         case "cuda_ipc" if device is not None:
-            return CudaIpcConnector(device, storage)
+            return CudaIpcConnector(device, storage), lambda port: CudaIpcListener(device, storage)
         case _:
-            return CollectiveConnector(
-                relay.addresses.one_interface, backend=name, gpu_id=device.gpu_id if device else ""
-            )
-
-
-def _listener(name: str, relay: RelaySettings, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
-    match name:
-        case "zmq":
-            return ZmqListener(relay.addresses.host, port, seals=relay.sealed)
-        case "shm":
-            return ShmListener()
-        case "cuda_ipc" if device is not None:
-            return CudaIpcListener(device, storage)
-        case _:
-            return CollectiveListener(
-                relay.addresses.one_interface, port, backend=name, gpu_id=device.gpu_id if device else ""
-            )
+            interface, gpu_id = HostAddresses.of(config).one_interface, device.gpu_id if device else ""
+            connector = CollectiveConnector(interface, backend=name, gpu_id=gpu_id)
+            return connector, lambda port: CollectiveListener(interface, port, backend=name, gpu_id=gpu_id)

@@ -38,14 +38,10 @@ class IOThread:
         self._on_event = on_event
         self._turn, self._recover, self._finish = turn, recover, finish
         self._lock = threading.Lock()
-        self._closed = False
+        self.closing = False
+        """`stop` has been called; the thread may not know yet. For any thread."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def closing(self) -> bool:
-        """Whether `stop` has been called; the thread may not know yet. For any thread."""
-        return self._closed
 
     def start(self) -> None:
         self._thread.start()
@@ -53,7 +49,7 @@ class IOThread:
     def begin(self, key: AttemptKey, command: Command) -> None:
         """Run `command`, which opens `key`. Raises: TransferError if the thread is stopped."""
         with self._lock:
-            if self._closed:
+            if self.closing:
                 raise TransferError(f"cannot open {key}: the relay is closed on this rank")
             # Under the lock, so that a concurrent `stop` comes after it and releases the key.
             self.mailbox.put(command)
@@ -61,7 +57,7 @@ class IOThread:
     def stop(self) -> None:
         """Finish and join. Calls by the thread itself do not wait."""
         with self._lock:
-            first, self._closed = not self._closed, True
+            first, self.closing = not self.closing, True
         if first:
             self.mailbox.put(self._request_stop)
         if threading.current_thread() is not self._thread:

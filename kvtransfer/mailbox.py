@@ -47,10 +47,7 @@ class Mailbox:
             self._reader.recv(4096)
         # Cleared before the commands are read, so that a later `put` wakes the reader again.
         self._woken = False
-        commands: list[Command] = []
-        while self._commands:
-            commands.append(self._commands.popleft())
-        return commands
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def close(self) -> None:
         """Close the file descriptors; later commands are never run."""

@@ -80,16 +80,11 @@ class PeerTable:
         for batch in lent:
             self._transfers.dropped(batch)
 
-    def lose_all(self, reason: str) -> None:
-        """Close all connections; their transfers fail."""
-        for address in list(self.peers):
-            self.lose(address, reason)
-
-    def disconnect(self, incarnation: str) -> None:
-        """Close the connections to an incarnation of a node that could not be reached."""
+    def lose_all(self, reason: str, incarnation: str | None = None) -> None:
+        """Close all connections, or those to one incarnation of a node; their transfers fail."""
         for address, peer in list(self.peers.items()):
-            if peer.incarnation == incarnation:
-                self.lose(address, "its node could not be reached")
+            if incarnation in (None, peer.incarnation):
+                self.lose(address, reason)
 
     def drop_idle(self, now: float) -> None:
         """Close connections that have been unused, or have waited for an ack, for too long."""
@@ -111,12 +106,13 @@ class PeerTable:
         while True:
             failed = self._failures.of(address, self._clock())
             chosen = choose(ours, theirs, self._wanted, failed)
+            transport = chosen.offer.transport
             try:
-                peer = self._connectors[chosen.transport].connect(chosen.offer, incarnation, self._clock())
+                peer = self._connectors[transport].connect(chosen.offer, incarnation, self._clock())
             except PeerLost as error:
-                if chosen.transport in failed:  # all others have failed, too
+                if transport in failed:  # all others have failed, too
                     raise
-                self._record_failure(address, chosen.transport, error.message)
+                self._record_failure(address, transport, error.message)
                 continue
             peer.why = chosen.why
             peer.is_fallback = bool(failed)
@@ -140,7 +136,7 @@ class PeerTable:
             dst_rank,
             grant.dst.node_id,
             grant.dst.incarnation,
-            chosen.transport,
+            chosen.offer.transport,
             chosen.why,
         )
         if len(self._logged) >= _MAX_LOGGED:

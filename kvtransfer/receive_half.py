@@ -26,11 +26,7 @@ class ReceiveHalf:
     """Places the messages of all listeners into the blocks of the attempts in `table`."""
 
     def __init__(
-        self,
-        table: ReceiveTable,
-        listeners: Sequence[Listener],
-        parts: EndParts,
-        run_commands: Callable[[], None],
+        self, table: ReceiveTable, listeners: Sequence[Listener], parts: EndParts, run_commands: Callable[[], None]
     ) -> None:
         """run_commands: runs what waits in the thread's mailbox."""
         self.table = table

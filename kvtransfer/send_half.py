@@ -124,13 +124,12 @@ class SendHalf:
         state = self.table.state_of(batch)
         buffer = peer.stage()
         header = state.header(batch, self._parts.incarnation, peer.incarnation, peer.next_sequence())
-        if peer.lend(buffer, header, batch, batch.blocks):
+        if peer.lend(buffer, header, batch):
             peer.send(header, buffer, batch, self._clock())  # counted when its ack arrives: nothing has moved yet
             return
         mark = self._parts.copier.gather_all(batch.slices, batch.blocks, buffer)
         if mark is None:
             self._put(peer, batch, header, buffer)
-            self.table.sent(batch, self._clock())
         else:
             peer.reserved += 1
             self._parts.copying.add(mark, partial(self._gathered, peer, batch, header, buffer))
@@ -141,11 +140,11 @@ class SendHalf:
             self.table.dropped(batch)
         else:
             self._put(peer, batch, header, buffer)
-            self.table.sent(batch, self._clock())
 
     def _put(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
         peer.send(header, buffer, batch, self._clock())
         self._count(peer, batch)
+        self.table.sent(batch, self._clock())
 
     def _count(self, peer: Peer, batch: Batch) -> None:
         self._parts.traffic.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
@@ -154,6 +153,6 @@ class SendHalf:
         """End the loans of attempts that have failed: their blocks must be free again, whatever the receivers do."""
         for key in self.table.ending:
             for peer in self._peers.values():
-                for sequence, batch in list(peer.lent.items()):
+                for sequence, (batch, _) in list(peer.lent.items()):
                     if batch.key == key:
                         self.table.dropped(peer.revoke(sequence))

@@ -117,15 +117,14 @@ class SendState:
                 layers, first = group.layers[part.layer_lo : part.layer_hi], grant.first_blocks[group.table]
                 final = [count(max(first, self._final[layer - self._layer_lo])) for layer in layers]
                 if piece.dst_rank not in routes:
-                    routes[piece.dst_rank] = _Route(now, piece.stripe, self._local_blocks(piece.stripe))
+                    routes[piece.dst_rank] = _Route(
+                        now, piece.stripe, self._blocks[:, piece.stripe.indices] // self._layout.num_replicas
+                    )
                 unit = part.num_heads * unit_bytes[part.group]
                 route = routes[piece.dst_rank]
                 route.pieces.append(_PieceProgress(part, layers, final, count(first), count(total), unit))
         self._routes = routes
         self.progress(now)
-
-    def _local_blocks(self, stripe: Stripe) -> np.ndarray:
-        return self._blocks[:, stripe.indices] // self._layout.num_replicas
 
     def progress(self, now: float) -> None:
         """Something moved: restart the deadline."""

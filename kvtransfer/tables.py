@@ -7,14 +7,7 @@ refused, so late messages of an older attempt or incarnation have no effect. Use
 
 from __future__ import annotations
 
-from common.base.errors import (
-    CorruptSlice,
-    KvRelayError,
-    PeerLost,
-    TransferAborted,
-    TransferError,
-    TransferTimedOut,
-)
+from common.base.errors import CorruptSlice, KvRelayError, PeerLost, TransferAborted, TransferError, TransferTimedOut
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import (
     DestinationReleased,
@@ -219,19 +212,12 @@ class ReceiveTable:
         Raises: TransferAborted or PeerLost if no live transfer expects it (nothing changed); CorruptSlice if it
         contradicts its transfer, which has then failed.
         """
-        state = self._live.get(header.key)
-        refusal = self._refusal(header, state)
-        if refusal is not None or state is None:
-            raise refusal or TransferAborted(f"{header.key} is not expected here")
+        state = self._expecting(header)
         try:
             return state.claim(header, payload_bytes)
         except CorruptSlice as error:
             self._fail(state, error)
             raise
-
-    def state_of(self, claim: Claim) -> ReceiveState:
-        """The state of the attempt of a claim in use."""
-        return self._find(claim.key)
 
     def placed(self, claim: Claim, now: float) -> None:
         """`claim` was written, or writing it was given up."""
@@ -288,13 +274,8 @@ class ReceiveTable:
         """Fail every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
             if state.deadline is not None and state.deadline <= now:
-                timeout_s = state.plan.timeout_s
-                self._fail(
-                    state,
-                    TransferTimedOut(
-                        f"{key}: no slice arrived for {timeout_s} s, {state.missing} (layer, head, block) cells missing"
-                    ),
-                )
+                missing = f"{state.missing} (layer, head, block) cells missing"
+                self._fail(state, TransferTimedOut(f"{key}: no slice arrived for {state.plan.timeout_s} s, {missing}"))
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called next."""
@@ -305,14 +286,18 @@ class ReceiveTable:
         events, self._events = self._events, []
         return events
 
-    def _refusal(self, header: SliceHeader, state: ReceiveState | None) -> TransferError | None:
+    def _expecting(self, header: SliceHeader) -> ReceiveState:
+        """The live transfer that a message belongs to. Raises: see `accept`."""
         if header.dst_incarnation != self._incarnation:
-            return PeerLost(f"{header.key} is for incarnation {header.dst_incarnation}, not {self._incarnation}")
+            raise PeerLost(f"{header.key} is for incarnation {header.dst_incarnation}, not {self._incarnation}")
         if header.dst_rank != self._rank:
-            return TransferAborted(f"{header.key} is for rank {header.dst_rank}, not {self._rank}")
-        if state is not None and header.src_incarnation != state.src_incarnation:
-            return TransferAborted(f"{header.key} is expected from another incarnation than {header.src_incarnation}")
-        return None
+            raise TransferAborted(f"{header.key} is for rank {header.dst_rank}, not {self._rank}")
+        state = self._live.get(header.key)
+        if state is None:
+            raise TransferAborted(f"{header.key} is not expected here")
+        if header.src_incarnation != state.src_incarnation:
+            raise TransferAborted(f"{header.key} is expected from another incarnation than {header.src_incarnation}")
+        return state
 
     def _find(self, key: AttemptKey) -> ReceiveState:
         state = self._live.get(key) or self._aborted.get(key) or self._failed.get(key)

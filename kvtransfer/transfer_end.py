@@ -29,10 +29,13 @@ from common.engine.kv_transfer import (
     TransferEvent,
     TransferOrder,
 )
+from common.kernels.native.find import find_native
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import CLOSING_S, DeferredCommands, RelayDevice, StreamMark
-from kvtransfer.copy.host import make_copier
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import CLOSING_S, DeferredCommands, StreamMark
+from kvtransfer.copy.device_copy import DeviceCopier
+from kvtransfer.copy.host import SliceCopier
 from kvtransfer.end_parts import EndParts, TrafficCounter
 from kvtransfer.iothread import IOThread
 from kvtransfer.peer_table import PeerTable
@@ -40,7 +43,6 @@ from kvtransfer.receive_half import ReceiveHalf
 from kvtransfer.send_half import SendHalf
 from kvtransfer.tables import ReceiveTable, SendTable
 from kvtransfer.transports.base import Connector, Listener, TransportContext, poll, poll_timeout_ms
-from kvtransfer.transports.choose import format_offers
 
 _MESSAGES_PER_TURN = 8
 """Messages taken from one transport before commands are looked at again, which bounds the delay of an abort. While
@@ -64,7 +66,7 @@ class TransferEnd:
         listeners: Sequence[Listener] = (),
         *,
         incarnation: str,
-        device: RelayDevice | None = None,
+        device: CudaDevice | None = None,
         wanted: str = "auto",
         clock: Clock = monotonic,
         min_message_bytes: int = 256 * 2**10,
@@ -92,7 +94,7 @@ class TransferEnd:
         self._num_layers = shard.num_layers
         unit_bytes = layout.layer_bytes_per_block(shard)
         try:
-            self._copier = make_copier(storage, device)
+            self._copier = SliceCopier(storage, find_native()) if device is None else DeviceCopier(device, storage)
             context = TransportContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device)
             for transport in self._transports:
                 transport.attach(context)
@@ -108,20 +110,12 @@ class TransferEnd:
         self._send = SendHalf(sends, peers, parts, min_message_bytes)
         receives = ReceiveTable(layout, rank, storage.num_blocks, incarnation)
         self._receive = ReceiveHalf(receives, listeners, parts, self._run_commands)
-        self._address = format_offers(listener.offer for listener in listeners)
+        self.address = " ".join(str(listener.offer) for listener in listeners)
+        """The offers of the listeners, see `kvtransfer.transports.choose`; empty if there are none."""
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
 
-    @property
-    def address(self) -> str:
-        """The offers of the listeners, see `kvtransfer.transports.choose`; empty if there are none."""
-        return self._address
-
     def apply(self, order: TransferOrder) -> None:
-        """Carry out one order. The key of a transfer that it opens must not be open.
-
-        Raises: TransferError if it opens a transfer and this end is closed.
-        """
         put = self._thread.mailbox.put
         match order:
             case OpenSourceOrder(plan):
@@ -133,17 +127,15 @@ class TransferEnd:
             case AbortOrder(key):
                 put(partial(self._abort, key))
             case DisconnectOrder(incarnation):
-                put(partial(self._send.connections.disconnect, incarnation))
+                put(partial(self._send.connections.lose_all, "its node could not be reached", incarnation))
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
-        """Layer `layer` (of this rank) holds final KV in blocks [0, `num_blocks`). Takes microseconds."""
         command = partial(self._send.blocks_final, key, layer, num_blocks)
         if self._device is not None:
             command = partial(self._final.add, self._device.mark(), command)
         self._thread.mailbox.put(command)
 
     def close(self) -> None:
-        """Release all transfers and close all sockets; returns when the thread has ended."""
         self._thread.stop()
 
     def _mark(self) -> StreamMark | None:

@@ -11,7 +11,7 @@ on every rank of every layout. With context parallelism blocks are numbered over
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -61,14 +61,10 @@ class KVSlice:
 
     def size_bytes(self, unit_bytes: tuple[int, ...]) -> int:
         """Bytes of this slice, given `KVSpec.unit_bytes`; 0 for an empty or inverted range and for an unknown group."""
-        layers, heads, blocks = (
-            self.layer_hi - self.layer_lo,
-            self.head_hi - self.head_lo,
-            self.block_hi - self.block_lo,
-        )
-        if min(layers, heads, blocks) <= 0 or self.group >= len(unit_bytes):
+        layers, heads = self.layer_hi - self.layer_lo, self.head_hi - self.head_lo
+        if min(layers, heads, self.num_blocks) <= 0 or self.group >= len(unit_bytes):
             return 0
-        return layers * heads * blocks * unit_bytes[self.group]
+        return layers * heads * self.num_blocks * unit_bytes[self.group]
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,8 @@ class SliceAck:
     message: Annotated[str, Field(max_length=4096)] = ""
 
 
+MessageT = TypeVar("MessageT", SliceHeader, SliceAck)
+
 _CODEC = Codec(SliceHeader, SliceAck, version=OLDEST_VERSION)
 
 
@@ -109,13 +107,8 @@ def encode(message: SliceHeader | SliceAck, version: int | None = None) -> bytes
 
 
 def decode_header(data: bytes | memoryview) -> SliceHeader:
-    """The header in `data`, its hashes covering its slices.
-
-    Raises: ProtocolError for anything else.
-    """
-    header = _decode(data)
-    if not isinstance(header, SliceHeader):
-        raise ProtocolError(f"expected a SliceHeader, got a {type(header).__name__}")
+    """The header in `data`, its hashes covering its slices. Raises: ProtocolError for anything else."""
+    header = _decode(data, SliceHeader)
     if len(header.block_hashes) % HASH_BYTES:
         raise ProtocolError(f"block hashes are {HASH_BYTES} bytes each, got {len(header.block_hashes)} bytes in all")
     last = header.first_block + len(header.block_hashes) // HASH_BYTES
@@ -125,20 +118,17 @@ def decode_header(data: bytes | memoryview) -> SliceHeader:
 
 
 def decode_ack(data: bytes | memoryview) -> SliceAck:
-    """The ack in `data`.
-
-    Raises: ProtocolError for anything else.
-    """
-    ack = _decode(data)
-    if not isinstance(ack, SliceAck):
-        raise ProtocolError(f"expected a SliceAck, got a {type(ack).__name__}")
-    return ack
+    """The ack in `data`. Raises: ProtocolError for anything else."""
+    return _decode(data, SliceAck)
 
 
-def _decode(data: bytes | memoryview) -> object:
+def _decode(data: bytes | memoryview, kind: type[MessageT]) -> MessageT:
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header has at most {MAX_HEADER_BYTES} bytes, this one has {len(data)}")
-    return _CODEC.decode(data)
+    message = _CODEC.decode(data)
+    if not isinstance(message, kind):
+        raise ProtocolError(f"expected a {kind.__name__}, got a {type(message).__name__}")
+    return message
 
 
 def checked_block_ids(tables: list[list[int]], hashes: list[bytes], num_blocks: int) -> np.ndarray:

@@ -33,7 +33,6 @@ from common.kv.rank_layout import check_compatible
 from common.node.attempt import Attempt, token_chunk
 from common.node.core import NodeCore
 from common.node.events import FromClient, FromPeer, PeerGone
-from common.node.traffic import count_bytes
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,8 @@ class PrefillNode(NodeCore[_Attempt]):
             case FromPeer(_, TransferReceived(key)):
                 self._received(self.attempts.get(key))
             case SourceReleased(key, bytes_sent, error, traffic):
-                count_bytes(self._relayed_by, traffic)
+                for moved in traffic:
+                    self._relayed_by[moved.transport] += moved.size_bytes
                 self._released(self.attempts[key], bytes_sent, error)
             case PeerGone(incarnation, reason):
                 self.transfers.disconnect(incarnation)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from common.base.clock import Clock
 from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, Unavailable
@@ -23,12 +23,8 @@ from common.node.step_timer import StepTimer
 log = logging.getLogger(__name__)
 
 
-class Pooler(Protocol):
-    """Computes vectors."""
-
-    def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
-        """The vector of each input, with the request's number of dimensions and encoded for `PoolResult`."""
-        ...
+Compute = Callable[[Sequence[tuple[PoolRequest, PoolInput]]], list[bytes]]
+"""Computes the vector of each input, with the request's number of dimensions and encoded for `PoolResult`."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,9 @@ class _Waiting(NamedTuple):
 class PoolingNode:
     """All attempts of one node. Implements `common.node.server.ServedCore`."""
 
-    def __init__(self, pooler: Pooler, limits: PoolLimits, send_buffer: SendBuffer, clock: Clock) -> None:
+    def __init__(self, compute: Compute, limits: PoolLimits, send_buffer: SendBuffer, clock: Clock) -> None:
         self.load = NodeLoad()
-        self._pooler = pooler
+        self._compute = compute
         self._limits = limits
         self._send_buffer = send_buffer
         self._clock = clock
@@ -122,7 +118,7 @@ class PoolingNode:
         self._timer.begin(self._steps, self._clock())
         inputs = [(each.attempt.request, each.attempt.request.inputs[each.place]) for each in batch]
         try:
-            vectors = self._pooler.compute(inputs)
+            vectors = self._compute(inputs)
         except Exception as error:  # one step's failure must not end the node
             log.exception("a step failed")
             self._timer.drop(self._steps)
@@ -160,7 +156,6 @@ class PoolingNode:
             self._send_buffer.reply(attempt.identity, answer)
 
     def on_time(self, now_s: float) -> None:
-        """End attempts that are past their deadline; measure the load."""
         for key, each in list(self._attempts.items()):
             if now_s > each.arrived_s + each.request.timeout_s:
                 del self._attempts[key]
@@ -181,11 +176,9 @@ class PoolingNode:
 
     @property
     def has_deadlines(self) -> bool:
-        """Whether `on_time` may have something to do before the next event."""
         return bool(self._attempts)
 
     def describe_attempts(self) -> list[dict[str, Any]]:
-        """For operators: every attempt and its progress."""
         now_s = self._clock()
         return [
             {

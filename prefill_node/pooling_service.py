@@ -28,7 +28,7 @@ from common.model.pooling.encoder_config import EncoderConfig
 from common.model.pooling.open import load_pooling_model, read_pooling_config
 from common.model.pooling.pooler import Pooler, PoolingModel
 from common.model.tokenizer_folder import tokenizer_folder
-from common.node.options import ServerOptions
+from common.node.admin import NodeAdmin
 from common.node.server import NodeServer
 from prefill_node.pooling_core import PoolingNode, PoolLimits
 
@@ -50,13 +50,13 @@ def run_pooling_node(config: PrefillConfig) -> None:
 
 
 async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | PoolingDecoderConfig) -> None:
-    server = NodeServer(ServerOptions.of("prefill", config))
+    server = NodeServer(config)
     await server.bind()
     model = await asyncio.to_thread(_load, path, of_model, config)
     limits = PoolLimits(
         of_model.vocab_size, of_model.max_model_len, config.max_num_batched_tokens or _STEP_TOKENS, _MAX_ACCEPTED
     )
-    core = PoolingNode(Pooler(model), limits, server.send_buffer, monotonic)
+    core = PoolingNode(Pooler(model).compute, limits, server.send_buffer, monotonic)
     names = listed("served_model_name", config.served_model_name)
     digest = tokenizer_digest(tokenizer_folder(path, config.tokenizer))
     info = ModelInfo(
@@ -89,6 +89,7 @@ async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | Po
         on_ready=lambda: log.info(
             "pooling node %s ready at %s: %s (%s)", server.me.node_id, server.me.control_address, info.name, info.task
         ),
+        routes=NodeAdmin(server, record).routes(),
     )
 
 

@@ -18,42 +18,12 @@ from typing import Annotated, Any, Protocol
 from pydantic import PlainValidator
 
 from common.base.errors import KvRelayError, from_code
-from common.cluster.address import HostAddresses
-from common.config.service_configs import NodeConfig
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.rank_layout import KVLayout
 
 STAGING_BYTES = 256 * 2**20
 """Limit of NCCL staging buffers in each direction, on top of the KV cache. It does not include what NCCL itself allocates
 for each pair of connected ranks, which is not known beforehand."""
-
-
-@dataclass(frozen=True)
-class RelaySettings:
-    """How a node's KV moves to and from other nodes."""
-
-    transport: str
-    """`--kv-transport`."""
-    may_use_collectives: bool
-    """NCCL and gloo may connect hosts although they cannot encrypt."""
-    sealed: bool
-    """KV over ZMQ is encrypted."""
-    addresses: HostAddresses
-    port: int
-    """Port of the leader's data socket; 0 picks a free one."""
-    timeout_s: float
-    """Idle timeout of a transfer."""
-
-    @classmethod
-    def of(cls, config: NodeConfig) -> RelaySettings:
-        return cls(
-            transport=config.kv_transport,
-            may_use_collectives=config.may_use_collectives,
-            sealed=config.tls_dir is not None,
-            addresses=HostAddresses.of(config),
-            port=config.data_port,
-            timeout_s=config.transfer_timeout_s,
-        )
 
 
 def _error_from_wire(value: Any) -> KvRelayError | None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, Forbidden, KvRelayError
 from common.cluster.records import LoadedAdapters
 from common.control.admin_server import AdminRoute, Call
 from common.control.messages import Adapter
-from common.model.config import ModelConfig
 from common.model.generic.config import GenericConfig
 from common.model.lora.checkpoint import open_adapter
 from common.node.adapter_table import AdapterSource, AdapterTable
-from common.node.options import AdapterOptions
+from common.node.plan import NodePlan
+from common.node.server import NodeServer
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +27,9 @@ _MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[^\W_][\w.:@+-]*(?:/[^\W_][\w.:@+-]*)*")
 
 
-def open_source(
-    name: str,
-    path: str,
-    config: ModelConfig,
-    max_rank: int,
-    model_names: Collection[str],
-    *,
-    below: str = "",
-    owner: str | None = None,
-) -> AdapterSource:
-    """Check an adapter and compute its digest, which reads all of its weights. `model_names`: the names of the base model.
-    `below`: the folder that must contain the adapter's, and that a relative `path` starts at.
+def open_source(name: str, path: str, plan: NodePlan, *, below: str = "", owner: str | None = None) -> AdapterSource:
+    """Check an adapter and compute its digest, which reads all of its weights. `below`: the folder that must contain the
+    adapter's, and that a relative `path` starts at.
 
     Raises: ConfigError.
     """
@@ -47,8 +38,9 @@ def open_source(
             f"{name[:100]!r} cannot be an adapter's name: it must have up to {_MAX_NAME_CHARS} letters, digits and . _ : @ + -, "
             "in parts that begin with a letter or digit and are separated by /"
         )
-    if name in model_names:
+    if name in plan.names:
         raise ConfigError(f"{name!r} is the name of the model: give the LoRA adapter another one")
+    config = plan.model_config
     if isinstance(config, GenericConfig):
         raise ConfigError(
             f"LoRA adapters need a native family, but transformers computes the layers of {config.architecture}"
@@ -57,7 +49,7 @@ def open_source(
         folder = _folder_below(path, below) if below else Path(path).expanduser().absolute()
     except (RuntimeError, ValueError, OSError) as error:  # the home of an unknown user, a zero byte, a circle of links
         raise ConfigError(f"{path[:200]!r} is not a folder: {error}") from error
-    checkpoint = open_adapter(folder, config, max_rank)
+    checkpoint = open_adapter(folder, config, plan.config.max_lora_rank)
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder), owner)
 
 
@@ -72,19 +64,13 @@ def _folder_below(path: str, below: str) -> Path:
     return folder
 
 
-def configured_sources(
-    options: AdapterOptions, config: ModelConfig, model_names: Collection[str]
-) -> list[AdapterSource]:
+def configured_sources(plan: NodePlan) -> list[AdapterSource]:
     """The adapters of `--lora`. Raises: ConfigError."""
-    return [open_source(name, path, config, options.max_rank, model_names) for name, path in options.folders.items()]
+    return [open_source(name, path, plan) for name, path in plan.lora_folders.items()]
 
 
 async def loaded_sources(
-    loaded: LoadedAdapters | None,
-    configured: Sequence[AdapterSource],
-    options: AdapterOptions,
-    config: ModelConfig,
-    model_names: Collection[str],
+    loaded: LoadedAdapters | None, configured: Sequence[AdapterSource], plan: NodePlan
 ) -> tuple[list[AdapterSource], list[AdapterSource] | None]:
     """Open the adapters that an operator had loaded into the last process of this node. Returns the usable and the unusable
     ones; a name that is `configured` now makes an adapter unusable. The unusable ones are logged; None if `loaded` is None."""
@@ -97,9 +83,7 @@ async def loaded_sources(
         try:
             if adapter.name in taken:
                 raise ConfigError("another adapter has its name")
-            source = await asyncio.to_thread(
-                open_source, adapter.name, path, config, options.max_rank, model_names, owner=owner
-            )
+            source = await asyncio.to_thread(open_source, adapter.name, path, plan, owner=owner)
             if source.adapter != adapter:
                 raise ConfigError("its files have changed")
         except ConfigError as error:
@@ -111,21 +95,6 @@ async def loaded_sources(
     return usable, missing
 
 
-class AdministeredNode(Protocol):
-    """The part of a node that the routes use."""
-
-    @property
-    def node_id(self) -> str: ...
-
-    def ask(self, question: Callable[[], Any]) -> Future[Any]:
-        """Run `question` on the engine's thread."""
-        ...
-
-    def adapters_changed(self, sources: Sequence[AdapterSource], loaded: LoadedAdapters | None) -> None:
-        """Register at once the adapters that the node now serves. `loaded`: those that were loaded while the node ran."""
-        ...
-
-
 class AdapterAdmin:
     """Serves the routes for adapters, and begins to load adapters at the start. `table` belongs to the engine's thread."""
 
@@ -134,24 +103,17 @@ class AdapterAdmin:
         table: AdapterTable,
         configured: Sequence[AdapterSource],
         missing: Sequence[AdapterSource] | None,
-        options: AdapterOptions,
-        config: ModelConfig,
-        node: AdministeredNode,
-        model_names: Collection[str],
+        plan: NodePlan,
+        node: NodeServer,
     ) -> None:
-        """configured: the adapters of `--lora`. missing: the unusable ones that `loaded_sources` returned."""
+        """configured: the adapters of `--lora`. missing: the unusable ones that `loaded_sources` returned. node: the server of
+        the present role."""
+        self.node = node
         self._table = table
         self._configured = configured
         self._missing = None if missing is None else {source.adapter.name: source for source in missing}
-        self._options = options
-        self._config = config
-        self._model_names = model_names
-        self._node = node
+        self._plan = plan
         self._began = False
-
-    def moved_to(self, node: AdministeredNode) -> None:
-        """From now on `node` serves the table."""
-        self._node = node
 
     @property
     def loaded(self) -> LoadedAdapters | None:
@@ -161,7 +123,7 @@ class AdapterAdmin:
         sources = [source for source in self._table.sources if source not in self._configured]
         sources += [each for name, each in self._missing.items() if name not in {one.adapter.name for one in sources}]
         return LoadedAdapters(
-            self._node.node_id,
+            self.node.node_id,
             [each.adapter for each in sources],
             [each.path for each in sources],
             [each.owner for each in sources],
@@ -170,7 +132,7 @@ class AdapterAdmin:
     def _changed(self, name: str) -> None:
         """Register at once that an adapter of this name was loaded or unloaded."""
         self._missing = {other: each for other, each in (self._missing or {}).items() if other != name}
-        self._node.adapters_changed(self._table.sources, self.loaded)
+        self.node.adapters_changed(self._table.sources, self.loaded)
 
     def load_first(self) -> None:
         """Begin to load the first `max_loras` of the registered adapters. Later calls do nothing."""
@@ -179,10 +141,10 @@ class AdapterAdmin:
         self._began = True
 
         def load() -> None:
-            for adapter in self._table.adapters[: self._options.max_loras]:
+            for adapter in self._table.adapters[: self._plan.config.max_loras]:
                 self._table.take(adapter, monotonic(), _report_failure)
 
-        self._node.ask(load)
+        self.node.ask(load)
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -193,7 +155,7 @@ class AdapterAdmin:
         ]
 
     async def _list(self, call: Call) -> dict[str, Any]:
-        return {"adapters": await asyncio.wrap_future(self._node.ask(self._table.describe))}
+        return {"adapters": await asyncio.wrap_future(self.node.ask(self._table.describe))}
 
     async def _load(self, call: Call) -> dict[str, Any]:
         """Load an adapter, and answer when all ranks have it. Raises: BadRequest if it cannot be used, AdapterMissing if there
@@ -201,20 +163,11 @@ class AdapterAdmin:
         name, path = _text(call, "name"), _text(call, "path")
         below = _text(call, "below") if "below" in call.body else ""
         try:
-            source = await asyncio.to_thread(
-                open_source,
-                name,
-                path,
-                self._config,
-                self._options.max_rank,
-                self._model_names,
-                below=below,
-                owner=_owner(call),
-            )
+            source = await asyncio.to_thread(open_source, name, path, self._plan, below=below, owner=_owner(call))
         except ConfigError as error:
             raise BadRequest(error.message) from error
         done: Future[int] = Future()
-        await asyncio.wrap_future(self._node.ask(lambda: self._begin_load(source, done)))
+        await asyncio.wrap_future(self.node.ask(lambda: self._begin_load(source, done)))
         try:
             await asyncio.wrap_future(done)
         except KvRelayError as error:
@@ -230,8 +183,8 @@ class AdapterAdmin:
         self._table.register(source)
 
         def on_loaded(result: int | KvRelayError) -> None:
-            if isinstance(result, KvRelayError) and not was_served:
-                self._withdraw(source)
+            if isinstance(result, KvRelayError) and not was_served and source.adapter in self._table.adapters:
+                self._table.unregister(source.adapter.name)
             if not done.set_running_or_notify_cancel():  # the caller has stopped waiting
                 return
             if isinstance(result, KvRelayError):
@@ -243,10 +196,6 @@ class AdapterAdmin:
         if adapter_id is not None:
             on_loaded(adapter_id)
 
-    def _withdraw(self, source: AdapterSource) -> None:
-        if source.adapter in self._table.adapters:
-            self._table.unregister(source.adapter.name)
-
     async def _unload(self, call: Call) -> dict[str, Any]:
         name, owner = _text(call, "name"), _owner(call)
         is_served = any(each.name == name for each in self._table.adapters)
@@ -256,7 +205,7 @@ class AdapterAdmin:
         if not is_served and self._missing and name in self._missing:
             adapter = self._missing[name].adapter
         else:
-            adapter = await asyncio.wrap_future(self._node.ask(lambda: self._table.unregister(name)))
+            adapter = await asyncio.wrap_future(self.node.ask(lambda: self._table.unregister(name)))
         self._changed(name)
         log.info("LoRA adapter %r was unloaded", name)
         return {"name": name, "digest": adapter.digest}

@@ -7,18 +7,15 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.clock import monotonic
-from common.base.endpoints import is_loopback
 from common.base.transitions import unlisted_counts
-from common.control.admin_server import DRAIN_S, AdminRoute, AdminServer, Call, seconds
-from common.control.links import Identity
-from common.control.messages import NodeLoad, NodeRecord
-from common.node.drain import Drain
-from common.node.options import ServerOptions
-from common.security.tls import Credentials
+from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
+from common.control.messages import NodeRecord
+from common.control.self_report import SelfReport, public_options
+from common.node.profile import device_facts, node_profile
+from common.node.server import NodeServer
 
 _ENGINE_ANSWERS_S = 0.8
 """Time limit for the engine's answer. An engine that is in a longer step, or stuck, is reported without its attempts;
@@ -26,58 +23,14 @@ _ENGINE_ANSWERS_S = 0.8
 
 _IDLE_POLL_S = 0.1
 
-Describe = Callable[[], dict[str, Any]]
-"""Returns the parts of a node's status that its server does not know: its ranks and its relays."""
-
-
-class AdministeredNode(Protocol):
-    """The part of a node that the admin routes read and change."""
-
-    drain: Drain
-
-    def restart(self) -> None:
-        """End the node in order, so that its supervisor starts it again."""
-        ...
-
-    @property
-    def leases(self) -> list[Identity]:
-        """Holders of a lease at this node."""
-        ...
-
-    def describe_leases(self) -> list[dict[str, Any]]:
-        """The lease holders with details, as plain data."""
-        ...
-
-    @property
-    def unregistered(self) -> str | None:
-        """Why the latest renewal of the registration in Redis failed; None if it succeeded."""
-        ...
-
-    @property
-    def load(self) -> NodeLoad:
-        """The present load."""
-        ...
-
-    def ask_attempts(self) -> Future[list[dict[str, Any]]]:
-        """All attempts as plain data, from the engine's thread."""
-        ...
-
-
-def open_admin(options: ServerOptions, credentials: Credentials | None) -> tuple[AdminServer | None, str]:
-    """The admin port of a node, which does not answer yet, and the URL to register; None and "" without a token.
-
-    Raises: ConfigError.
-    """
-    if not options.admin_token:
-        return None, ""
-    server = AdminServer(options.admin_host, options.admin_port, options.admin_token, credentials)
-    return server, server.url if is_loopback(options.admin_host) else options.addresses.advertised(server.url)
-
 
 class NodeAdmin:
-    """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`, `POST /restart`."""
+    """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`, `POST /restart`, and those of `SelfReport`."""
 
-    def __init__(self, node: AdministeredNode, record: NodeRecord, describe: Describe) -> None:
+    def __init__(
+        self, node: NodeServer, record: NodeRecord, describe: Callable[[], dict[str, Any]] = dict[str, Any]
+    ) -> None:
+        """`describe`: the parts of the status that `node` does not know, such as its ranks and its relays."""
         self._node = node
         self._record = record
         self._describe = describe
@@ -87,11 +40,14 @@ class NodeAdmin:
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
+        config = self._node.config
+        report = SelfReport(public_options(config), config.tls_dir, node_profile, device_facts)
         return [
             AdminRoute("GET", "/status", self._status),
             AdminRoute("POST", "/drain", self._drain),
             AdminRoute("POST", "/undrain", self._undrain),
             AdminRoute("POST", "/restart", self._restart),
+            *report.routes(),
         ]
 
     async def _drain(self, call: Call) -> dict[str, Any]:
@@ -146,7 +102,7 @@ class NodeAdmin:
             "draining": node.drain.active,
             "restarting": self._restarting is not None and not self._restarting.done(),
             "idle": is_idle(node, attempts),
-            "leases_untold": node.drain.untold(node.leases),
+            "leases_untold": node.drain.num_unaware(node.leases),
             "redis": "ok" if why is None else f"unavailable ({why}): the node keeps serving and retrying",
             "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
             "unlisted_transitions": dict(unlisted_counts),
@@ -157,7 +113,7 @@ class NodeAdmin:
         }
 
 
-async def attempts_of(node: AdministeredNode) -> list[dict[str, Any]] | None:
+async def attempts_of(node: NodeServer) -> list[dict[str, Any]] | None:
     """All attempts of a node; None if its engine does not answer in time."""
     try:
         async with asyncio.timeout(_ENGINE_ANSWERS_S):
@@ -166,6 +122,6 @@ async def attempts_of(node: AdministeredNode) -> list[dict[str, Any]] | None:
         return None
 
 
-def is_idle(node: AdministeredNode, attempts: list[dict[str, Any]] | None) -> bool:
+def is_idle(node: NodeServer, attempts: list[dict[str, Any]] | None) -> bool:
     """Whether a draining node has no attempt, and everybody who could send one knows that it drains."""
-    return node.drain.active and attempts == [] and node.drain.untold(node.leases) == 0
+    return node.drain.active and attempts == [] and node.drain.num_unaware(node.leases) == 0

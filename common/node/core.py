@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -101,7 +102,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
-        self._relayed_by: dict[str, int] = {}
+        self._relayed_by: Counter[str] = Counter()
         self._transfers_failed = 0
 
     # ------------------------------------------------------------ what a role adds
@@ -151,7 +152,6 @@ class NodeCore(ABC, Generic[AttemptT]):
                 log.warning("%s ignores an unexpected event: %s", type(self).__name__, brief(event), extra=sender)
 
     def on_time(self, now_s: float) -> None:
-        """End attempts that are past their deadline; measure the load."""
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
             self._end(attempt, "past its deadline")
         for attempt in [a for a in self.attempts.values() if now_s > a.grammar_deadline_s]:
@@ -164,7 +164,6 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @property
     def has_deadlines(self) -> bool:
-        """Whether `on_time` may have something to do before the next event."""
         return bool(self.attempts) or not self.adapters.is_settled
 
     def fail_all(self, error: KvRelayError) -> None:

@@ -19,7 +19,7 @@ from common.model.hub import model_name, resolve_model
 from common.model.kv_spec import in_one_table, kv_spec
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.kv_budget import KvMemoryRequest
-from common.node.options import AdapterOptions, ExpertSettings
+from common.node.options import ExpertSettings
 from common.node.plan import NodePlan
 
 _LEAST_BLOCKS = 2
@@ -39,14 +39,14 @@ def plan_draft(config: NodeConfig, target: NodePlan, name: str) -> NodePlan:
     check_vocabulary(model_config.vocab_size, folder, target)
     max_model_len = min(model_config.max_context, target.model.max_model_len)
     model_config = model_config.for_context(max_model_len)
-    dtype = model_config.resolve_dtype(target.weights.dtype)
-    quantization = target.weights.quantization
+    dtype = model_config.resolve_dtype(target.dtype)
+    quantization = target.quantization
     if quantization == "fp8" or model_config.quantization is not None:
         quantization = "auto"  # the checkpoint says what its weights are
     tokenizer = tokenizer_digest(folder)
     bf16 = arithmetic() if target.device == "cpu" and dtype == "bfloat16" else ""
-    load_format, seed = target.weights.load_format, target.weights.seed
-    identity = fingerprint(path, model_config, load_format, dtype, seed, "cpu", quantization, bf16, tokenizer)
+    load_format = config.load_format
+    identity = fingerprint(path, model_config, load_format, dtype, config.seed, "cpu", quantization, bf16, tokenizer)
     return replace(
         target,
         path=path,
@@ -54,12 +54,12 @@ def plan_draft(config: NodeConfig, target: NodePlan, name: str) -> NodePlan:
         model_config=model_config,
         layout=KVLayout(identity, in_one_table(kv_spec(model_config, dtype)), 1, (model_config.num_layers,)),
         model=ModelInfo(model_name(path), str(path), model_config.vocab_size, max_model_len, tokenizer),
-        weights=replace(
-            target.weights, dtype=dtype, quantization=quantization, state=files_state(path, config.load_format)
-        ),
+        dtype=dtype,
+        quantization=quantization,
+        weights_state=files_state(path, load_format),
         kv_memory=KvMemoryRequest(target.kv_memory.utilization, blocks=_LEAST_BLOCKS),  # until the target's are known
         steps=replace(target.steps, max_model_len=max_model_len, num_microbatches=1, depth=1),
-        adapters=AdapterOptions({}, 0, 0),
+        lora_folders={},
         experts=ExpertSettings(None, 0),
         speculation=None,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from common.base.clock import Clock, monotonic
 from common.control.links import Identity
 
-_PINGS_UNTIL_TOLD = 2
+_PINGS_UNTIL_KNOWN = 2
 """The pong to the first ping reports draining; a second ping proves that the sender has received it."""
 _GAP = 1 / 12
 """Half the interval of pings, as a fraction of a lease. Pings that are closer together count once: they piled up while
@@ -53,14 +53,14 @@ class Drain:
         self._forget_silent()
         self._silent_until_s[identity] = self._clock() + self._lease_s
 
-    def told(self, identity: Identity) -> bool:
+    def knows(self, identity: Identity) -> bool:
         """Whether `identity` knows that this node drains."""
-        return self.active and self._pings.get(identity, 0) >= _PINGS_UNTIL_TOLD
+        return self.active and self._pings.get(identity, 0) >= _PINGS_UNTIL_KNOWN
 
-    def untold(self, leases: Iterable[Identity]) -> int:
-        """Number of holders of `leases` or recently ended leases that may send new work, because they do not know yet."""
+    def num_unaware(self, leases: Iterable[Identity]) -> int:
+        """Number of holders of `leases` or of recently ended leases that do not know yet, so that they may send new work."""
         self._forget_silent()
-        return sum(not self.told(identity) for identity in {*leases, *self._silent_until_s}) if self.active else 0
+        return sum(not self.knows(identity) for identity in {*leases, *self._silent_until_s}) if self.active else 0
 
     def _forget_silent(self) -> None:
         now_s = self._clock()

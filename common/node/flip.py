@@ -10,10 +10,9 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
@@ -21,14 +20,13 @@ from common.base.sentences import counted
 from common.cluster.desired_state import OTHER
 from common.cluster.redis_client import UNREACHABLE, short
 from common.cluster.runtime_changes import HELD_S, FlipLock
-from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
-from common.control.messages import NodeRecord, Role
+from common.control.messages import NodeRecord
 from common.kernels.native.find import find_native
-from common.node.admin import AdministeredNode, attempts_of, is_idle
+from common.node.admin import attempts_of, is_idle
 from common.node.plan import NodePlan
-from common.node.role import NodeRole
-from common.node.roles import NodeRoles, load_role
+from common.node.roles import NodeRole, NodeRoles, load_role
+from common.node.server import NodeServer
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +37,10 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Part:
-    """A role of this node, with its configuration and its plan."""
+    """A role of this node, with its plan."""
 
     role: NodeRole[Any]
-    config: NodeConfig
     plan: NodePlan
-
-
-class FlippedNode(AdministeredNode, Protocol):
-    """The part of a node that a change of its role uses."""
-
-    def restart(self, role: Role | None = None) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def ask(self, question: Callable[[], Any]) -> Future[Any]:
-        """Run `question` on the engine's thread."""
-        ...
 
 
 class FlipAdmin:
@@ -63,7 +48,7 @@ class FlipAdmin:
 
     def __init__(
         self,
-        node: FlippedNode,
+        node: NodeServer,
         lock: FlipLock,
         roles: NodeRoles,
         now: Part,
@@ -106,7 +91,7 @@ class FlipAdmin:
             raise BadRequest("transaction must be a text of up to 64 characters", param="transaction")
         if self._changing:
             raise BadRequest(f"{self._record.peer.node_id} changes its role already")
-        if not self._now.plan.hosts.same_host:
+        if self._now.plan.config.nnodes > 1:
             raise BadRequest(
                 f"{self._record.peer.node_id} has ranks on several hosts, each of which starts with the role of its own command"
             )
@@ -114,7 +99,7 @@ class FlipAdmin:
         try:
             then = await asyncio.to_thread(self._other)
             why = why_restart(self._now, then)
-            if why and self._now.config.node_id is None:
+            if why and self._now.plan.config.node_id is None:
                 raise BadRequest(f"{why}, and without --node-id its next process would not know its role")
             self.transaction = transaction or secrets.token_hex(8)
             self.keeps_lock = call.body.get("more") is True
@@ -131,8 +116,8 @@ class FlipAdmin:
         """The other role of this node. Raises: BadRequest if it cannot have it."""
         name = OTHER[self._record.role]
         try:
-            config, role = self._roles.config(name), load_role(name)
-            return Part(role, config, role.plan(config))
+            role = load_role(name)
+            return Part(role, role.plan(self._roles.config(name)))
         except ConfigError as error:
             raise BadRequest(f"{self._record.peer.node_id} cannot be a {name} node: {error.message}") from error
 
@@ -194,9 +179,20 @@ def why_restart(now: Part, then: Part) -> str:
     return ""
 
 
+_AT_START = (
+    *("threads", "nice", "enforce_eager", "load_format", "seed", "packed_cache_gb", "max_loras", "max_lora_rank"),
+    *("kv_transport", "may_use_collectives", "data_port", "transfer_timeout_s"),
+)
+"""Options that are read once in a process, beside those that the rest of a plan follows from."""
+_AMONG_RANKS = ("tls_dir", "master_addr", "master_port", "rank_timeout_s", "start_timeout_s", "lease_s")
+"""The same, of nodes with several ranks."""
+
+
 def _at_start(part: Part) -> object:
     """All that cannot change in a process: what its weights and its memory were made from, its threads, its niceness."""
     plan = part.plan
-    fixed = replace(plan, steps=cast("Any", None), hosts=cast("Any", None), shares_cores=False, speculation=None)
-    ranks = replace(plan.hosts, fields={}) if plan.world_size > 1 else None
-    return fixed, ranks, part.config.threads, part.config.nice
+    undefined = cast("Any", None)
+    fixed = replace(plan, config=undefined, steps=undefined, speculation=None)
+    are_given = plan.config.max_model_len is None, plan.config.tls_dir is None
+    names = _AT_START + (_AMONG_RANKS if plan.world_size > 1 else ())
+    return fixed, are_given, [getattr(plan.config, name) for name in names]

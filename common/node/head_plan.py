@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.config.service_configs import NodeConfig
 from common.config.speculation import HEAD_METHODS, Speculation
 from common.model.config import ModelConfig
 from common.model.draft_head_description import DraftHeadDescription
@@ -17,13 +18,7 @@ _MTP_MODELS = "DeepSeek V3 and R1, GLM-4.5 and 4.6 have one: num_nextn_predict_l
 
 
 def with_draft_head(
-    model: ModelConfig,
-    path: Path,
-    speculation: Speculation | None,
-    *,
-    pp_size: int,
-    cp_size: int,
-    is_data_parallel: bool = False,
+    model: ModelConfig, path: Path, speculation: Speculation | None, config: NodeConfig, num_stages: int
 ) -> ModelConfig:
     """`model` with the head that `speculation` names, if it names one.
 
@@ -34,11 +29,11 @@ def with_draft_head(
     option = "--speculate mtp" if speculation.method == "mtp" else "--speculate eagle:PATH"
     if isinstance(model, GenericConfig):
         raise ConfigError(f"{option} needs a model that kvrelay implements itself, not --model-impl transformers")
-    if pp_size > 1:
+    if num_stages > 1:
         raise ConfigError(f"{option} does not work with pipeline stages: use tensor parallelism, or --speculate suffix")
-    if cp_size > 1:
+    if config.context_parallel > 1:
         raise ConfigError(f"{option} does not work with context parallelism: use --speculate suffix")
-    if is_data_parallel:
+    if config.data_parallel_attention:
         raise ConfigError(f"{option} does not work with --data-parallel-attention: use --speculate suffix")
     if speculation.method == "eagle3":
         try:

@@ -101,15 +101,15 @@ def report_holdings(plan: NodePlan) -> None:
     Raises: ConfigError with the figures if their weights need more than all memory of this machine, even in the narrowest format
     that they may be in.
     """
-    config, weights = plan.model_config, plan.weights
+    config = plan.model_config
     if isinstance(config, GenericConfig):
         return
     holdings = node_holdings(config, plan.layout, plan.experts.redundant_slots)
-    own = [holdings[rank] for rank in plan.hosts.ranks_here]
-    bits = 8 * DTYPE_BYTES[weights.dtype]
+    own = [holdings[rank] for rank in plan.ranks_here]
+    bits = 8 * DTYPE_BYTES[plan.dtype]
     for each in own:
         log.info("%s", each.describe(plan.layout, bits))
-    is_narrowed = is_gguf(plan.path) or weights.quantization != "auto" or config.quantization is not None
+    is_narrowed = is_gguf(plan.path) or plan.quantization != "auto" or config.quantization is not None
     fewest = min(bits, _FEWEST_BITS) if is_narrowed else bits
     if plan.device == "cpu":
         check_fits(sum(each.num_weights for each in own), fewest, memory_bytes())

@@ -1,4 +1,4 @@
-"""Parts of a node that are made from its plan: scheduler, grammars, its record in Redis, its first step."""
+"""Parts of a node that are made from its plan: scheduler, grammars, its record in Redis."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.control.messages import NodeRecord, PeerRef, Role, SamplingParams
+from common.control.messages import NodeRecord, PeerRef, Role
 from common.engine.draft_head import DraftHeadProposer, Run
 from common.engine.draft_model import DraftModel
 from common.engine.drafting import Drafting, IndexProposer
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler
-from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 from common.node.adapter_table import AdapterSource
 from common.node.plan import NodePlan
@@ -76,19 +75,3 @@ def make_drafting(plan: NodePlan, draft: Worker | None = None, head: DraftHeadPr
 def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
     """Make the compiler of a node's grammars, which passes its events to `post` on any thread."""
     return GrammarCompiler(plan.tokenizer, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
-
-
-def warm_up(num_tables: int = 1) -> StepInput:
-    """Make a step of one row through every layer, so that no client waits for the first access to weights and memory."""
-    sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
-    return StepInput(
-        step_id=0,
-        token_ids=[0],
-        positions=[0],
-        slot_mapping=[[0]] * num_tables,
-        query_lens=[1],
-        context_lens=[1],
-        block_tables=[[[0]]] * num_tables,
-        num_decode_seqs=1,
-        samples=[sample],
-    )

@@ -9,12 +9,12 @@ from pathlib import Path
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
 from common.base.sentences import counted
+from common.cluster.address import HostAddresses
 from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
 from common.config.speculation import Speculation
 from common.control.messages import ModelInfo
-from common.engine.kv_transfer import RelaySettings
 from common.engine.scheduler_config import SchedulerConfig
 from common.kernels.native.find import arithmetic
 from common.kv.rank_layout import KVLayout
@@ -30,7 +30,7 @@ from common.model.sharding import check_parallel, lm_head_in_layers, split_layer
 from common.model.tokenizer_folder import tokenizer_folder
 from common.node.head_plan import with_draft_head
 from common.node.kv_budget import KvMemoryRequest
-from common.node.options import AdapterOptions, ExpertSettings, RankHosts, WeightOptions, check_data_parallel
+from common.node.options import ExpertSettings, check_data_parallel, lora_folders, ranks_of_host, share_cores
 from common.parallel.place import RankPlace
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,11 @@ log = logging.getLogger(__name__)
 class NodePlan:
     """Everything that a node's ranks need to know, before any weight is read; equal on all ranks of a host."""
 
+    config: NodeConfig
+    """`threads` is that of each rank on this host."""
+    addresses: HostAddresses
+    ranks_here: range
+    """The ranks that run on this host."""
     path: Path
     tokenizer: Path
     """The folder that holds the tokenizer's files."""
@@ -49,19 +54,16 @@ class NodePlan:
     names: frozenset[str]
     """All names of the model in the API."""
     device: DeviceKind
-    weights: WeightOptions
+    dtype: str
+    """Data type of weights and activations; that of the KV cache is in the layout."""
+    quantization: Quantization
+    weights_state: str
+    """State of the weight files (`files_state`) before the fingerprint was made of them."""
     kv_memory: KvMemoryRequest
     steps: SchedulerConfig
-    context_is_configured: bool
-    """The operator asked for the model's context; it is not reduced to what KV memory can hold."""
-    eager: bool
-    """Decode steps on a GPU run without CUDA graphs."""
-    adapters: AdapterOptions
+    lora_folders: dict[str, str]
+    """Folder of each configured adapter, by its name."""
     experts: ExpertSettings
-    hosts: RankHosts
-    relay: RelaySettings
-    shares_cores: bool = False
-    """Prefill nodes compute on the same processor cores."""
     speculation: Speculation | None = None
     """How drafts are made; None: only those that grammars force."""
     draft: NodePlan | None = None
@@ -70,6 +72,11 @@ class NodePlan:
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """All ranks of the node are on this host."""
+        return self.config.nnodes == 1
 
     def place(self, rank: int) -> RankPlace:
         layout = self.layout
@@ -83,7 +90,6 @@ def plan_node(
     pp_size: int = 1,
     pp_layers: str = "",
     prefill_chunk: int | None = None,
-    shares_cores: bool = False,
     speculation: Speculation | None = None,
 ) -> NodePlan:
     """Read the model's config and choose device, dtype, context, layout and limits.
@@ -99,14 +105,7 @@ def plan_node(
     device = resolve_device(config.device)
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
-    weights = WeightOptions(
-        dtype=dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        quantization=config.quantization,
-        packed_cache_gb=config.packed_cache_gb,
-        state=files_state(path, config.load_format),
-    )
+    weights_state = files_state(path, config.load_format)
     folder = tokenizer_folder(path, config.tokenizer)
     tokenizer = tokenizer_digest(folder)
     if not tokenizer and config.load_format != "dummy":
@@ -114,8 +113,12 @@ def plan_node(
     layout = _layout(config, path, model_config, dtype, device, pp_size, _parse_layers(pp_layers), tokenizer)
     names = listed("served_model_name", config.served_model_name)
     name = names[0] if names else model_name(path)
+    ranks_here = ranks_of_host(config, layout.world_size)
     memory_bytes = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
     return NodePlan(
+        config=share_cores(config, len(ranks_here)),
+        addresses=HostAddresses.of(config),
+        ranks_here=ranks_here,
         path=path,
         tokenizer=folder,
         model_config=model_config,
@@ -123,16 +126,13 @@ def plan_node(
         model=ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer),
         names=frozenset({name, *names}),
         device=device,
-        weights=weights,
+        dtype=dtype,
+        quantization=config.quantization,
+        weights_state=weights_state,
         kv_memory=KvMemoryRequest(config.gpu_memory_utilization, memory_bytes, config.kv_blocks),
         steps=step_limits(config, device, layout.pp_size, max_model_len, prefill_chunk),
-        context_is_configured=config.max_model_len is not None,
-        eager=config.enforce_eager,
-        adapters=AdapterOptions.of(config),
+        lora_folders=lora_folders(config),
         experts=ExpertSettings.of(config, model_config),
-        hosts=RankHosts.of(config, layout.world_size),
-        relay=RelaySettings.of(config),
-        shares_cores=shares_cores,
         speculation=speculation,
     )
 
@@ -142,14 +142,7 @@ def _model_config(config: NodeConfig, path: Path, num_stages: int, speculation: 
     model = choose_model(path, config.model_impl)
     _check_quantization(config.quantization, model.quantization, path)
     check_data_parallel(config, model)
-    return with_draft_head(
-        model,
-        path,
-        speculation,
-        pp_size=num_stages,
-        cp_size=config.context_parallel,
-        is_data_parallel=config.data_parallel_attention,
-    )
+    return with_draft_head(model, path, speculation, config, num_stages)
 
 
 def _layout(
@@ -246,7 +239,7 @@ def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
     longest = plan.layout.longest_sequence(num_blocks)
     if plan.model.max_model_len <= longest:
         return plan
-    if plan.context_is_configured:
+    if plan.config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len {plan.model.max_model_len} needs more than the {counted(num_blocks, 'KV block')} ({longest} tokens) "
             "that this node has room for: give it more --kv-memory-gb, or ask for less"
@@ -255,7 +248,5 @@ def fit_memory(plan: NodePlan, num_blocks: int) -> NodePlan:
         "the model's context of %d tokens is reduced to %d, which fit in KV memory", plan.model.max_model_len, longest
     )
     return replace(
-        plan,
-        model=replace(plan.model, max_model_len=longest),
-        steps=replace(plan.steps, max_model_len=longest),
+        plan, model=replace(plan.model, max_model_len=longest), steps=replace(plan.steps, max_model_len=longest)
     )

@@ -9,9 +9,8 @@ import gc
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
@@ -35,26 +34,6 @@ _LEAST_MEMORY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
 """One such row makes a sampler copy all other rows."""
 
 
-class MemoryMeter(Protocol):
-    """Measures how this process uses one device's memory."""
-
-    def used(self) -> int:
-        """Bytes of this process's tensors."""
-        ...
-
-    def start(self) -> None:
-        """Reset the peak."""
-        ...
-
-    def peak(self) -> int:
-        """Peak bytes of tensors since `start`."""
-        ...
-
-    def gpu(self) -> tuple[int, int]:
-        """(free, total) bytes of the GPU, after this process has released all memory that it does not use."""
-        ...
-
-
 class CudaMeter:
     """Memory of one GPU as PyTorch and the driver report it."""
 
@@ -62,18 +41,22 @@ class CudaMeter:
         self._device = device
 
     def used(self) -> int:
+        """Bytes of this process's tensors."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device)
 
     def start(self) -> None:
+        """Reset the peak."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
+        """Peak bytes of tensors since `start`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def gpu(self) -> tuple[int, int]:
+        """(free, total) bytes of the GPU, after this process has released all memory that it does not use."""
         gc.collect()  # reference cycles would keep the profile's KV memory
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -114,6 +97,11 @@ def decode_step(largest: Largest, num_seqs: int) -> StepInput:
     return _step([1] * num_seqs, largest, num_decode_seqs=num_seqs)
 
 
+def warm_up(num_tables: int = 1) -> StepInput:
+    """Make a step of one row through every layer, so that no client waits for the first access to weights and memory."""
+    return replace(decode_step(Largest(1, 1, 1, num_tables), 1), samples=[SampleSpec(0, 0, _LEAST_MEMORY, 1, 0)])
+
+
 def _step(lens: list[int], largest: Largest, num_decode_seqs: int = 0) -> StepInput:
     rows = [at for length in lens for at in range(length)]
     last_rows = [end - 1 for end in accumulate(lens)]
@@ -137,7 +125,7 @@ def profile_run(
     make_storage: Callable[[int], KVStorage],
     make_runner: Callable[[KVStorage], tuple[ModelRunner, AttentionBackend]],
     largest: Largest,
-    meter: MemoryMeter,
+    meter: CudaMeter,
     graph_sizes: Callable[[AttentionBackend], list[int]],
     *,
     graphs_kept: bool,
@@ -163,12 +151,7 @@ def profile_run(
 
 
 def _graph_bytes(
-    runner: ModelRunner,
-    attention: AttentionBackend,
-    largest: Largest,
-    meter: MemoryMeter,
-    sizes: list[int],
-    kept: bool,
+    runner: ModelRunner, attention: AttentionBackend, largest: Largest, meter: CudaMeter, sizes: list[int], kept: bool
 ) -> int:
     """Attention's static memory; all sizes share a part of it. If graphs are kept, add their common memory pool and the
     driver's memory for each graph."""

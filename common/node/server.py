@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import platform
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,12 +17,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.base.clock import monotonic, until_next
-from common.base.endpoints import tcp_place
+from common.base.endpoints import is_loopback, tcp_place
 from common.base.errors import EngineError, ProtocolError, RankLost, RestartRequested, Unavailable
+from common.cluster.address import HostAddresses
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.records import LoadedAdapters
 from common.cluster.redis_client import check_redis
+from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminRoute, AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
@@ -37,16 +40,11 @@ from common.control.messages import (
     TokenBatch,
     TransferAbort,
 )
-from common.control.self_report import SelfReport
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
-from common.node.adapter_admin import AdapterAdmin
 from common.node.adapter_table import AdapterSource
-from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
-from common.node.options import ServerOptions
-from common.node.profile import device_facts, node_profile
 from common.security.expiry import warn_before_end
 from common.security.tls import open_credentials
 
@@ -69,10 +67,16 @@ class ServedCore(EngineCore, Protocol):
 class NodeServer:
     """One node's sockets and leases. First `bind`, then build the core with `send_buffer` and `me`, then `run` it."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
-        self._tls = open_credentials(options.tls_dir)
-        self.me = PeerRef(options.node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
+    def __init__(self, config: NodeConfig, former: NodeServer | None = None) -> None:
+        """`former`: the server of the node's role before, whose id and port this one keeps. Otherwise a node without a configured
+        id gets one that no other node has."""
+        self.config = config
+        self._tls = open_credentials(config.tls_dir)
+        self._port, node_id = config.port, config.node_id
+        if former is not None:
+            self._port, node_id = former.port, former.node_id
+        node_id = node_id or f"{config.section}-{platform.node()}-{secrets.token_hex(3)}"
+        self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._handed_over = self._delivered = 0
         """Number of message lists that the engine's thread has passed to the loop, and number of those that the loop has sent."""
@@ -83,8 +87,9 @@ class NodeServer:
         self._holders: dict[Identity, str] = {}
         """Names that the lease holders give themselves."""
         self._links: dict[str, Link] = {}
-        self.drain = Drain(options.lease_s)
+        self.drain = Drain(config.lease_s)
         self._admin: AdminServer | None = None
+        self._admin_address = ""
         self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
@@ -105,15 +110,15 @@ class NodeServer:
         return self.me.node_id
 
     async def bind(self) -> None:
-        """Bind the control port and check that Redis answers, before the slow part of start-up.
-
-        Raises: ConfigError.
-        """
-        options = self._options
-        await check_redis(options.redis_url)
-        self._server = Server(options.addresses.host, options.port, self._on_message, self._tls)
-        self.me = replace(self.me, control_address=options.addresses.advertised(self._server.address))
-        self._admin, self._admin_address = open_admin(options, self._tls)
+        """Bind the control port and check that Redis answers, before the slow part of start-up. Raises: ConfigError."""
+        config, addresses = self.config, HostAddresses.of(self.config)
+        await check_redis(config.redis_url)
+        self._server = Server(config.host, self._port, self._on_message, self._tls)
+        self.me = replace(self.me, control_address=addresses.advertised(self._server.address))
+        if config.admin_token:
+            self._admin = AdminServer(config.admin_host, config.admin_port, config.admin_token, self._tls)
+            url = self._admin.url
+            self._admin_address = url if is_loopback(config.admin_host) else addresses.advertised(url)
 
     def post(self, event: Any) -> None:
         """Pass an event to the core. Any thread."""
@@ -132,7 +137,7 @@ class NodeServer:
             {
                 "holder": self._holders.get(identity, "unknown: no ping received"),
                 "ends_in_s": round(until_s - now_s, 2),
-                "knows_of_drain": self.drain.told(identity),
+                "knows_of_drain": self.drain.knows(identity),
             }
             for identity, until_s in self._leases.items()
         ]
@@ -172,15 +177,13 @@ class NodeServer:
         record: NodeRecord,
         journal: BlockJournal,
         on_ready: Callable[[], None],
-        describe: Describe = dict,
-        lora: AdapterAdmin | None = None,
-        routes: Sequence[AdminRoute] = (),
+        routes: list[AdminRoute],
+        loaded: LoadedAdapters | None = None,
         own_role: Role | None = None,
         use_idle_time: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Serve until cancelled or `leave`, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to
-        the status at the admin port, and `routes` are served there too; `lora` says which adapters are loaded; `own_role` is that
-        of the node's command. `use_idle_time` is passed to `EngineLoop`.
+        """Serve until cancelled or `leave`, then shut down in order. `journal` belongs to the core's block pool; `routes` are those
+        of the admin port; `loaded` and `own_role`: see `Registrar`. `use_idle_time` is passed to `EngineLoop`.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
         `restart`.
@@ -188,11 +191,20 @@ class NodeServer:
         self._core = core
         self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash, use_idle_time=use_idle_time)
         self._engine.start()
-        redis_url, cluster, lease_s = self._options.redis_url, self._options.cluster, self._options.lease_s
-        record = replace(record, admin_address=self._admin_address, lease_s=lease_s)
-        registrar = self._registrar = self._make_registrar(record, lora, own_role)
+        redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
+        registrar = self._registrar = Registrar(
+            redis_url,
+            cluster,
+            replace(record, admin_address=self._admin_address, lease_s=lease_s),
+            lease_s=lease_s,
+            load=lambda: self.load,
+            loaded=loaded,
+            tls_dir=self.config.tls_dir,
+            own_role=own_role,
+        )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
-        self._start_admin(record, describe, routes)
+        if self._admin is not None:
+            self._admin.start(routes)
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(publisher.run()),
@@ -200,11 +212,9 @@ class NodeServer:
             asyncio.create_task(self._crashed.wait()),
             asyncio.create_task(self._end.wait()),
         ]
-        if self._options.tls_dir is not None:
-            tasks.append(asyncio.create_task(warn_before_end(self._options.tls_dir)))
+        if self.config.tls_dir is not None:
+            tasks.append(asyncio.create_task(warn_before_end(self.config.tls_dir)))
         try:
-            if lora is not None:
-                lora.load_first()
             on_ready()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -219,18 +229,6 @@ class NodeServer:
             raise EngineError(f"{what}: {self._crash}") from self._crash
         if self._restarts:
             raise RestartRequested("an operator asked for a restart")
-
-    def _make_registrar(self, record: NodeRecord, lora: AdapterAdmin | None, own_role: Role | None) -> Registrar:
-        return Registrar(
-            self._options.redis_url,
-            self._options.cluster,
-            record,
-            lease_s=self._options.lease_s,
-            load=lambda: self.load,
-            loaded=None if lora is None else lora.loaded,
-            tls_dir=self._options.tls_dir,
-            own_role=own_role,
-        )
 
     async def _close(self, registrar: Registrar, engine: EngineLoop) -> None:
         """End all parts; an error of one part does not prevent the others from ending."""
@@ -247,14 +245,6 @@ class NodeServer:
         for link in self._links.values():
             link.close()
 
-    def _start_admin(self, record: NodeRecord, describe: Describe, routes: Sequence[AdminRoute]) -> None:
-        if self._admin is not None:
-            parts = [
-                NodeAdmin(self, record, describe),
-                SelfReport(self._options.shown, self._options.tls_dir, node_profile, device_facts),
-            ]
-            self._admin.start([*(route for part in parts for route in part.routes()), *routes])
-
     # ------------------------------------------------------------ in
 
     def _on_message(self, identity: Identity, message: Message) -> None:
@@ -266,13 +256,13 @@ class NodeServer:
             self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
             # A cut link may deliver a message after its sender's lease has ended: every attempt must have a lease.
-            self._leases.setdefault(identity, monotonic() + self._options.lease_s)
+            self._leases.setdefault(identity, monotonic() + self.config.lease_s)
             self._engine.post(FromClient(identity, message))
 
     async def _housekeeping(self) -> None:
         """End the leases of silent routers and peers, and renew our own."""
         while True:
-            await asyncio.sleep(until_next(self._options.lease_s / (3 if self.load.idle else 6), monotonic()))
+            await asyncio.sleep(until_next(self.config.lease_s / (3 if self.load.idle else 6), monotonic()))
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
                 holder = self._holders.get(identity, "a router or node")
@@ -375,7 +365,7 @@ class NodeServer:
     def _ping_peer(self, link: Link) -> None:
         """Renew our lease at that peer, which drops us when the lease ends."""
         with contextlib.suppress(Unavailable):  # the next message fails too, and is handled
-            link.send(Ping(self.me.node_id, self._options.lease_s))
+            link.send(Ping(self.me.node_id, self.config.lease_s))
 
     def _on_peer_message(self, incarnation: str, message: Message) -> None:
         if not isinstance(message, Pong):
@@ -390,10 +380,7 @@ class NodeServer:
                 self._send_to_peer(peer, message)
 
     def _peer_gone(self, incarnation: str, reason: str) -> None:
-        self._drop_link(incarnation)
-        self.post(PeerGone(incarnation, reason))
-
-    def _drop_link(self, incarnation: str) -> None:
         link = self._links.pop(incarnation, None)
         if link is not None:
             link.close()
+        self.post(PeerGone(incarnation, reason))

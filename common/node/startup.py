@@ -26,10 +26,10 @@ from common.engine.step import HandedOn, StepInput, StepOutput, with_handed_on
 from common.kv.pool import BlockPool
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources
 from common.node.adapter_table import AdapterTable
+from common.node.admin import NodeAdmin
 from common.node.core import CoreParts
 from common.node.flip import FlipAdmin, Part
 from common.node.holdings import report_holdings
-from common.node.options import ServerOptions
 from common.node.parts import make_grammars, make_pool, make_record, make_scheduler
 from common.node.plan import NodePlan, fit_memory
 from common.node.ranks.adapters import NodeAdapters
@@ -53,15 +53,15 @@ def run_node(roles: NodeRoles, role_name: Role) -> None:
 
     Raises: ConfigError if the node cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
-    role, config = load_role(role_name), roles.config(role_name)
-    plan = role.plan(config)
+    role = load_role(role_name)
+    plan = role.plan(roles.config(role_name))
     report_holdings(plan)
     # Fork before there is a second thread or an event loop, because neither survives a fork.
-    forked = fork_ranks(plan, partial(run_rank, lambda: role))
-    if 0 in plan.hosts.ranks_here:
-        run_service(lambda: _Node(roles, Part(role, config, plan), forked).run())
+    forked = fork_ranks(plan, partial(run_rank, role_name))
+    if 0 in plan.ranks_here:
+        run_service(lambda: _Node(roles, Part(role, plan), forked).run())
     else:
-        run_service(lambda: run_other_host(role, plan, forked))
+        run_service(lambda: run_other_host(role_name, plan, forked))
 
 
 class _Node:
@@ -71,17 +71,13 @@ class _Node:
         self._roles = roles
         self._part = part
         self._forked = forked
-        self._server = NodeServer(self._options())
+        self._server = NodeServer(part.plan.config)
         self._leader: Leader
         self._grammars: GrammarCompiler
         self._adapters: AdapterTable
         self._loader: NodeAdapters
         self._lora: AdapterAdmin
         self._pool: BlockPool
-
-    def _options(self) -> ServerOptions:
-        config, threads = self._part.config, self._part.plan.hosts.threads
-        return ServerOptions.of(self._part.role.name, replace(config, threads=threads))
 
     def _post(self, event: Any) -> None:
         """Pass an event to the core of the present role. Any thread."""
@@ -90,10 +86,10 @@ class _Node:
     async def run(self) -> None:
         """Run until cancelled. Raises: ConfigError, EngineError, RestartRequested."""
         await self._server.bind()
-        plan, options = self._part.plan, self._options()
-        configured = configured_sources(plan.adapters, plan.model_config, plan.names)
-        before = await read_loaded_adapters(options.redis_url, options.cluster, self._server.node_id, options.tls_dir)
-        loaded, missing = await loaded_sources(before, configured, plan.adapters, plan.model_config, plan.names)
+        plan, config = self._part.plan, self._part.plan.config
+        configured = configured_sources(plan)
+        before = await read_loaded_adapters(config.redis_url, config.cluster, self._server.node_id, config.tls_dir)
+        loaded, missing = await loaded_sources(before, configured, plan)
         self._grammars = make_grammars(plan, self._post)
         self._grammars.preload()
         self._leader = leader = Leader(self._part.role, plan, self._forked)
@@ -104,10 +100,8 @@ class _Node:
             self._loader = NodeAdapters(
                 worker.adapters, plan.model_config, plan.world_size, leader.broadcast, self._post
             )
-            self._adapters = AdapterTable(self._loader, plan.adapters.max_loras, [*configured, *loaded])
-            self._lora = AdapterAdmin(
-                self._adapters, configured, missing, plan.adapters, plan.model_config, self._server, plan.names
-            )
+            self._adapters = AdapterTable(self._loader, plan.config.max_loras, [*configured, *loaded])
+            self._lora = AdapterAdmin(self._adapters, configured, missing, plan, self._server)
             try:
                 await self._serve_in_turn()
             finally:
@@ -121,13 +115,11 @@ class _Node:
         done: FlipAdmin | None = None
         while True:
             done = await self._serve(done)
-            node_id, port = self._server.node_id, self._server.port
             assert done.next is not None
             self._part = done.next
             # It keeps its address, for those that watch this process.
-            self._server = NodeServer(replace(self._options(), node_id=node_id, port=port))
+            self._server = self._lora.node = NodeServer(self._part.plan.config, self._server)
             await self._server.bind()
-            self._lora.moved_to(self._server)
 
     async def _serve(self, before: FlipAdmin | None) -> FlipAdmin:
         """Serve in the present role. `before`: what ended the one before. Returns what has changed the role."""
@@ -135,10 +127,9 @@ class _Node:
         plan = fit_memory(self._part.plan, leader.num_blocks)
         make_end = partial(role.transfer_end, leader.worker, 0, server.me.incarnation)
         transfers = NodeTransfers(plan.world_size, leader.broadcast, self._post, make_end)
-        options = self._options()
-        lock = FlipLock(options.redis_url, options.cluster, options.tls_dir)
+        lock = FlipLock(plan.config.redis_url, plan.config.cluster, plan.config.tls_dir)
         try:
-            address = options.addresses.advertised(transfers.end.address)
+            address = plan.addresses.advertised(transfers.end.address)
             await leader.start_ranks(role.name, server.me.incarnation, address)
             leader.watch(self._post, transfers.on_event, server.on_crash, self._loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
@@ -146,14 +137,16 @@ class _Node:
             core = role.core(plan, self._core_parts(plan, me, transfers), transfers)
             experts = AdminRoute("GET", "/experts", lambda call: asyncio.wrap_future(server.ask(leader.experts)))
             flip = FlipAdmin(server, lock, self._roles, self._part, record, core.fail_all)
+            status = NodeAdmin(
+                server, record, lambda: {"ranks": leader.ranks(), "relays": transfers.describe(), **flip.describe()}
+            )
             await server.run(
                 core,
                 record,
                 self._pool.new_journal(),
                 on_ready=lambda: self._on_ready(me, lock, before),
-                describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe(), **flip.describe()},
-                routes=[*self._lora.routes(), experts, *flip.routes()],
-                lora=self._lora,
+                routes=[*status.routes(), *self._lora.routes(), experts, *flip.routes()],
+                loaded=self._lora.loaded,
                 own_role=self._roles.own,
                 use_idle_time=leader.worker.page_supply.use_idle_time,
             )
@@ -182,12 +175,13 @@ class _Node:
             send_buffer=self._server.send_buffer,
             clock=monotonic,
             max_accepted=_MAX_ACCEPTED,
-            transfer_timeout_s=plan.relay.timeout_s,
+            transfer_timeout_s=plan.config.transfer_timeout_s,
             adapters=self._adapters,
             handed_on=handed_on,
         )
 
     def _on_ready(self, me: PeerRef, lock: FlipLock, before: FlipAdmin | None) -> None:
+        self._lora.load_first()
         name = self._part.role.name
         log.info("%s node %s ready at %s", name, me.node_id, me.control_address)
         self._roles.served = True

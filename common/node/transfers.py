@@ -35,7 +35,9 @@ from common.engine.kv_transfer import (
     TransferPlan,
 )
 from common.kv.rank_layout import KVLayout
-from common.node.traffic import TrafficLog
+
+MAX_PAIRS = 4096
+"""Pairs of ranks, the most recently used ones, of which a node knows how much they moved."""
 
 
 @dataclass
@@ -71,7 +73,8 @@ class NodeTransfers:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Reports] = {}
-        self._traffic = TrafficLog()
+        self._traffic: dict[tuple[str, str, str, int, int, str], dict[str, Any]] = {}
+        """What each pair of ranks has moved over a transport since this node started, the most recently used last."""
         self.end = make_end(self.on_event)
         """The end of the leader's own rank."""
 
@@ -108,8 +111,9 @@ class NodeTransfers:
         self._apply(DisconnectOrder(incarnation))
 
     def describe(self) -> list[dict[str, Any]]:
-        """The bytes moved, by pair of ranks, as plain data for the admin port."""
-        return self._traffic.describe()
+        """The bytes moved, by pair of ranks and transport, as plain data for the admin port."""
+        with self._lock:
+            return list(self._traffic.values())
 
     def close(self) -> None:
         """Close the end of the leader's own rank."""
@@ -149,7 +153,7 @@ class NodeTransfers:
                     reports.layers[layer] = max(after_s, reports.layers.get(layer, 0.0))
                 if reports.received < everyone:
                     return None, False
-                self._traffic.add("from", *reports.peer, reports.traffic)
+                self._count("from", reports)
                 of_node = Received(key, reports.size_bytes, tuple(reports.traffic), tuple(reports.layers.items()))
                 return of_node, False
             case ReceiveFailed():
@@ -164,7 +168,7 @@ class NodeTransfers:
                 reports.error = reports.error or error
                 if not self._released(key, reports):
                     return None, first
-                self._traffic.add("to", *reports.peer, reports.traffic)
+                self._count("to", reports)
                 return SourceReleased(key, reports.size_bytes, reports.error, tuple(reports.traffic)), False
 
     def _released(self, key: AttemptKey, reports: _Reports) -> bool:
@@ -174,3 +178,20 @@ class NodeTransfers:
             return False
         del self._open[key]
         return True
+
+    def _count(self, direction: str, reports: _Reports) -> None:
+        """Add the traffic of one attempt, which has ended, "to" or "from" the other node."""
+        for moved in reports.traffic:
+            route = (direction, *reports.peer, moved.rank, moved.peer_rank, moved.transport)
+            before = self._traffic.pop(route, {"bytes": 0, "transfers": 0})
+            self._traffic[route] = {
+                "peer": reports.peer[0],
+                "ranks": f"{moved.rank} {direction} {moved.peer_rank}",
+                "transport": moved.transport,
+                "why": moved.why or "the sending node chose it",
+                "bytes": before["bytes"] + moved.size_bytes,
+                "transfers": before["transfers"] + 1,
+                "incarnation": reports.peer[1],
+            }
+            if len(self._traffic) > MAX_PAIRS:
+                del self._traffic[next(iter(self._traffic))]

@@ -41,7 +41,7 @@ from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
 from common.node.kv_budget import GpuMemoryUse, adapter_bytes, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan
-from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
+from common.node.profile_run import CudaMeter, Largest, profile_run
 from common.parallel.mesh import SOLO, Mesh
 from common.parallel.place import RankPlace
 
@@ -61,7 +61,7 @@ class Worker:
         mesh: Mesh,
         model: RankModel,
         *,
-        meter: MemoryMeter | None = None,
+        meter: CudaMeter | None = None,
         graph_capture: StepCapture | None = None,
         packed: PackedWeights | None = None,
         draft: Worker | None = None,
@@ -105,23 +105,18 @@ class Worker:
         """LoRA adapters on this rank."""
         return self._model.adapters
 
-    @property
-    def samples(self) -> bool:
-        """Whether this rank samples the tokens."""
-        return self.place.samples
-
-    def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
+    def _blocks_on_gpu(self, meter: CudaMeter, block_bytes: int) -> int:
         """The KV blocks that fit beside the largest step. Raises: ConfigError with the sizes, if the GPU has no room."""
         plan, limits = self.plan, self.plan.steps
         # The profile's steps go through all ranks, so all must have loaded.
-        self.mesh.agree("weights", "loaded", plan.hosts.start_timeout_s)
+        self.mesh.agree("weights", "loaded", plan.config.start_timeout_s)
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         largest = Largest(rows, limits.max_model_len, limits.max_num_seqs, plan.layout.spec.num_tables)
         kept = self._graph_capture is not None and self._graph_capture.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_capture, graphs_kept=kept)
-        folders = [Path(folder).expanduser() for folder in plan.adapters.folders.values()]
+        folders = [Path(folder).expanduser() for folder in plan.lora_folders.values()]
         use = replace(
-            use, staging=staging_bytes(plan.relay.transport), adapters=adapter_bytes(folders, plan.adapters.max_loras)
+            use, staging=staging_bytes(plan.config.kv_transport), adapters=adapter_bytes(folders, plan.config.max_loras)
         )
         if self.draft is not None and self.draft.memory_use is not None:
             use = replace(use, draft=self.draft.memory_use.activations + self.draft.memory_use.graphs)
@@ -206,14 +201,7 @@ class Worker:
             sampler = HostSampler(None if native is None else NativePasses(native))
         pages = self.page_supply if self.device.type == "cpu" else None
         return ModelRunner(
-            self._model,
-            storage,
-            attention,
-            graphs,
-            sampler,
-            overlaps=overlaps,
-            pages=pages,
-            rebalancer=self.rebalancer,
+            self._model, storage, attention, graphs, sampler, overlaps=overlaps, pages=pages, rebalancer=self.rebalancer
         )
 
     def close(self) -> None:
@@ -224,16 +212,10 @@ class Worker:
         if packed is not None:
             packed.close()
 
-    def describe(self, peak_bytes: int) -> str:
-        """For the log: peak memory and KV blocks of this rank."""
-        return (
-            f"{self.place}: peak memory {peak_bytes / 1e9:.2f} GB while loading, room for {self.max_blocks} KV blocks"
-        )
-
 
 def own_device(plan: NodePlan, place: RankPlace) -> torch.device:
     """The GPU of this rank, or the CPU. Raises: ConfigError if there are fewer GPUs than ranks."""
-    ranks_here = len(plan.hosts.ranks_here)
+    ranks_here = len(plan.ranks_here)
     return rank_device(plan.device, place.rank % ranks_here, ranks_here)
 
 
@@ -261,14 +243,14 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
         model = load_model(
             plan.path,
             plan.model_config,
-            dtype=plan.weights.dtype,
-            load_format=plan.weights.load_format,
-            seed=plan.weights.seed,
+            dtype=plan.dtype,
+            load_format=plan.config.load_format,
+            seed=plan.config.seed,
             small_batches=small_batches,
             mesh=mesh,
             pp_layers=plan.layout.pp_layers if plan.model_config.draft_head is None else (),  # its KV has more layers
             device=device,
-            quantization=plan.weights.quantization,
+            quantization=plan.quantization,
             packed=packed,
             redundant_experts=plan.experts.redundant_slots,
         )
@@ -278,12 +260,12 @@ def _load_worker(plan: NodePlan, mesh: Mesh, small_batches: bool, draft: Worker 
             )
         if device.type == "cpu":
             return Worker(plan, mesh, model, packed=packed, draft=draft)
-        capture = StepCapture() if plan.eager else CudaGraphCapture(device)
+        capture = StepCapture() if plan.config.enforce_eager else CudaGraphCapture(device)
         place = mesh.place
         is_plain = place.cp_size == 1 and not place.is_data_parallel
         can_capture = is_plain and model.draft_head is None  # a head reads what the model computes
         capture = capture if small_batches and can_capture else None
-        if model.draft_head is not None and small_batches and not plan.eager:
+        if model.draft_head is not None and small_batches and not plan.config.enforce_eager:
             log.warning("decode steps are not captured as CUDA graphs: the draft head reads what is between the layers")
         return Worker(plan, mesh, model, meter=CudaMeter(device), graph_capture=capture, draft=draft)
     except BaseException as error:
@@ -298,13 +280,13 @@ def _packed_weights(plan: NodePlan, device: torch.device) -> PackedWeights | Non
     """The native kernels' weights that are shared with other processes; None without these kernels."""
     if device.type != "cpu" or find_native() is None:
         return None
-    state, limit_gb = plan.weights.state, plan.weights.packed_cache_gb
+    state, limit_gb = plan.weights_state, plan.config.packed_cache_gb
     return open_packed_weights(plan.layout.fingerprint, state, limit_gb, lambda: _is_current(plan), plan.model.name)
 
 
 def _is_current(plan: NodePlan) -> bool:
     """Whether the weight files are those that the plan was made for. Raises: ConfigError."""
-    return files_state(plan.path, plan.weights.load_format) == plan.weights.state
+    return files_state(plan.path, plan.config.load_format) == plan.weights_state
 
 
 def _sentence(error: BaseException) -> str:

@@ -75,7 +75,7 @@ class LocalNode:
         self.core = core = DecodeNode(
             self._parts(plan, send_buffer),
             NodeTransfers(1, _ignore, self._post, lambda _: _NoRelay()),
-            early_s=plan.hosts.lease_s,
+            early_s=plan.config.lease_s,
         )
         self._loop = EngineLoop(core, send_buffer.flush, self._on_crash)
         self._loop.start()
@@ -92,7 +92,7 @@ class LocalNode:
             send_buffer=send_buffer,
             clock=monotonic,
             max_accepted=MAX_ACCEPTED,
-            transfer_timeout_s=plan.relay.timeout_s,
+            transfer_timeout_s=plan.config.transfer_timeout_s,
         )
 
     def send(self, message: Message) -> None:

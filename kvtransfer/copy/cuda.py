@@ -1,4 +1,4 @@
-"""`RelayDevice` for CUDA GPUs: marks are events, and one kernel copies, on a stream of its own.
+"""The GPU that holds a rank's KV, for relays: marks are events, and one kernel copies, on a stream of its own.
 
 Nothing else in the relay calls CUDA. The compute stream never waits for anything here.
 """
@@ -16,7 +16,6 @@ import torch
 from common.kv.cuda_pages import GpuMemory, cuda_library
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import POLL_S, CopyRuns, StreamMark
-from kvtransfer.copy.host import as_tensor
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +31,13 @@ class EventMark:
         self.event.record(stream)
 
     def done(self) -> bool:
-        """Whether all work before it has ended. Raises: RuntimeError if the GPU failed."""
         return self.event.query()
 
 
 class CudaDevice:
-    """`RelayDevice` for a storage on a GPU. The engine computes on the stream that is current on its thread."""
+    """A GPU with the KV of one rank, at one end of a relay. The engine computes on the stream that is current on its thread. All
+    methods but `mark` belong to the end's I/O thread. Tests have a stand-in, `tests/support/host_device.py`.
+    """
 
     def __init__(self, storage: KVStorage) -> None:
         self._storage = storage
@@ -47,15 +47,11 @@ class CudaDevice:
         cuda: Any = torch.cuda
         properties = cuda.get_device_properties(self._device)
         self._grid: int = _BLOCKS_PER_SM * properties.multi_processor_count
-        self._gpu_id: str = f"GPU-{properties.uuid}"
-
-    @property
-    def gpu_id(self) -> str:
+        self.gpu_id: str = f"GPU-{properties.uuid}"
         """The driver's UUID of the GPU, whatever its number in this process."""
-        return self._gpu_id
 
-    def mark(self) -> EventMark:
-        """A mark after everything that the calling thread has started on the compute stream."""
+    def mark(self) -> StreamMark:
+        """A mark after everything that the calling thread has started on the compute stream so far. Takes microseconds."""
         return EventMark(torch.cuda.current_stream(self._device))
 
     def follow(self, mark: StreamMark) -> None:
@@ -64,7 +60,10 @@ class CudaDevice:
         self._stream.wait_event(mark.event)
 
     def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
-        """Start copying runs of blocks. Raises: RuntimeError or OSError if the GPU failed."""
+        """Start copying `planes` x `blocks` runs of `run_bytes` each. Copies run in the order of their start.
+
+        Raises: RuntimeError or OSError if the GPU failed.
+        """
         if self._library is None:
             with torch.cuda.stream(self._stream):
                 copy_by_index(dst, src, planes, blocks, run_bytes)
@@ -75,12 +74,13 @@ class CudaDevice:
         dst_ids, src_ids = self._ids(dst), self._ids(src)
         self._library.copy_runs(self._stream, _side(dst, dst_ids), _side(src, src_ids), planes, blocks, run_bytes, grid)
 
-    def fence(self) -> EventMark:
+    def fence(self) -> StreamMark:
         """A mark after all copies started so far."""
         return EventMark(self._stream)
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """Wait until all copies have ended or the GPU has failed, for at most this time."""
+        """Wait until all copies have ended or the GPU has failed, for at most this time. Returns whether that happened. A copy
+        waits for the compute work before it, which never ends if it waits for a rank that is gone."""
         until_s = time.monotonic() + at_most_s
         try:
             while not self._stream.query():
@@ -111,13 +111,17 @@ class CudaDevice:
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def export(self) -> int:
-        """A file descriptor of the storage's memory. Raises: OSError if it cannot be shared."""
+        """A file descriptor of the storage's memory, for another process of this host; the caller closes it.
+
+        Raises: OSError if it cannot be shared.
+        """
         if self._storage.shared is None:
             raise OSError("this KV memory was not allocated to be shared")
         return self._storage.shared.export()
 
     def open(self, fd: int, size_bytes: int) -> GpuMemory:
-        """The memory behind another process' descriptor. Raises: OSError if it cannot be mapped here."""
+        """The memory behind a descriptor that `export` gave in another process, for `copy` to read. It stays mapped as long as
+        this object lives, even if its owner has died. The caller still owns `fd`. Raises: OSError if it cannot be mapped here."""
         if self._library is None:
             raise OSError("pages.cu is not compiled")
         return self._library.open(self._device, fd, size_bytes)
@@ -159,3 +163,23 @@ def copy_by_index(dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_by
     else:
         rows = rows.to(target.device, non_blocking=True)
         target.index_copy_(1, indices(dst.ids, target.device), rows)
+
+
+class _Writable:
+    """An array's memory, declared writable and kept alive by whatever views it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def as_tensor(buffer: Any) -> torch.Tensor:
+    """A tensor over the memory of an array; a tensor is returned unchanged. Runs no operator.
+
+    Received memory is read-only, and the caller may only read it. PyTorch has no read-only tensors and would warn.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    array = buffer if buffer.flags.writeable else np.asarray(_Writable(buffer))
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

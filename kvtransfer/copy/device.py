@@ -1,13 +1,11 @@
-"""The interface between a relay and the device that holds a rank's KV, and where KV lies on it. Pure.
+"""Where KV lies in memory that a device reaches, and marks in the device's work. Pure.
 
-A call only starts work on a device; `StreamMark`s tell when it has ended. The engine's thread marks the compute stream, copies
-run on a stream of their own, and I/O threads poll marks without ever waiting for one.
-`kvtransfer.copy.cuda` implements it for GPUs; tests have their own implementation.
+A call only starts work on a device (`kvtransfer.copy.cuda`); `StreamMark`s tell when it has ended. The engine's thread marks the
+compute stream, copies run on a stream of their own, and I/O threads poll marks without ever waiting for one.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import numpy as np
 
 from common.base.errors import CorruptSlice
 from common.kv.memory_layout import GroupMemory, Strip, rank_bytes
-from common.kv.storage import KVStorage
 from kvtransfer.mailbox import Command
 from kvtransfer.wire import KVSlice
 
@@ -43,73 +40,12 @@ class CopyRuns:
     """One side of a copy. Run (p, i) begins at `base[offset + p * plane_bytes + ids[i] * block_bytes]`."""
 
     base: Any
-    """[bytes], uint8: an array or tensor that the device reaches, or what `RelayDevice.open` gave."""
+    """[bytes], uint8: an array or tensor that the device reaches, or what `CudaDevice.open` gave."""
     offset: int
     plane_bytes: int
     block_bytes: int
     ids: np.ndarray | None = None
     """int64; None stands for 0, 1, 2, ..."""
-
-
-class RelayDevice(Protocol):
-    """The device of one rank at one end of a relay. All but `mark` belong to that end's I/O thread."""
-
-    @property
-    def gpu_id(self) -> str:
-        """Identifies the GPU; the same in every process of this host."""
-        ...
-
-    def mark(self) -> StreamMark:
-        """A mark after everything that the calling thread has started on the compute stream so far. Takes microseconds."""
-        ...
-
-    def follow(self, mark: StreamMark) -> None:
-        """Run copies that are started from now on after `mark`."""
-        ...
-
-    def copy(self, dst: CopyRuns, src: CopyRuns, planes: int, blocks: int, run_bytes: int) -> None:
-        """Start copying `planes` x `blocks` runs of `run_bytes` each. Copies run in the order of their start."""
-        ...
-
-    def fence(self) -> StreamMark:
-        """A mark after all copies started so far."""
-        ...
-
-    def wait(self, at_most_s: float = math.inf) -> bool:
-        """Wait until all copies have ended or the device has failed, for at most this time. Returns whether that
-        happened. A copy waits for the compute work before it, which never ends if it waits for a rank that is gone."""
-        ...
-
-    def as_bytes(self, storage: KVStorage) -> Any:
-        """[bytes], uint8: the whole storage."""
-        ...
-
-    def reaches(self, buffer: Any) -> bool:
-        """Whether `copy` can use `buffer`: device memory, or pinned host memory."""
-        ...
-
-    def host_buffer(self, size_bytes: int) -> np.ndarray:
-        """[size_bytes], uint8, in host memory that `copy` reaches."""
-        ...
-
-    def device_buffer(self, size_bytes: int) -> Any:
-        """[size_bytes], uint8, on the device."""
-        ...
-
-    def export(self) -> int:
-        """A file descriptor of the storage's memory, for another process of this host; the caller closes it.
-
-        Raises: OSError if this memory cannot be shared.
-        """
-        ...
-
-    def open(self, fd: int, size_bytes: int) -> Any:
-        """The memory behind a descriptor that `export` gave in another process, for `copy` to read. It stays mapped
-        as long as this object lives, even if its owner has died. The caller still owns `fd`.
-
-        Raises: OSError if it cannot be mapped here.
-        """
-        ...
 
 
 @dataclass(frozen=True)

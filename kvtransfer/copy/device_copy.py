@@ -15,14 +15,16 @@ import numpy as np
 
 from common.kv.memory_layout import GroupMemory, strips_of
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import CopyRuns, LentBlocks, RankMemory, RelayDevice, StreamMark
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import CopyRuns, LentBlocks, RankMemory, StreamMark
 from kvtransfer.wire import KVSlice
 
 
 class DeviceCopier:
-    """`Copier` for KV on a device. Buffers that the device does not reach are copied by way of pinned memory."""
+    """Copies slices of one rank's storage on a device into and out of a connection's buffers, [bytes] of uint8. Buffers that the
+    device does not reach are copied by way of pinned memory."""
 
-    def __init__(self, device: RelayDevice, storage: KVStorage) -> None:
+    def __init__(self, device: CudaDevice, storage: KVStorage) -> None:
         spec = storage.layout.spec
         self._device = device
         self._unit_bytes = spec.unit_bytes
@@ -32,7 +34,8 @@ class DeviceCopier:
         self._bounces: list[np.ndarray] = []
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> StreamMark:
-        """Start to gather `pieces` into `out`, which is filled when the mark is done."""
+        """Gather `pieces` one after the other into `out`, which has at least their size and is filled once the mark is done; until
+        then the blocks are read."""
         size_bytes = self._size(pieces)
         if self._device.reaches(out):
             self._move(pieces, blocks, out, into_buffer=True)
@@ -47,7 +50,8 @@ class DeviceCopier:
         return _Then(self._device.fence(), finish)
 
     def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> StreamMark:
-        """Start to scatter `pieces` out of `payload`, which may be reused when the mark is done.
+        """Scatter `pieces`, which lie one after the other in `payload`. It may be reused once the mark is done; until then the
+        blocks are written.
 
         Raises: CorruptSlice if lent blocks are not where the message says they are; nothing is written then.
         """

@@ -26,7 +26,8 @@ from common.base.errors import ConfigError, ProtocolError
 from common.control.messages import AttemptKey
 from common.control.versions import OLDEST_VERSION
 from kvtransfer import wire
-from kvtransfer.copy.device import POLL_S, RelayDevice
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import POLL_S
 from kvtransfer.mailbox import Command
 from kvtransfer.send_state import Batch
 from kvtransfer.transports.choose import TransportOffer
@@ -54,7 +55,7 @@ class TransportContext:
     poller: zmq.Poller
     post: Callable[[Command], None]
     """Runs a command on the I/O thread; callable from any thread."""
-    device: RelayDevice | None = None
+    device: CudaDevice | None = None
     """The device that holds this rank's KV; None if it is in CPU memory."""
 
     @property
@@ -108,8 +109,9 @@ class Peer(ABC):
         """An ack has arrived: both ends can really use this transport."""
         self.reserved = 0
         """Messages whose buffers are being filled."""
-        self.lent: dict[int, Batch] = {}
-        """Batches that the receiver reads from our blocks itself, by message; until their ack or `revoke`."""
+        self.lent: dict[int, tuple[Batch, Buffer]] = {}
+        """Batches that the receiver reads from our blocks itself, and what names these blocks, by message; until their ack or
+        `revoke`."""
         self.closed = False
         self._window = window
         self._sequence = 0
@@ -167,11 +169,12 @@ class Peer(ABC):
 
     def revoke(self, sequence: int) -> Batch:
         """End a loan: the receiver will discard whatever it still reads of it, even if it hangs now."""
-        return self.lent.pop(sequence)
+        return self.lent.pop(sequence)[0]
 
     def returned(self, sequence: int) -> Batch | None:
         """The ack of message `sequence` has arrived: the batch that it lent, if any."""
-        return self.lent.pop(sequence, None)
+        batch, _ = self.lent.pop(sequence, (None, None))
+        return batch
 
     def close(self) -> None:
         """Drop the connection and everything in flight on it. All loans must have been taken back before."""
@@ -184,8 +187,8 @@ class Peer(ABC):
     def stage(self) -> Buffer:
         """A buffer of at least `message_bytes`, contents undefined, to fill and pass to `send`."""
 
-    def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
-        """Let the receiver read `batch` from the sequence's `blocks` itself; `buffer` then tells it where they are.
+    def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch) -> bool:
+        """Let the receiver read `batch` from its blocks itself; `buffer` then tells it where they are.
 
         False if this transport sends copies.
         """
@@ -223,19 +226,12 @@ class Connector(Protocol):
         ...
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> Peer:
-        """A connection to the receiver that made `offer`.
-
-        Raises: PeerLost if that is impossible.
-        """
+        """A connection to the receiver that made `offer`. Raises: PeerLost if that is impossible."""
         ...
 
     def close(self) -> None:
         """Called last, when all peers are closed."""
         ...
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -246,7 +242,7 @@ class Arrival:
     payload: np.ndarray | Any
     origin: Any
     """Where the listener sends the ack; opaque to others."""
-    revoked: Callable[[], bool] = _never
+    revoked: Callable[[], bool] = lambda: False
     """Whether the payload was lent and has been taken back: the data read may then be invalid."""
 
     @property

@@ -51,11 +51,6 @@ class ChosenTransport:
     """The receiver's offer."""
     why: str
 
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return self.offer.transport
-
 
 class TransportFailures:
     """Which transports failed to connect to which address, remembered for `FORGET_AFTER_S`. Bounded."""
@@ -78,11 +73,6 @@ class TransportFailures:
             for (failed_address, transport), (reason, until) in self._reasons.items()
             if failed_address == address and now < until
         }
-
-
-def format_offers(offers: Iterable[TransportOffer]) -> str:
-    """A rank's data address."""
-    return " ".join(str(offer) for offer in offers)
 
 
 def parse_offers(address: str) -> list[TransportOffer]:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
@@ -30,7 +29,8 @@ from common.kv.rank_layout import GroupPart
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.copy.device import LentBlocks, RankMemory, RelayDevice
+from kvtransfer.copy.cuda import CudaDevice
+from kvtransfer.copy.device import LentBlocks, RankMemory
 from kvtransfer.send_state import Batch
 from kvtransfer.transports.base import Arrival, Buffer, TransportContext
 from kvtransfer.transports.choose import CUDA_IPC, TransportOffer
@@ -84,69 +84,21 @@ def _unpack(data: bytes, spec: KVSpec) -> tuple[GroupMemory, ...]:
 
 
 class CudaIpcPeer(ShmPeer):
-    """One connection that lends the blocks of `memory`. Raises: PeerLost if there can be none."""
+    """One connection whose pages name the blocks that it lends. Raises: PeerLost if there can be none."""
 
-    def __init__(
-        self,
-        name: str,
-        poller: zmq.Poller,
-        incarnation: str,
-        device: RelayDevice,
-        memory: RankMemory,
-        *,
-        num_tables: int,
-        message_bytes: int,
-        min_message_bytes: int,
-        window: int,
-        now: float,
-    ) -> None:
-        try:
-            fd = device.export()
-        except OSError as error:
-            raise PeerLost(f"cannot share the memory of {device.gpu_id}: {error}") from error
-        try:
-            super().__init__(
-                name,
-                poller,
-                incarnation,
-                num_pages=window,
-                page_bytes=_loan_bytes(num_tables),
-                now=now,
-                transport=CUDA_IPC,
-                greeting=_pack(memory.groups),
-                fds=(fd,),
-            )
-        finally:
-            os.close(fd)
-        self.message_bytes = message_bytes
-        self.min_message_bytes = min_message_bytes
-        self._loans: dict[int, np.ndarray] = {}
-        """The page of each loan, by message."""
-
-    def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
-        """Write into the page which blocks are lent."""
+    def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch) -> bool:
         count = len(header.block_hashes) // HASH_BYTES
         loan = buffer.view(np.int64)
         loan[:_LOAN_WORDS] = 1, header.first_block, count
-        ids = blocks[:, header.first_block : header.first_block + count]
+        ids = batch.blocks[:, header.first_block : header.first_block + count]
         loan[_LOAN_WORDS : _LOAN_WORDS + ids.size] = ids.reshape(-1)
-        self._loans[header.sequence] = loan
-        self.lent[header.sequence] = batch
+        self.lent[header.sequence] = batch, loan
         return True
 
     def revoke(self, sequence: int) -> Batch:
         """Mark the page as taken back; the receiver then discards its copy."""
-        self._loans.pop(sequence)[0] = 0
+        self.lent[sequence][1][0] = 0
         return super().revoke(sequence)
-
-    def returned(self, sequence: int) -> Batch | None:
-        """Forget the page of a loan that was acknowledged."""
-        self._loans.pop(sequence, None)
-        return super().returned(sequence)
-
-    def _close(self) -> None:
-        self._loans.clear()
-        super()._close()
 
 
 class CudaIpcConnector:
@@ -159,7 +111,7 @@ class CudaIpcConnector:
 
     def __init__(
         self,
-        device: RelayDevice,
+        device: CudaDevice,
         storage: KVStorage,
         *,
         message_bytes: int = MESSAGE_BYTES,
@@ -175,27 +127,34 @@ class CudaIpcConnector:
         self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.gpu_id)
 
     def attach(self, context: TransportContext) -> None:
-        """Raise the size of messages to one block of one layer where that is more."""
         self._poller = context.poller
         self._message_bytes = max(self._message_bytes, context.unit_bytes)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CudaIpcPeer:
-        """A connection to the receiver that made `offer`. Raises: PeerLost."""
-        return CudaIpcPeer(
-            offer.endpoint.rpartition("/")[2],
-            self._poller,
-            incarnation,
-            self._device,
-            self._memory,
-            num_tables=self._num_tables,
-            message_bytes=self._message_bytes,
-            min_message_bytes=self._same_gpu_bytes if offer.gpu_id == self._device.gpu_id else 0,
-            window=self._window,
-            now=now,
-        )
+        try:
+            fd = self._device.export()
+        except OSError as error:
+            raise PeerLost(f"cannot share the memory of {self._device.gpu_id}: {error}") from error
+        try:
+            peer = CudaIpcPeer(
+                offer.endpoint.rpartition("/")[2],
+                self._poller,
+                incarnation,
+                num_pages=self._window,
+                page_bytes=_loan_bytes(self._num_tables),
+                now=now,
+                transport=CUDA_IPC,
+                greeting=_pack(self._memory.groups),
+                fds=(fd,),
+            )
+        finally:
+            os.close(fd)
+        peer.message_bytes = self._message_bytes
+        peer.min_message_bytes = self._same_gpu_bytes if offer.gpu_id == self._device.gpu_id else 0
+        return peer
 
     def close(self) -> None:
-        """Do nothing: the peers own all sockets and memory."""
+        pass  # the peers own all sockets and memory
 
 
 class _LendingSender(RingSender):
@@ -203,7 +162,7 @@ class _LendingSender(RingSender):
 
     num_fds = 2
 
-    def __init__(self, connected: socket.socket, *, device: RelayDevice, spec: KVSpec) -> None:
+    def __init__(self, connected: socket.socket, *, device: CudaDevice, spec: KVSpec) -> None:
         super().__init__(connected)
         self._device = device
         self._spec = spec
@@ -242,6 +201,6 @@ class _LendingSender(RingSender):
 class CudaIpcListener(ShmListener):
     """CUDA IPC at a receiver. Raises: ConfigError where descriptors cannot be passed."""
 
-    def __init__(self, device: RelayDevice, storage: KVStorage) -> None:
+    def __init__(self, device: CudaDevice, storage: KVStorage) -> None:
         connect = partial(_LendingSender, device=device, spec=storage.layout.spec)
         super().__init__(CUDA_IPC, device.gpu_id, connect)

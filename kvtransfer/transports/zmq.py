@@ -140,7 +140,6 @@ class ZmqPeer(Peer):
         self._pool = pool
 
     def stage(self) -> Buffer:
-        """A buffer to fill for one message."""
         return self._pool.take()
 
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
@@ -177,18 +176,15 @@ class ZmqConnector:
         self._context: Context = zmq.Context()
 
     def attach(self, context: TransportContext) -> None:
-        """Make the pool of staging buffers. Raises: ConfigError if one block of one layer has no room in a message."""
         self._poller = context.poller
         size_bytes, keep = fit_message(self._message_bytes, context.unit_bytes), 2 * self._window
         self._pool = StagingPool(size_bytes + OVERHEAD_BYTES, keep, context.make_host_buffer)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
-        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         link = DealerLink(self._context, self._poller, _resolved(offer.endpoint), offer.key)
         return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
-        """Close all sockets."""
         self._context.destroy(linger=0)
 
 
@@ -282,18 +278,15 @@ class ZmqListener:
         self.offer = TransportOffer(ZMQ, self._router.endpoint, key=key)
 
     def attach(self, context: TransportContext) -> None:
-        """Start to listen."""
         context.poller.register(self._router.socket, zmq.POLLIN)
         if self._sealed is not None:
             context.poller.register(self._sealed.requests, zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """Accept or refuse the connections that wait, if messages are sealed."""
         if self._sealed is not None:
             self._sealed.admit()
 
     def receive(self) -> Arrival | None:
-        """The next message; None if none waits."""
         while frames := self._router.receive(3):
             try:
                 return self._arrival(frames)
@@ -314,12 +307,10 @@ class ZmqListener:
         return Arrival(content, np.frombuffer(opened, dtype=np.uint8), _Origin(identity.bytes, channel))
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """Send the ack."""
         identity, channel = arrival.origin
         if ack is not None:
             data = wire.encode(ack)
             self._router.send(identity, data if channel is None else channel.seal(data))
 
     def close(self) -> None:
-        """Stop listening."""
         self._router.close()

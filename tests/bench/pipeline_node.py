@@ -28,8 +28,9 @@ from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
-from common.node.parts import make_grammars, make_pool, make_scheduler, warm_up
+from common.node.parts import make_grammars, make_pool, make_scheduler
 from common.node.plan import plan_node
+from common.node.profile_run import warm_up
 from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO

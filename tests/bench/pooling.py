@@ -45,7 +45,7 @@ class _Ours:
         limits = PoolLimits(config.vocab_size, config.max_model_len, step_tokens=4096, max_accepted=1)
         self._sent: list[Any] = []
         self._buffer = SendBuffer(self._sent.extend)
-        self._node = PoolingNode(Pooler(Encoder(path, config)), limits, self._buffer, monotonic)
+        self._node = PoolingNode(Pooler(Encoder(path, config)).compute, limits, self._buffer, monotonic)
 
     def encode(self, texts: list[str]) -> torch.Tensor:
         """[texts, hidden], in batches of `BATCH`."""

@@ -17,8 +17,8 @@ from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
 from common.kv.cuda_pages import cuda_library
 from common.node.kv_budget import CONTEXT_BYTES
-from common.node.parts import warm_up
 from common.node.plan import plan_node
+from common.node.profile_run import warm_up
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 

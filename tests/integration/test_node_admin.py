@@ -22,8 +22,8 @@ from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Pi
 from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
+from common.node.admin import NodeAdmin
 from common.node.drain import Drain
-from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 
@@ -80,7 +80,7 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
         config = DecodeConfig(
             redis_url=redis_server.url, cluster=cluster, node_id="decode-x", admin_token="t", lease_s=3.0
         )
-        server, core, ready = NodeServer(ServerOptions.of("decode", config)), Core(), asyncio.Event()
+        server, core, ready = NodeServer(config), Core(), asyncio.Event()
         server.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
         await server.bind()
         record = NodeRecord(
@@ -91,9 +91,8 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
             10,
             1.0,
         )
-        node = asyncio.create_task(
-            server.run(core, record, BlockJournal(), ready.set, lambda: {"ranks": [], **describe})
-        )
+        routes = NodeAdmin(server, record, lambda: {"ranks": [], **describe}).routes()
+        node = asyncio.create_task(server.run(core, record, BlockJournal(), ready.set, routes))
         seen: asyncio.Queue[list[NodeRecord]] = asyncio.Queue()
         directory = asyncio.create_task(Directory(redis_server.url, cluster, seen.put_nowait, poll_s=0.02).run())
         pongs: asyncio.Queue[Pong] = asyncio.Queue()

@@ -23,7 +23,6 @@ from common.engine.kv_transfer import (
     Opened,
     OpenSourceOrder,
     Received,
-    RelaySettings,
     SourceReleased,
     TransferPlan,
 )
@@ -67,7 +66,7 @@ def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, de
             events.put(event)
 
     config = DecodeConfig(kv_transport=transport)  # type: ignore[arg-type]
-    receiver = make_end(RelaySettings.of(config), storage, kv, 0, on_event, incarnation="dst-1", listen_port=0)
+    receiver = make_end(config, storage, kv, 0, on_event, incarnation="dst-1", listen_port=0)
     pipe.send(receiver.address)
     while (order := pipe.recv()) is not None:
         kind, value = order
@@ -94,7 +93,7 @@ class GpuPair:
         self.storage = random_storage(kv, 0, num_blocks, 1, devices[0])
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         config = PrefillConfig(kv_transport=transport)  # type: ignore[arg-type]
-        self.sender = make_end(RelaySettings.of(config), self.storage, kv, 0, self.events.put, incarnation="src-1")
+        self.sender = make_end(config, self.storage, kv, 0, self.events.put, incarnation="src-1")
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.child = context.Process(target=_receive, args=(theirs, kv, num_blocks, transport, devices[1]), daemon=True)

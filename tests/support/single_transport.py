@@ -11,7 +11,7 @@ from typing import Any
 from common.engine.kv_transfer import OnTransferEvent
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import RelayDevice
+from kvtransfer.copy.cuda import CudaDevice
 from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import MESSAGE_BYTES
@@ -118,7 +118,7 @@ def cuda_ipc_sender(
     rank: int,
     on_event: OnTransferEvent,
     *,
-    device: RelayDevice,
+    device: CudaDevice,
     message_bytes: int = cuda_ipc.MESSAGE_BYTES,
     same_gpu_bytes: int = cuda_ipc.SAME_GPU_BYTES,
     window: int = cuda_ipc.WINDOW,
@@ -136,7 +136,7 @@ def cuda_ipc_receiver(
     rank: int,
     on_event: OnTransferEvent,
     *,
-    device: RelayDevice,
+    device: CudaDevice,
     **options: Any,
 ) -> TransferEnd:
     return _receiver(storage, layout, rank, on_event, [CudaIpcListener(device, storage)], device=device, **options)

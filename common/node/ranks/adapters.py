@@ -75,14 +75,12 @@ class NodeAdapters:
         """Errors of the ranks that have answered, by adapter id; empty ones are successes."""
 
     def load(self, adapter_id: int, source: AdapterSource) -> None:
-        """Have every rank load an adapter beside the steps; the answer is posted when all have."""
         order = LoadAdapter(adapter_id, source.path, source.adapter.digest)
         self._answers[adapter_id] = []
         self._broadcast(order)
         self._own.load(order)
 
     def drop(self, adapter_id: int) -> None:
-        """Have every rank free an adapter after the steps that were sent before."""
         self._broadcast(DropAdapter(adapter_id))
         self._own.drop(adapter_id)
 

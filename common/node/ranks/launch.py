@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from common.base.endpoints import endpoint
 from common.base.errors import RankLost
+from common.control.messages import Role
 from common.node.plan import NodePlan
 from common.node.ranks.forked import ForkedRank, RunRank
 from common.node.ranks.links import RankLinks
 from common.node.ranks.messages import RankSetup
-from common.node.role import NodeRole
 from common.node.worker import own_device
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import Mesh
@@ -28,7 +28,7 @@ def fork_ranks(plan: NodePlan, run: RunRank) -> list[ForkedRank]:
     """
     if plan.device != "cpu" or sys.platform != "linux":
         return []
-    return [ForkedRank(run) for rank in plan.hosts.ranks_here if rank > 0]
+    return [ForkedRank(run) for rank in plan.ranks_here if rank > 0]
 
 
 def join_mesh(plan: NodePlan, rank: int, setup: RankSetup) -> Mesh:
@@ -38,22 +38,21 @@ def join_mesh(plan: NodePlan, rank: int, setup: RankSetup) -> Mesh:
         place,
         master_address=setup.mesh_host,
         master_port=setup.mesh_port,
-        interface=plan.hosts.addresses.for_mesh(on_gpus=plan.device == "cuda"),
-        timeout_s=plan.hosts.rank_timeout_s,
+        interface=plan.addresses.for_mesh(on_gpus=plan.device == "cuda"),
+        timeout_s=plan.config.rank_timeout_s,
         same_host=setup.same_host,
         device=own_device(plan, place),
     )
 
 
-async def run_other_host(role: NodeRole[Any], plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
+async def run_other_host(role: Role, plan: NodePlan, forked: Sequence[ForkedRank]) -> None:
     """Run the ranks of a host other than the leader's until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.
     """
-    hosts = plan.hosts
-    leader = endpoint("tcp", hosts.leader_host, hosts.leader_port)
+    leader = endpoint("tcp", plan.config.master_addr, plan.config.master_port)
     links = RankLinks(1, "127.0.0.1", 0)  # nobody reports here: the ranks talk to the leader
-    links.spawn(type(role).__module__, hosts.ranks_here, hosts.fields, leader, forked)
+    links.spawn(role, plan.ranks_here, dataclasses.asdict(plan.config), leader, forked)
     try:
         while True:
             links.check_children()

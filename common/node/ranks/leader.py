@@ -7,13 +7,13 @@ mesh and no links.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from common.base.device import configure_torch
 from common.base.endpoints import free_port
@@ -26,11 +26,11 @@ from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEv
 from common.engine.step import StepInput, StepOutput
 from common.model.mixture.placement import imbalance
 from common.model.mixture.report import ExpertReport
-from common.node.parts import warm_up
 from common.node.plan import NodePlan
+from common.node.profile_run import warm_up
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import join_mesh
-from common.node.ranks.links import MultiRankExecutor, RankLinks
+from common.node.ranks.links import MultiRankExecutor, RankLinks, ReportT
 from common.node.ranks.messages import (
     RankBusy,
     RankExperts,
@@ -44,19 +44,17 @@ from common.node.ranks.messages import (
     RankStarted,
 )
 from common.node.ranks.sockets import node_secret
-from common.node.role import NodeRole
+from common.node.roles import NodeRole
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 
 log = logging.getLogger(__name__)
 
-ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
-
 _GRACE_S = 5.0
 """Added to the deadline of the whole start: waits for single ranks fail first, because their errors name the ranks."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Watch:
     """Where reports of the other ranks go."""
 
@@ -77,9 +75,9 @@ class Leader:
         self._since_s = time.monotonic()
         self.links: RankLinks | None = None
         if plan.world_size > 1:
-            hosts = plan.hosts
-            self.links = RankLinks(plan.world_size, self._host, hosts.leader_port, node_secret(hosts.tls_dir))
-            self.links.spawn(type(role).__module__, hosts.ranks_here[1:], hosts.fields, self.links.address, forked)
+            config = plan.config
+            self.links = links = RankLinks(plan.world_size, self._host, config.master_port, node_secret(config.tls_dir))
+            links.spawn(role.name, plan.ranks_here[1:], dataclasses.asdict(config), links.address, forked)
         self.worker: Worker
         self._rank_blocks = 0
         self.data_addresses: list[str] = []
@@ -103,8 +101,8 @@ class Leader:
     @property
     def _host(self) -> str:
         """The leader's address for the other ranks."""
-        hosts = self._plan.hosts
-        return hosts.addresses.for_ranks if hosts.same_host else hosts.leader_host
+        plan = self._plan
+        return plan.addresses.for_ranks if plan.is_on_one_host else plan.config.master_addr
 
     async def load(self) -> None:
         """Load every shard, agree on the number of KV blocks of a rank (that of the rank with the least room), and allocate the
@@ -113,7 +111,7 @@ class Leader:
         Raises: ConfigError or a rank's error, naming the ranks at fault or missing; ConfigError after `start_timeout_s`.
         """
         # On this thread, because the engine's thread inherits its floating-point environment.
-        configure_torch(self._plan.hosts.threads)
+        configure_torch(self._plan.config.threads)
         try:
             await self._before_deadline(self._load if self.links is None else self._load_with_others)
         except BaseException:
@@ -122,7 +120,7 @@ class Leader:
 
     async def _before_deadline(self, work: Callable[[], None]) -> None:
         """Run `work` beside the loop. Raises: ConfigError after the start's deadline; what `work` raises."""
-        timeout_s = self._plan.hosts.start_timeout_s
+        timeout_s = self._plan.config.start_timeout_s
         grace_s = 0.0 if self.links is None else _GRACE_S
         deadline = asyncio.timeout(self._since_s + timeout_s + grace_s - time.monotonic())
         try:
@@ -137,7 +135,7 @@ class Leader:
 
     def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
         """One report of `kind` from every other rank, before the start's deadline. Raises: see `RankLinks.collect`."""
-        return links.collect(kind, self._plan.hosts.start_timeout_s, what, since_s=self._since_s)
+        return links.collect(kind, self._plan.config.start_timeout_s, what, since_s=self._since_s)
 
     def _load(self) -> None:
         self.worker = load_worker(self._plan, SOLO, small_batches=self._small_batches)
@@ -151,26 +149,25 @@ class Leader:
         links, plan = self.links, self._plan
         assert links is not None
         self._collect(links, RankHello, "their processes are starting")
-        setup = RankSetup(self._host, free_port(), plan.hosts.same_host)
+        setup = RankSetup(self._host, free_port(), plan.is_on_one_host)
         links.broadcast(setup)
         with links.prefer_rank_error():
             mesh = join_mesh(plan, 0, setup)
             self.worker = load_worker(plan, mesh, small_batches=self._small_batches)
         ready = self._collect(links, RankReady, "they are loading their shards")
         self._rank_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
-        for rank, report in sorted(ready.items()):
-            peak_gb = report.peak_bytes / 1e9
+        self.worker.allocate_kv(self._rank_blocks)
+        self._log_memory(ready.values())
+
+    def _log_memory(self, others: Iterable[RankReady] = ()) -> None:
+        own = RankReady(0, self.worker.max_blocks, peak_memory_bytes())
+        for report in sorted((own, *others), key=lambda report: report.rank):
             log.info(
                 "%s: peak memory %.2f GB while loading, room for %d KV blocks",
-                plan.place(rank),
-                peak_gb,
+                self._plan.place(report.rank),
+                report.peak_bytes / 1e9,
                 report.max_blocks,
             )
-        self.worker.allocate_kv(self._rank_blocks)
-        self._log_memory()
-
-    def _log_memory(self) -> None:
-        log.info(self.worker.describe(peak_memory_bytes()))
         spec = self._plan.layout.spec
         log.info(
             "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
@@ -207,7 +204,7 @@ class Leader:
     def _started_again(self) -> dict[int, RankStarted]:
         """A report from every other rank that it has the new role. Raises: RankLost, or the error of a rank."""
         started: dict[int, RankStarted] = {}
-        timeout_s = self._plan.hosts.rank_timeout_s
+        timeout_s = self._plan.config.rank_timeout_s
         until_s = time.monotonic() + timeout_s
         while missing := [rank for rank in range(1, self._plan.world_size) if rank not in started]:
             try:
@@ -237,7 +234,7 @@ class Leader:
         ranks: LocalExecutor | MultiRankExecutor = local
         if links is not None:
             rebalances = self._plan.experts.threshold is not None
-            ranks = MultiRankExecutor(links, local, samples_here=self.worker.samples, rebalances=rebalances)
+            ranks = MultiRankExecutor(links, local, samples_here=self.worker.place.samples, rebalances=rebalances)
         self._ranks = ranks
         if post is None or self._plan.steps.depth == 1:
             return ranks
@@ -264,7 +261,7 @@ class Leader:
         `start_ranks` and this call. A later call replaces an earlier one."""
         is_first, self._watch = self._watch is None, _Watch(post, on_transfer, on_dead, on_adapter)
         if self.links is not None and is_first:
-            self.links.run(self._on_report, self._on_dead, self._plan.hosts.lease_s)
+            self.links.run(self._on_report, self._on_dead, self._plan.config.lease_s)
         elif self._dead is not None:
             on_dead(self._dead)
 

@@ -23,6 +23,7 @@ import zmq
 from common.base.clock import monotonic
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, module_command, tied_command
+from common.control.messages import Role
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
 from common.node.ranks.forked import ForkedRank
@@ -86,7 +87,7 @@ class RankLinks:
     # ------------------------------------------------------------ start-up
 
     def spawn(
-        self, role_module: str, ranks: range, fields: dict[str, Any], leader: str, forked: Sequence[ForkedRank] = ()
+        self, role: Role, ranks: range, fields: dict[str, Any], leader: str, forked: Sequence[ForkedRank] = ()
     ) -> None:
         """Start local ranks: first in the processes of `forked`, further ones as programs. They die with the calling thread.
         `fields`: their configuration, which they get through a pipe."""
@@ -95,7 +96,7 @@ class RankLinks:
             self._children[rank] = child
         payload = json.dumps(fields).encode()
         for rank in ranks[len(forked) :]:
-            argv = module_command("common.node.ranks.main", role_module, "--rank", str(rank), "--leader", leader)
+            argv = module_command("common.node.ranks.main", role, "--rank", str(rank), "--leader", leader)
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin as stdin:  # it has died: `check_children` says so
@@ -111,16 +112,10 @@ class RankLinks:
         Raises: ConfigError naming the ranks that did not report in time; a rank's own error if one failed; RankLost if
         one ended, or at `close`.
         """
-        with self._reading:
-            return self._collect(kind, timeout_s, what, since_s)
-
-    def _collect(self, kind: type[ReportT], timeout_s: float, what: str, since_s: float | None) -> dict[int, ReportT]:
         got: dict[int, ReportT] = {}
         told_s = time.monotonic()
         deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _LAST_LOOK_S)
         while len(got) < self.world_size - 1:
-            if self._closing:
-                raise RankLost("the node ends")
             missing = [rank for rank in range(1, self.world_size) if rank not in got]
             now_s = time.monotonic()
             if now_s > deadline_s:
@@ -128,13 +123,16 @@ class RankLinks:
             if now_s > told_s + _PROGRESS_EVERY_S:
                 told_s = now_s
                 log.info("waiting for ranks %s: %s", missing, what)
-            for report in self._receive(timeout_ms=200):
-                _raise_if_failed(report)
-                if isinstance(report, RankHello):
-                    for outboxes in (self._orders, self._heartbeats):
-                        outboxes[report.rank] = RankOutbox(self._context, report.address)
-                if isinstance(report, kind):
-                    got[report.rank] = report
+            with self._reading:
+                if self._closing:
+                    raise RankLost("the node ends")
+                for report in self._receive(timeout_ms=200):
+                    _raise_if_failed(report)
+                    if isinstance(report, RankHello):
+                        for outboxes in (self._orders, self._heartbeats):
+                            outboxes[report.rank] = RankOutbox(self._context, report.address)
+                    if isinstance(report, kind):
+                        got[report.rank] = report
             with self.prefer_rank_error():
                 self.check_children()
         return got
@@ -253,11 +251,8 @@ class RankLinks:
                 child.kill()
                 child.wait()
         with self._reading:  # a start that was stopped may have left its reading thread behind
-            self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._reports.close()
-        self._context.destroy(linger=0)
+            self._reports.close()
+            self._context.destroy(linger=0)
 
 
 def _raise_if_failed(report: RankReport) -> None:

@@ -6,26 +6,23 @@ As a program it sets threads before it imports torch; a forked process has inher
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.base.errors import KvRelayError
 from common.base.logs import configure
 from common.base.process import ignore_terminal, lasting_imports, name_process, prepare_compute
-
-if TYPE_CHECKING:
-    from common.node.role import NodeRole
+from common.control.messages import Role
+from common.node.roles import CONFIGS, load_role
 
 log = logging.getLogger(__name__)
 
 
-def run_rank(load_role: Callable[[], NodeRole[Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
+def run_rank(role_name: Role, fields: dict[str, Any], rank: int, leader: str) -> None:
     """Run rank `rank` until the leader ends. `fields`: the node's configuration; `leader`: the address that takes the
-    rank's reports. `load_role` may import torch.
+    rank's reports.
 
     Raises: SystemExit after a failure on purpose, which the leader was told of.
     """
@@ -35,8 +32,8 @@ def run_rank(load_role: Callable[[], NodeRole[Any]], fields: dict[str, Any], ran
     with lasting_imports():
         from common.node.ranks.process import RankProcess
 
-        role = load_role()
-    config = role.config_type(**fields)
+        role = load_role(role_name)
+    config = CONFIGS[role_name](**fields)
     try:
         RankProcess(role, role.plan(config), rank, leader).run()
     except KvRelayError as error:
@@ -48,13 +45,11 @@ def main() -> None:
     """Run the rank that the command line names; its configuration comes from standard input."""
     ignore_terminal()
     parser = argparse.ArgumentParser(description="One rank of a node; its leader starts it.")
-    parser.add_argument("role", metavar="MODULE", help="module of the node's role")
+    parser.add_argument("role", choices=["prefill", "decode"])
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--leader", required=True, metavar="tcp://HOST:PORT")
     arguments = parser.parse_args()
-    run_rank(
-        lambda: importlib.import_module(arguments.role).ROLE, json.load(sys.stdin), arguments.rank, arguments.leader
-    )
+    run_rank(arguments.role, json.load(sys.stdin), arguments.rank, arguments.leader)
 
 
 if __name__ == "__main__":

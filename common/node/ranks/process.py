@@ -42,8 +42,7 @@ from common.node.ranks.messages import (
     RankStarted,
 )
 from common.node.ranks.sockets import RankInbox, RankOutbox, ask_leader, node_secret
-from common.node.role import NodeRole
-from common.node.roles import load_role
+from common.node.roles import NodeRole, load_role
 from common.node.worker import Worker, load_worker
 from common.security.sealed_endpoints import with_key
 
@@ -69,8 +68,8 @@ class RankProcess:
         self._leader = leader
         self._codec = RankCodec()
         self._context = zmq.Context()
-        self._secret = node_secret(plan.hosts.tls_dir)
-        self._orders = RankInbox(self._context, plan.hosts.addresses.for_ranks, 0, MAX_ORDER_BYTES, self._secret)
+        self._secret = node_secret(plan.config.tls_dir)
+        self._orders = RankInbox(self._context, plan.addresses.for_ranks, 0, MAX_ORDER_BYTES, self._secret)
         self._reports: RankOutbox | None = None if self._secret else RankOutbox(self._context, leader)
         """With certificates it is made once the leader has told its key."""
         self._lock = threading.Lock()
@@ -102,19 +101,19 @@ class RankProcess:
             self._context.destroy(linger=1000)
 
     def _run(self) -> None:
-        plan, hosts = self._plan, self._plan.hosts
+        plan = self._plan
         address = self._orders.address
-        if not hosts.same_host:
-            address = hosts.addresses.advertised(address)
+        if not plan.is_on_one_host:
+            address = plan.addresses.advertised(address)
         leader = self._leader
         if self._secret is not None:
-            timeout_s = hosts.start_timeout_s
+            timeout_s = plan.config.start_timeout_s
             leader = ask_leader(self._context, leader, self._orders, address, self._secret, timeout_s)
             self._reports = RankOutbox(self._context, leader)
         self.report(RankHello(self._rank, with_key(address, self._orders.key)))
         threading.Thread(target=self._send_heartbeats, args=(leader,), name="heartbeat", daemon=True).start()
         setup = self._wait_for(RankSetup, "blocked until all ranks have started")
-        configure_torch(hosts.threads)
+        configure_torch(plan.config.threads)
         mesh = join_mesh(plan, self._rank, setup)
         worker = load_worker(plan, mesh, small_batches=self._role.small_batches)
         self.report(RankReady(self._rank, worker.max_blocks, peak_memory_bytes()))
@@ -134,7 +133,7 @@ class RankProcess:
         """Open the transfer end of a role and report that. Returns what runs its steps."""
         end = self._end = load_role(start.role).transfer_end(worker, self._rank, start.incarnation, self.report)
         self._serving_since_s, self._executor = time.monotonic(), LocalExecutor(worker.runner, end.blocks_final)
-        self.report(RankStarted(self._rank, self._plan.hosts.addresses.advertised(end.address)))
+        self.report(RankStarted(self._rank, self._plan.addresses.advertised(end.address)))
         return self._executor
 
     def _serve(self, executor: LocalExecutor, adapters: RankAdapters, worker: Worker) -> None:
@@ -158,7 +157,7 @@ class RankProcess:
                 executor = self._begin(step, worker)
                 continue
             output = executor.submit(step)
-            if worker.samples:
+            if worker.place.samples:
                 self.report(output)
             experts = None if worker.rebalancer is None else worker.rebalancer.news()
             if experts is not None:
@@ -166,11 +165,11 @@ class RankProcess:
 
     def _take_orders(self, steps: queue.SimpleQueue[_Work], adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
-        allowed_s = self._plan.hosts.start_timeout_s
+        allowed_s = self._plan.config.start_timeout_s
         try:
             while True:
                 order = self._receive(allowed_s)
-                allowed_s = self._plan.hosts.lease_s
+                allowed_s = self._plan.config.lease_s
                 if isinstance(order, StepInput | DropAdapter | RankStart):
                     steps.put(order)
                 elif isinstance(order, LoadAdapter):
@@ -185,7 +184,7 @@ class RankProcess:
 
     def _wait_for(self, kind: type[OrderT], what: str) -> OrderT:
         """The leader's next order of `kind`. Raises: PeerLost if the start takes too long."""
-        allowed_s = self._plan.hosts.start_timeout_s
+        allowed_s = self._plan.config.start_timeout_s
         deadline_s = time.monotonic() + allowed_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             order = self._next_order(min(left_s, _PROGRESS_EVERY_S))
@@ -208,7 +207,7 @@ class RankProcess:
 
     def _send_heartbeats(self, leader: str) -> None:
         outbox = RankOutbox(self._context, leader)
-        while not self._ending.wait(self._plan.hosts.lease_s / 6):
+        while not self._ending.wait(self._plan.config.lease_s / 6):
             outbox.send(self._codec.encode(RankBeat(self._rank, self._busy())))
         outbox.close()
 

@@ -16,26 +16,12 @@ import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.sentences import counted
-from kvtransfer.copy.host import as_tensor
+from kvtransfer.copy.cuda import as_tensor
 from kvtransfer.mailbox import Command
 from kvtransfer.transports.base import MESSAGE_BYTES, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import GLOO, TransportOffer
+from kvtransfer.transports.collective import protocol
 from kvtransfer.transports.collective.process_group import SENDING, GroupPlan, ProcessGroupThread, join_threads
-from kvtransfer.transports.collective.protocol import (
-    ACK_TAG,
-    CODEC,
-    KEEP_ALIVE_S,
-    MAX_GROUPS,
-    SIZE,
-    TIMEOUT_S,
-    WINDOW,
-    GroupLeave,
-    GroupMeet,
-    GroupReply,
-    GroupRequest,
-    buffer_maker,
-    has_room,
-)
 from kvtransfer.transports.zmq import Context, DealerLink
 
 log = logging.getLogger(__name__)
@@ -68,7 +54,7 @@ class CollectivePeer(Peer):
         """The group's thread has ended, or was abandoned because it hangs."""
         self._failure = ""
         self._give_up_at = now + 2 * plan.timeout_s
-        self._keep_alive_at = now + KEEP_ALIVE_S
+        self._keep_alive_at = now + protocol.KEEP_ALIVE_S
         self.group = ProcessGroupThread(
             f"kv-group-to-{plan.name[:8]}",
             plan,
@@ -80,7 +66,7 @@ class CollectivePeer(Peer):
         except RuntimeError as error:
             link.close()
             raise PeerLost(f"no thread for a process group: {error}") from error
-        link.send(CODEC.encode(GroupRequest(plan.name, plan.backend, pool.buffer_bytes, instead_of)))
+        link.send(protocol.CODEC.encode(protocol.GroupRequest(plan.name, plan.backend, pool.buffer_bytes, instead_of)))
 
     @property
     def has_room(self) -> bool:
@@ -88,16 +74,15 @@ class CollectivePeer(Peer):
         return self._usable and super().has_room
 
     def stage(self) -> Buffer:
-        """A buffer to fill for one message."""
         return self._pool.take()
 
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
-        self._link.send(header, SIZE.pack(size_bytes))
+        self._link.send(header, protocol.SIZE.pack(size_bytes))
         self.group.move(as_tensor(buffer)[:size_bytes], lambda: None)
 
     def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
         for data in self._link.replies(ready):
-            if data[:1] == ACK_TAG:
+            if data[:1] == protocol.ACK_TAG:
                 yield data[1:]
             else:
                 self._on_reply(data[1:])
@@ -106,22 +91,22 @@ class CollectivePeer(Peer):
         if self._failure:
             raise PeerLost(self._failure)
         if now >= self._keep_alive_at:
-            self._keep_alive_at = now + KEEP_ALIVE_S
+            self._keep_alive_at = now + protocol.KEEP_ALIVE_S
             self._link.send(b"")
 
     def _on_reply(self, data: bytes) -> None:
         try:
-            reply = CODEC.decode(data)
+            reply = protocol.CODEC.decode(data)
         except ProtocolError as error:
             log.warning("dropped a malformed group reply: %s", error)
             return
-        if not isinstance(reply, GroupReply) or reply.name != self._name:
+        if not isinstance(reply, protocol.GroupReply) or reply.name != self._name:
             return
         if reply.error:
             self._failure = reply.error
         else:
             self._answered = True
-            self._link.send(CODEC.encode(GroupMeet()))
+            self._link.send(protocol.CODEC.encode(protocol.GroupMeet()))
             self.group.meet(reply.port)
 
     def _ready(self) -> None:
@@ -142,7 +127,7 @@ class CollectivePeer(Peer):
         self._link.quiet()
         self.group.stop()
         if self._answered:
-            self._link.send(CODEC.encode(GroupLeave()))
+            self._link.send(protocol.CODEC.encode(protocol.GroupLeave()))
         if self._thread_gone:
             self.close_link()
 
@@ -170,14 +155,14 @@ class CollectiveConnector:
         backend: str = GLOO,
         gpu_id: str = "",
         message_bytes: int = MESSAGE_BYTES,
-        window: int = WINDOW,
-        timeout_s: float = TIMEOUT_S,
+        window: int = protocol.WINDOW,
+        timeout_s: float = protocol.TIMEOUT_S,
     ) -> None:
         self.offer = TransportOffer(backend, gpu_id=gpu_id)
         self._interface = interface
         self._backend = backend
         self._message_bytes = message_bytes
-        self._window = min(window, WINDOW)
+        self._window = min(window, protocol.WINDOW)
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
         self._peers: list[CollectivePeer] = []
@@ -185,19 +170,17 @@ class CollectiveConnector:
         """The last group at each endpoint, the latest last."""
 
     def attach(self, context: TransportContext) -> None:
-        """Make the pool of staging buffers. Raises: ConfigError if one block of one layer has no room in a message."""
         self._transport_context = context
         self._pool = StagingPool(
             fit_message(self._message_bytes, context.unit_bytes),
             keep=self._window,
-            make=buffer_maker(self._backend, context),
+            make=protocol.buffer_maker(self._backend, context),
         )
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
-        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         self._peers = [peer for peer in self._peers if not peer.link_closed]
         size = self._pool.buffer_bytes
-        if not has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
+        if not protocol.has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
             count = counted(len(self._peers), "connection fills/connections fill")
             raise PeerLost(f"{count} the GPU memory that is set aside for staging")
         try:
@@ -224,13 +207,12 @@ class CollectiveConnector:
             now=now,
         )
         self._peers.append(peer)
-        if len(self._names) >= MAX_GROUPS:
+        if len(self._names) >= protocol.MAX_GROUPS:
             del self._names[next(iter(self._names))]
         self._names[offer.endpoint] = plan.name
         return peer
 
     def close(self) -> None:
-        """End the groups' threads and the links."""
         join_threads(peer.group for peer in self._peers)
         for peer in self._peers:
             peer.close_link()

@@ -17,26 +17,11 @@ import zmq
 
 from common.base.errors import ProtocolError
 from kvtransfer import wire
-from kvtransfer.copy.host import as_tensor
+from kvtransfer.copy.cuda import as_tensor
 from kvtransfer.transports.base import Arrival, Buffer, Ready, StagingPool, TransportContext
 from kvtransfer.transports.choose import GLOO, TransportOffer
+from kvtransfer.transports.collective import protocol
 from kvtransfer.transports.collective.process_group import RECEIVING, GroupPlan, ProcessGroupThread, join_threads
-from kvtransfer.transports.collective.protocol import (
-    ACK_TAG,
-    CODEC,
-    GROUP_TAG,
-    MAX_GROUPS,
-    SILENCE_S,
-    SIZE,
-    TIMEOUT_S,
-    WINDOW,
-    GroupLeave,
-    GroupMeet,
-    GroupReply,
-    GroupRequest,
-    buffer_maker,
-    has_room,
-)
 from kvtransfer.transports.zmq import RouterSocket
 
 log = logging.getLogger(__name__)
@@ -68,7 +53,7 @@ class CollectiveListener:
     """
 
     def __init__(
-        self, interface: str, port: int, *, backend: str = GLOO, gpu_id: str = "", timeout_s: float = TIMEOUT_S
+        self, interface: str, port: int, *, backend: str = GLOO, gpu_id: str = "", timeout_s: float = protocol.TIMEOUT_S
     ) -> None:
         self._interface = interface
         self._backend = backend
@@ -82,20 +67,18 @@ class CollectiveListener:
         self._now = 0.0
 
     def attach(self, context: TransportContext) -> None:
-        """Start to listen. Raises: ConfigError if the backend cannot use this rank's memory."""
+        """Raises: ConfigError if the backend cannot use this rank's memory."""
         self._context = context
-        self._make_buffer = buffer_maker(self._backend, context)
+        self._make_buffer = protocol.buffer_maker(self._backend, context)
         context.poller.register(self._router.socket, zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """Drop the senders that have been silent for too long."""
         self._now = now
         for sender in list(self._senders.values()):
-            if now - sender.heard_at > SILENCE_S:
-                self._drop(sender, f"nothing heard from the sender for {SILENCE_S:g} s")
+            if now - sender.heard_at > protocol.SILENCE_S:
+                self._drop(sender, f"nothing heard from the sender for {protocol.SILENCE_S:g} s")
 
     def receive(self) -> Arrival | None:
-        """The next message; None if none waits."""
         while frames := self._router.receive(3):
             try:
                 self._on_frames(frames[0].bytes, frames[1:])
@@ -104,15 +87,13 @@ class CollectiveListener:
         return self._arrived.popleft() if self._arrived else None
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """Take the buffer back and send the ack."""
         origin: _Origin = arrival.origin
         origin.sender.waiting -= 1
         origin.sender.pool.give_back(origin.buffer)
         if ack is not None:
-            self._router.send(origin.sender.identity, ACK_TAG + wire.encode(ack))
+            self._router.send(origin.sender.identity, protocol.ACK_TAG + wire.encode(ack))
 
     def close(self) -> None:
-        """Drop all senders and stop listening."""
         for sender in list(self._senders.values()):
             self._drop(sender, "the receiver was closed")
         join_threads(self._groups)
@@ -128,28 +109,30 @@ class CollectiveListener:
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames instead of 1 or 2")
         elif frames[0].bytes:
-            self._on_control(identity, sender, CODEC.decode(frames[0].buffer))
+            self._on_control(identity, sender, protocol.CODEC.decode(frames[0].buffer))
 
     def _on_control(self, identity: bytes, sender: _GroupSender | None, message: object) -> None:
-        if isinstance(message, GroupRequest) and sender is None:
+        if isinstance(message, protocol.GroupRequest) and sender is None:
             self._open_group(identity, message)
-        elif isinstance(message, GroupMeet) and sender is not None:
+        elif isinstance(message, protocol.GroupMeet) and sender is not None:
             sender.group.meet(0)  # the store is our own
-        elif isinstance(message, GroupLeave):
+        elif isinstance(message, protocol.GroupLeave):
             if sender is not None:
                 self._drop(sender, "the sender closed it")
         else:
             raise ProtocolError(f"unexpected {type(message).__name__}")
 
-    def _open_group(self, identity: bytes, request: GroupRequest) -> None:
+    def _open_group(self, identity: bytes, request: protocol.GroupRequest) -> None:
         for sender in [s for s in self._senders.values() if s.name == request.instead_of]:
             self._drop(sender, "its sender has made another group")
         self._groups = [group for group in self._groups if not group.join(0.0)]
         message_bytes = [sender.pool.buffer_bytes for sender in self._senders.values()]
-        fits = len(self._groups) < MAX_GROUPS and has_room(self._backend, message_bytes, request.message_bytes)
+        fits = len(self._groups) < protocol.MAX_GROUPS and protocol.has_room(
+            self._backend, message_bytes, request.message_bytes
+        )
         if request.backend != self._backend or not fits:
             error = f"no room for a {request.backend} group here, beside {len(self._groups)} {self._backend} groups"
-            self._reply(identity, GroupReply(request.name, error=error))
+            self._reply(identity, protocol.GroupReply(request.name, error=error))
             return
         plan = GroupPlan(self._backend, request.name, RECEIVING, self._interface, self._interface, self._timeout_s)
         group = ProcessGroupThread(
@@ -162,23 +145,23 @@ class CollectiveListener:
             port = group.listen()
             group.start()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread
-            self._reply(identity, GroupReply(request.name, error=f"cannot open a store: {error}"))
+            self._reply(identity, protocol.GroupReply(request.name, error=f"cannot open a store: {error}"))
             return
-        pool = StagingPool(request.message_bytes, keep=WINDOW, make=self._make_buffer)
+        pool = StagingPool(request.message_bytes, keep=protocol.WINDOW, make=self._make_buffer)
         self._senders[identity] = _GroupSender(identity, request.name, group, pool, self._now)
         self._groups.append(group)
-        self._reply(identity, GroupReply(request.name, port))
+        self._reply(identity, protocol.GroupReply(request.name, port))
 
     def _expect(self, sender: _GroupSender | None, header: bytes, size: bytes) -> None:
         """A payload will follow over the group. Raises: ProtocolError if it cannot be taken."""
         if sender is None:
             raise ProtocolError("a payload for a group that does not exist")
-        size_bytes = SIZE.unpack(size)[0] if len(size) == SIZE.size else 0
-        if not 0 < size_bytes <= sender.pool.buffer_bytes or sender.waiting >= WINDOW:
+        size_bytes = protocol.SIZE.unpack(size)[0] if len(size) == protocol.SIZE.size else 0
+        if not 0 < size_bytes <= sender.pool.buffer_bytes or sender.waiting >= protocol.WINDOW:
             self._drop(sender, "the sender exceeded its limits")
             raise ProtocolError(
                 f"a payload of {size_bytes} bytes while {sender.waiting} wait; "
-                f"at most {WINDOW} of {sender.pool.buffer_bytes} bytes may"
+                f"at most {protocol.WINDOW} of {sender.pool.buffer_bytes} bytes may"
             )
         sender.waiting += 1
         buffer = sender.pool.take()
@@ -197,7 +180,7 @@ class CollectiveListener:
         log.debug("left the group %s: %s", sender.name, reason)
         del self._senders[sender.identity]
         sender.group.stop()
-        self._reply(sender.identity, GroupReply(sender.name, error=f"the receiver left the group: {reason}"))
+        self._reply(sender.identity, protocol.GroupReply(sender.name, error=f"the receiver left the group: {reason}"))
 
-    def _reply(self, identity: bytes, reply: GroupReply) -> None:
-        self._router.send(identity, GROUP_TAG + CODEC.encode(reply))
+    def _reply(self, identity: bytes, reply: protocol.GroupReply) -> None:
+        self._router.send(identity, protocol.GROUP_TAG + protocol.CODEC.encode(reply))

@@ -65,7 +65,6 @@ class ShmPeer(Peer):
         poller.register(self._socket.fileno(), zmq.POLLIN)
 
     def stage(self) -> Buffer:
-        """A free page of the ring."""
         page = self._free_pages.pop()
         buffer = self._ring.payload(page, self._ring.page_bytes)
         self._page_of[id(buffer)] = page
@@ -118,14 +117,12 @@ class ShmConnector:
         self.offer = TransportOffer(SHM, host_id=require_host_id())
 
     def attach(self, context: TransportContext) -> None:
-        """Choose the size of pages. Raises: ConfigError if one block of one layer has no room in a message."""
         self._poller = context.poller
         self._page_bytes = fit_message(self._page_bytes, context.unit_bytes)
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ShmPeer:
-        """A connection to the receiver that made `offer`. Raises: PeerLost."""
         name = offer.endpoint.rpartition("/")[2]
         return ShmPeer(name, self._poller, incarnation, num_pages=self._num_pages, page_bytes=self._page_bytes, now=now)
 
     def close(self) -> None:
-        """Do nothing: the peers own all sockets and memory."""
+        pass  # the peers own all sockets and memory

@@ -103,12 +103,10 @@ class ShmListener:
         self._socket.listen(128)
 
     def attach(self, context: TransportContext) -> None:
-        """Start to listen."""
         self._poller = context.poller
         self._poller.register(self._socket.fileno(), zmq.POLLIN)
 
     def on_poll(self, ready: Ready, now: float) -> None:
-        """Accept new senders, and note which ones have messages."""
         if self._accept_again_s is not None and now >= self._accept_again_s:
             self._accept_again_s = None
             self._poller.register(self._socket.fileno(), zmq.POLLIN)
@@ -140,7 +138,6 @@ class ShmListener:
             self._drop(sender, str(error))
 
     def close(self) -> None:
-        """Drop all senders and stop listening."""
         for sender in list(self._senders.values()):
             self._drop(sender, "closed by this receiver")
         self._socket.close()

@@ -51,10 +51,7 @@ class Ring:
 
 
 def create(num_pages: int, page_bytes: int) -> tuple[Ring, int, bytes]:
-    """A new ring, its descriptor (to pass on, then close), and the greeting to send with it.
-
-    Raises: OSError.
-    """
+    """A new ring, its descriptor (to pass on, then close), and the greeting to send with it. Raises: OSError."""
     fd = os.memfd_create("kvrelay-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_pages * _stride(page_bytes))

@@ -46,7 +46,7 @@ class Bench:
         self.sent: list[OutgoingMessage] = []
         self.clock, self.pooler = MockClock(), Pooler()
         self.buffer = SendBuffer(self.sent.extend)
-        self.core = PoolingNode(self.pooler, PoolLimits(100, 8, 10, max_accepted), self.buffer, self.clock)
+        self.core = PoolingNode(self.pooler.compute, PoolLimits(100, 8, 10, max_accepted), self.buffer, self.clock)
 
     def ask(self, name: str, *lengths: int, identity: bytes = ROUTER, timeout_s: float = 60.0) -> AttemptKey:
         key = AttemptKey(name, 1)

@@ -186,7 +186,7 @@ def test_kv_cache_may_be_of_another_dtype_than_the_model(folder: dict[str, Path]
     plans = [
         plan_node(PrefillConfig(model=model, dtype="float32", kv_cache_dtype=d)) for d in ("auto", "bfloat16", "fp8")
     ]
-    assert [(plan.weights.dtype, plan.layout.spec.groups[0].dtype) for plan in plans] == [
+    assert [(plan.dtype, plan.layout.spec.groups[0].dtype) for plan in plans] == [
         ("float32", "float32"),
         ("float32", "bfloat16"),
         ("float32", "float8_e4m3"),

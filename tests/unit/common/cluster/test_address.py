@@ -15,7 +15,6 @@ from common.config.service_configs import DecodeConfig
 from common.config.sources import resolve
 from common.control.links import Link
 from common.control.messages import NodeLoad, Ping, Pong
-from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 REDIS = "redis://127.0.0.1:6379/0"
@@ -117,9 +116,7 @@ def test_the_flag_reaches_both_kinds_of_node() -> None:
 
 def test_a_shell_listens_on_every_interface_and_registers_one_that_can_be_reached(redis_server: RedisServer) -> None:
     async def check() -> tuple[str, Pong]:
-        shell = NodeServer(
-            ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url, host="0.0.0.0"))
-        )
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url, host="0.0.0.0"))
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
@@ -139,7 +136,7 @@ def test_a_probe_begins_no_lease(redis_server: RedisServer) -> None:
     """Else its end would abort requests, or at least frighten whoever reads the log."""
 
     async def leases(lease_s: float) -> int:
-        shell = NodeServer(ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url)))
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url))
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]

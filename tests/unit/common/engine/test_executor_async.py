@@ -23,7 +23,7 @@ from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput
 from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
-from common.node.parts import warm_up
+from common.node.profile_run import warm_up
 
 
 class Slow:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ from common.control.admin_server import Call
 from common.node import adapter_admin
 from common.node.adapter_admin import AdapterAdmin, configured_sources, loaded_sources, open_source
 from common.node.adapter_table import AdapterSource, AdapterTable
-from common.node.options import AdapterOptions
+from common.node.options import lora_folders
+
+
+def plan_of(*names: str, **options: Any) -> Any:
+    """The part of a node's plan that adapters need. `names`: of its model."""
+    config = LoraOptions(**options)
+    return SimpleNamespace(config=config, lora_folders=lora_folders(config), model_config=None, names=names)
+
+
+PLAN = plan_of()
 
 
 class FakeNode:
@@ -44,7 +54,7 @@ def admin_of_files(monkeypatch: pytest.MonkeyPatch) -> tuple[AdapterAdmin, Adapt
     monkeypatch.setattr(adapter_admin, "open_source", lambda name, *_, **__: source(name))
     loader = FakeLoader()
     table = AdapterTable(loader)
-    admin = AdapterAdmin(table, [], [], AdapterOptions.of(LoraOptions()), None, FakeNode(), ())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], PLAN, FakeNode())  # type: ignore[arg-type]
     return admin, table, loader
 
 
@@ -100,7 +110,7 @@ def test_only_who_loaded_an_adapter_or_an_operator_unloads_it() -> None:
     for each in (configured, source("of-op"), source("a")._replace(owner="A"), source("b")._replace(owner="A")):
         table.register(each)
     missing = [source("lost")._replace(owner="B")]
-    admin = AdapterAdmin(table, [configured], missing, AdapterOptions.of(LoraOptions()), None, node, ())  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [configured], missing, PLAN, node)  # type: ignore[arg-type]
 
     async def unload(name: str, **body: Any) -> None:
         await admin._unload(Call({}, {}, {"name": name, **body}))
@@ -144,13 +154,13 @@ def test_only_who_loaded_an_adapter_or_an_operator_unloads_it() -> None:
 )
 def test_a_name_that_is_a_path_or_not_printable_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be an adapter's name"):
-        open_source(name, "/a", None, 8, ())  # type: ignore[arg-type]
+        open_source(name, "/a", PLAN)
 
 
 @pytest.mark.parametrize("name", ["x", "org/name", "sql-v2.1", "Ünïcode_1", "a:b@c+d"])
 def test_usual_names_are_taken(name: str) -> None:
     with pytest.raises(ConfigError, match="is the name of the model"):
-        open_source(name, "/a", None, 8, (name,))  # type: ignore[arg-type]
+        open_source(name, "/a", plan_of(name))
 
 
 def test_a_client_loads_only_what_lies_below_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +182,7 @@ def test_a_client_loads_only_what_lies_below_the_folder(tmp_path: Path, monkeypa
 
     def said(path: str) -> str:
         with pytest.raises(ConfigError) as error:
-            open_source("x", path, None, 8, (), below=str(top))  # type: ignore[arg-type]
+            open_source("x", path, PLAN, below=str(top))
         return error.value.message
 
     refused = "lora_path must name a folder below the router's --lora-dir"
@@ -221,10 +231,10 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
     async def main() -> AdapterAdmin:
         configured = [source("sql", "22")]
-        usable, missing = await loaded_sources(before, configured, AdapterOptions.of(LoraOptions()), None, ())  # type: ignore[arg-type]
+        usable, missing = await loaded_sources(before, configured, PLAN)
         assert [each.adapter.name for each in usable] == ["usable"]
         table = AdapterTable(FakeLoader(), sources=[*configured, *usable])
-        admin = AdapterAdmin(table, configured, missing, AdapterOptions.of(LoraOptions()), None, node, ())  # type: ignore[arg-type]
+        admin = AdapterAdmin(table, configured, missing, PLAN, node)  # type: ignore[arg-type]
         assert admin.loaded == listed(*map(source, ("usable", "unmounted", "changed", "sql")))
         for name in ("unmounted", "usable"):
             await admin._unload(Call({}, {}, {"name": name}))
@@ -235,7 +245,7 @@ def test_what_cannot_be_loaded_again_is_not_forgotten_until_an_operator_unloads_
 
 
 def test_what_could_not_be_read_is_left_as_it_is() -> None:
-    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, AdapterOptions.of(LoraOptions()), None, FakeNode(), ())  # type: ignore[arg-type]
+    admin = AdapterAdmin(AdapterTable(FakeLoader()), [], None, PLAN, FakeNode())  # type: ignore[arg-type]
     assert admin.loaded is None
     assert Records("c", None).decode_loaded(b"junk", "d0") is None
     records = Records("c", str(made() / "node"))
@@ -248,16 +258,16 @@ def test_what_could_not_be_read_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("path", ["~nouser/x", "/no/such/folder"])
 def test_a_path_that_is_no_folder_is_refused(path: str) -> None:
     with pytest.raises(ConfigError):
-        adapter_admin.open_source("a", path, None, 8, ())  # type: ignore[arg-type]
+        adapter_admin.open_source("a", path, PLAN)
 
 
 def test_an_adapter_cannot_have_the_name_of_the_model() -> None:
     """Requests for it would be answered by the model without it."""
     named = "'base' is the name of the model"
     with pytest.raises(ConfigError, match=named):
-        configured_sources(AdapterOptions.of(LoraOptions(lora="base=/a")), None, {"base"})  # type: ignore[arg-type]
+        configured_sources(plan_of("base", lora="base=/a"))
     table = AdapterTable(FakeLoader())
-    admin = AdapterAdmin(table, [], [], AdapterOptions.of(LoraOptions()), None, FakeNode(), {"base"})  # type: ignore[arg-type]
+    admin = AdapterAdmin(table, [], [], plan_of("base"), FakeNode())  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=named):
         asyncio.run(admin._load(Call({}, {}, {"name": "base", "path": "/a"})))
     assert table.adapters == ()

@@ -15,17 +15,17 @@ def test_a_lease_holder_counts_as_told_with_its_second_ping() -> None:
     clock = MockClock()
     drain = Drain(3.0, clock)
     drain.pinged(b"a")
-    assert drain.untold([b"a", b"b"]) == 0
+    assert drain.num_unaware([b"a", b"b"]) == 0
     drain.begin()
-    assert drain.untold([b"a", b"b"]) == 2
+    assert drain.num_unaware([b"a", b"b"]) == 2
     drain.pinged(b"a")
-    assert drain.untold([b"a", b"b"]) == 2
+    assert drain.num_unaware([b"a", b"b"]) == 2
     clock.advance(0.5)
     drain.pinged(b"a")
-    assert drain.untold([b"a", b"b"]) == 1
-    assert drain.untold([b"a"]) == 0
+    assert drain.num_unaware([b"a", b"b"]) == 1
+    assert drain.num_unaware([b"a"]) == 0
     drain.begin()
-    assert drain.untold([b"a"]) == 0
+    assert drain.num_unaware([b"a"]) == 0
 
 
 def test_draining_again_after_undrain_tells_everybody_anew() -> None:
@@ -38,7 +38,7 @@ def test_draining_again_after_undrain_tells_everybody_anew() -> None:
     drain.end()
     assert not drain.active
     drain.begin()
-    assert drain.untold([b"a"]) == 1
+    assert drain.num_unaware([b"a"]) == 1
 
 
 def test_pings_that_waited_while_the_node_stood_still_count_as_one() -> None:
@@ -49,10 +49,10 @@ def test_pings_that_waited_while_the_node_stood_still_count_as_one() -> None:
     for _ in range(5):
         drain.pinged(b"a")
         clock.advance(0.001)
-    assert drain.untold([b"a"]) == 1
+    assert drain.num_unaware([b"a"]) == 1
     clock.advance(0.5)
     drain.pinged(b"a")
-    assert drain.untold([b"a"]) == 0
+    assert drain.num_unaware([b"a"]) == 0
 
 
 def test_one_whose_lease_ended_may_come_back_for_one_more_lease() -> None:
@@ -62,16 +62,16 @@ def test_one_whose_lease_ended_may_come_back_for_one_more_lease() -> None:
     drain.lease_ended(b"before")
     drain.begin()
     drain.lease_ended(b"b")
-    assert drain.untold([]) == 2
+    assert drain.num_unaware([]) == 2
     clock.advance(2.9)
-    assert drain.untold([b"b"]) == 2
+    assert drain.num_unaware([b"b"]) == 2
     clock.advance(0.2)
-    assert drain.untold([]) == 0
+    assert drain.num_unaware([]) == 0
     for _ in range(2):
         drain.pinged(b"a")
         clock.advance(0.5)
     drain.lease_ended(b"a")
-    assert drain.untold([]) == 0, "it knows"
+    assert drain.num_unaware([]) == 0, "it knows"
 
 
 def test_ended_leases_are_forgotten_though_nobody_asks() -> None:

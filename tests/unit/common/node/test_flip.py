@@ -13,12 +13,12 @@ from decode_node.role import ROLE as DECODE
 from prefill_node.role import ROLE as PREFILL
 
 _P, _D = PrefillConfig(), DecodeConfig(max_num_batched_tokens=99, local_prefill_chunk=7)
-NOW, THEN = Part(PREFILL, _P, PREFILL.plan(_P)), Part(DECODE, _D, DECODE.plan(_D))
+NOW, THEN = Part(PREFILL, PREFILL.plan(_P)), Part(DECODE, DECODE.plan(_D))
 
 
 def as_decode(**options: object) -> Part:
     config = replace(_D, **options)
-    return Part(DECODE, config, DECODE.plan(config))
+    return Part(DECODE, DECODE.plan(config))
 
 
 def test_equal_layouts_of_one_rank_change_in_place_both_ways() -> None:
@@ -49,7 +49,7 @@ def test_a_prefill_node_that_lacks_what_small_batches_need_restarts(monkeypatch:
 def test_equal_ranks_change_in_place_and_other_deadlines_between_them_need_a_restart() -> None:
     two = {"tensor_parallel_size": 2}
     config = replace(_P, **two)
-    now = Part(PREFILL, config, PREFILL.plan(config))
+    now = Part(PREFILL, PREFILL.plan(config))
     assert why_restart(now, as_decode(**two)) == ""
     assert why_restart(as_decode(**two), now) == ""
     assert "options that a decode node reads" in why_restart(now, as_decode(**two, lease_s=9.0))

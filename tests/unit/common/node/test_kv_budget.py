@@ -29,9 +29,8 @@ from common.node.kv_budget import (
     adapter_bytes,
     kv_blocks_on_gpu,
 )
-from common.node.parts import warm_up
 from common.node.plan import plan_node
-from common.node.profile_run import Largest, decode_step, largest_steps
+from common.node.profile_run import Largest, decode_step, largest_steps, warm_up
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 

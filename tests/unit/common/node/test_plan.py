@@ -15,7 +15,6 @@ from common.control.identities import pack_ids
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sequence import Sequence
 from common.kv.spec import KVSpec
-from common.node.options import ServerOptions
 from common.node.parts import make_pool, make_scheduler
 from common.node.plan import fit_memory, plan_node
 
@@ -24,7 +23,7 @@ GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
 
 @pytest.mark.parametrize("node_id", ["decode-0", "d", "kvrelay_decode.1", f"decode-{'h' * 64}-8000", "fd00::7"])
 def test_node_id_of_host_and_container_names_is_taken(node_id: str) -> None:
-    assert ServerOptions.of("decode", DecodeConfig(node_id=node_id)).node_id == node_id
+    assert DecodeConfig(node_id=node_id).node_id == node_id
 
 
 @pytest.mark.parametrize("node_id", ["../../tmp/evil", "a b", "-x", "..", "d\n", "é", "x" * 129, ""])

@@ -15,13 +15,12 @@ from common.control.links import Link
 from common.control.messages import Abort, AttemptFailed, AttemptKey, Message, Ping, TokenBatch, TokenChunk
 from common.control.pooling import PoolResult
 from common.node.events import ClientLost, FromClient, ToClient
-from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 
 def test_an_answer_that_is_too_large_is_a_failure_at_once(redis_server: RedisServer) -> None:
     async def main() -> list[Message]:
-        shell = NodeServer(ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url)))
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url))
         await shell.bind()
         asked, got = asyncio.Event(), list[Message]()
         shell._engine = SimpleNamespace(post=lambda event: asked.set())  # type: ignore[assignment]
@@ -49,9 +48,7 @@ def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisSe
     """A link that was cut delivers late: the lease of its sender is over by then, and nobody will end what it asks."""
 
     async def events() -> list[Any]:
-        shell = NodeServer(
-            ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url, lease_s=0.3))
-        )
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url, lease_s=0.3))
         await shell.bind()
         got: list[Any] = []
         shell._engine = SimpleNamespace(post=got.append)  # type: ignore[assignment]
@@ -78,9 +75,7 @@ def test_only_a_holder_that_stays_connected_is_called_silent(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
     async def main() -> None:
-        shell = NodeServer(
-            ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url, lease_s=0.3))
-        )
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url, lease_s=0.3))
         await shell.bind()
         ponged = asyncio.Event()
         link = Link(shell.me.control_address, lambda _: ponged.set(), print)
@@ -113,7 +108,7 @@ def test_few_tokens_are_sent_without_the_loop_and_never_before_what_it_has_still
     key, sent = AttemptKey("a", 1), list[str]()
 
     async def main() -> None:
-        shell = NodeServer(ServerOptions.of("decode", DecodeConfig(node_id="decode-x", redis_url=redis_server.url)))
+        shell = NodeServer(DecodeConfig(node_id="decode-x", redis_url=redis_server.url))
         await shell.bind()
 
         def send_directly(identity: bytes, message: Message) -> bool:

@@ -14,7 +14,6 @@ from common.config.service_configs import DecodeConfig
 from common.control import links
 from common.control.messages import Abort, AttemptKey, PeerRef, TransferAbort
 from common.node.events import PeerGone, ToPeer
-from common.node.options import ServerOptions
 from common.node.server import NodeServer
 
 PEER = PeerRef("d", "inc-d", "tcp://127.0.0.1:9", [])
@@ -25,7 +24,7 @@ def test_peer_that_no_descriptor_is_left_for_is_gone(monkeypatch: pytest.MonkeyP
         raise OSError(errno.EMFILE, "too many open files")
 
     async def events() -> list[Any]:
-        shell, got = NodeServer(ServerOptions.of("decode", DecodeConfig(node_id="decode-x"))), list[Any]()
+        shell, got = NodeServer(DecodeConfig(node_id="decode-x")), list[Any]()
         shell._engine = SimpleNamespace(post=got.append)  # type: ignore[assignment]
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", none_left)
         monkeypatch.setattr("common.node.server.SILENCE_S", 0.3)
@@ -58,7 +57,7 @@ def test_transfer_given_up_in_the_turn_that_filled_the_link_is_told_over_the_nex
         got, events = list[Any](), list[Any]()
         server = links.Server("127.0.0.1", 0, lambda _, message: got.append(message))
         peer = PeerRef("d", "inc-d", server.address, [])
-        shell = NodeServer(ServerOptions.of("prefill", DecodeConfig(node_id="prefill-x")))
+        shell = NodeServer(DecodeConfig(node_id="prefill-x"))
         shell._engine = SimpleNamespace(post=events.append)  # type: ignore[assignment]
         monkeypatch.setattr(links.Link, "_send", send)
         shell._deliver([ToPeer(peer, told)])

@@ -22,6 +22,7 @@ from common.engine.kv_transfer import (
     Traffic,
     TransferPlan,
 )
+from common.node import transfers as node_transfers
 from common.node.transfers import NodeTransfers
 
 KEY, OTHER = AttemptKey("r", 1), AttemptKey("s", 1)
@@ -81,6 +82,16 @@ def test_leader_adds_up_what_all_ranks_moved_in_each_direction() -> None:
         ("prefill-3", "0 from 0", "zmq", "the sending node chose it", 7, 1),
         ("prefill-3", "1 from 0", "zmq", "the sending node chose it", 7, 1),
     ]
+
+
+def test_only_the_latest_pairs_of_ranks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_transfers, "MAX_PAIRS", 3)
+    transfers = Node(world_size=1).transfers
+    for number in range(5):
+        transfers.open_destination(plan(), PeerRef(f"n{number}", "i", "", []), layout())
+        transfers.on_event(Received(KEY, 1, (Traffic(0, 0, "zmq", "", 1),)))
+        transfers.on_event(DestinationReleased(KEY))
+    assert [row["peer"] for row in transfers.describe()] == ["n2", "n3", "n4"]
 
 
 def test_opening_a_live_attempt_again_in_either_direction_is_refused_before_any_rank_hears_of_it() -> None:

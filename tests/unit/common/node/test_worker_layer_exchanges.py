@@ -11,8 +11,8 @@ from support.oracle import TINY, make_tiny
 from torch import Tensor
 
 from common.config.service_configs import DecodeConfig
-from common.node.parts import warm_up
 from common.node.plan import plan_node
+from common.node.profile_run import warm_up
 from common.node.worker import load_worker
 from common.parallel.mesh import Mesh
 from common.parallel.place import RankPlace

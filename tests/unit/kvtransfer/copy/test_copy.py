@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from support.host_device import CopyRuns, HostDevice, copy_runs
 from support.kv_words import plane_words
 
-from common.base.errors import ConfigError, CorruptSlice
+from common.base.errors import CorruptSlice
 from common.kernels.native.find import find_native
 from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
-from kvtransfer.copy.cuda import copy_by_index
+from kvtransfer.copy.cuda import as_tensor, copy_by_index
 from kvtransfer.copy.device import LentBlocks, RankMemory, StreamMark
 from kvtransfer.copy.device_copy import DeviceCopier
-from kvtransfer.copy.host import SliceCopier, as_tensor
+from kvtransfer.copy.host import SliceCopier
 from kvtransfer.wire import KVSlice
 
 NUM_BLOCKS = 9
@@ -103,7 +103,7 @@ def test_gather_gives_the_payload_in_wire_order(case: tuple[KVStorage, KVSlice, 
     want = payload_of(*case)
     assert len(want) == size_of(storage, piece)
     out = np.zeros(len(want), dtype=np.uint8)
-    SliceCopier(storage).gather(piece, blocks[None], out)
+    SliceCopier(storage).gather_all([piece], blocks[None], out)
     assert out.tobytes() == want
 
 
@@ -116,15 +116,9 @@ def test_scatter_writes_the_slice_and_nothing_beside_it(
     storage, piece, blocks = case
     payload = np.random.default_rng(0).integers(0, 255, size_of(storage, piece), dtype=np.uint8)
     want = write(storage, piece, blocks, payload)
-    SliceCopier(storage, find_native() if is_native else None).scatter(piece, blocks[None], payload)
+    SliceCopier(storage, find_native() if is_native else None).scatter_all([piece], blocks[None], payload)
     assert storage.host_bytes is not None
     np.testing.assert_array_equal(storage.host_bytes, want)
-
-
-def test_storage_outside_cpu_memory_is_refused() -> None:
-    kv = KVLayout("m", KVSpec.uniform(1, 1, 4, "float32"))
-    with pytest.raises(ConfigError, match="CPU"):
-        SliceCopier(KVStorage(kv, kv.shard(0, 0), 1, device="meta"))
 
 
 def finish(mark: StreamMark | None) -> None:

@@ -25,7 +25,6 @@ from common.engine.kv_transfer import (
     OpenSourceOrder,
     Received,
     ReceiveFailed,
-    RelaySettings,
     SourceReleased,
     TransferPlan,
 )
@@ -202,9 +201,7 @@ def test_rank_that_only_sends_listens_nowhere() -> None:
         return sum(each.status == psutil.CONN_LISTEN for each in sockets)
 
     before = listening()
-    end = make_end(
-        RelaySettings.of(PrefillConfig()), KVStorage(KV, KV.shard(0, 0), 4), KV, 0, Recorder(), incarnation="p"
-    )
+    end = make_end(PrefillConfig(), KVStorage(KV, KV.shard(0, 0), 4), KV, 0, Recorder(), incarnation="p")
     try:
         assert end.address == ""
         assert listening() == before

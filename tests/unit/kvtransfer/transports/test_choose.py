@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,9 @@ from support.transfer_harness import Rank, Recorder, layout, wait_until
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey
-from common.engine.kv_transfer import AbortOrder, RelaySettings, SourceReleased
+from common.engine.kv_transfer import AbortOrder, SourceReleased
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
-from common.node.traffic import count_bytes
 from kvtransfer import factory
 from kvtransfer.transfer_end import TransferEnd
 from kvtransfer.transports import same_host
@@ -28,7 +28,6 @@ from kvtransfer.transports.choose import (
     TransportFailures,
     TransportOffer,
     choose,
-    format_offers,
     parse_offers,
 )
 from kvtransfer.transports.collective.listener import CollectiveListener
@@ -131,7 +130,7 @@ def test_nothing_in_common_is_refused_with_the_offers_of_both_ranks(
 
 @given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_gpu("GPU-5e1c-77")]), unique=True))
 def test_offers_are_parsed_from_their_own_address(offers: list[TransportOffer]) -> None:
-    assert parse_offers(format_offers(offers)) == offers
+    assert parse_offers(" ".join(map(str, offers))) == offers
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:1", "zmq", "zmq+", "zmq+tcp://", "+tcp://a:1", "zmq+tcp://a:1 x"])
@@ -141,7 +140,7 @@ def test_malformed_address_is_refused(address: str) -> None:
 
 
 def test_transport_of_a_later_version_is_ignored() -> None:
-    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).transport == "zmq"
+    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).offer.transport == "zmq"
 
 
 def test_host_id_is_stable_and_reveals_nothing_about_the_host() -> None:
@@ -165,9 +164,10 @@ def even_ranks_share_memory() -> transports.Transport:
 
 def moved(rank: Rank) -> dict[str, int]:
     """Bytes of the attempts that have ended at a rank, by transport."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for event in rank.recorder.events:
-        count_bytes(found, getattr(event, "traffic", ()))
+        for part in getattr(event, "traffic", ()):
+            found[part.transport] += part.size_bytes
     return found
 
 
@@ -312,7 +312,7 @@ def test_receiver_offers_what_its_configuration_allows(wanted: str, offered: lis
     kv = layout()
     config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_end(RelaySettings.of(config), storage, kv, 0, Recorder(), incarnation="d", listen_port=0)
+    receiver = factory.make_end(config, storage, kv, 0, Recorder(), incarnation="d", listen_port=0)
     try:
         assert [offer.transport for offer in parse_offers(receiver.address)] == offered
     finally:
@@ -326,27 +326,21 @@ def test_host_that_cannot_share_memory_offers_zmq_only_and_refuses_shm(
         monkeypatch.setattr(module, "host_id", lambda: None)
     kv = layout()
     storage = KVStorage(kv, kv.shard(0, 0), 4)
-    receiver = factory.make_end(
-        RelaySettings.of(DecodeConfig()), storage, kv, 0, Recorder(), incarnation="d", listen_port=0
-    )
+    receiver = factory.make_end(DecodeConfig(), storage, kv, 0, Recorder(), incarnation="d", listen_port=0)
     receiver.close()
     assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
     with pytest.raises(ConfigError, match="Linux"):
-        factory.make_end(
-            RelaySettings.of(DecodeConfig(kv_transport="shm")), storage, kv, 0, Recorder(), incarnation="d"
-        )
+        factory.make_end(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder(), incarnation="d")
 
 
 def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
     kv = layout()
     on_gpu_storage, in_memory = KVStorage(kv, kv.shard(0, 0), 4, device="meta"), KVStorage(kv, kv.shard(0, 0), 4)
-    assert factory._allowed("auto", on_gpu_storage) == ["zmq", "shm", "cuda_ipc", "nccl"]
-    assert factory._allowed("collective", on_gpu_storage) == ["nccl"]
-    assert factory._allowed("cuda_ipc", on_gpu_storage) == ["cuda_ipc"]
+    assert factory._allowed("auto", on_gpu_storage, collectives=True) == ["zmq", "shm", "cuda_ipc", "nccl"]
+    assert factory._allowed("collective", on_gpu_storage, collectives=True) == ["nccl"]
+    assert factory._allowed("cuda_ipc", on_gpu_storage, collectives=True) == ["cuda_ipc"]
     with pytest.raises(ConfigError, match="CUDA device"):
-        factory.make_end(
-            RelaySettings.of(DecodeConfig(kv_transport="cuda_ipc")), in_memory, kv, 0, Recorder(), incarnation="d"
-        )
+        factory.make_end(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder(), incarnation="d")
 
 
 def test_end_that_cannot_be_made_closes_its_transports() -> None:
@@ -358,7 +352,7 @@ def test_end_that_cannot_be_made_closes_its_transports() -> None:
     assert all(listener._router.socket.closed for listener in listeners)
     storage.host_bytes = None  # as on a GPU, but no device is given
     connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="CPU memory"):
+    with pytest.raises(AssertionError):
         TransferEnd(storage, kv, 0, recorder, [connector], [listener], incarnation="d")
     assert connector._context.closed
     assert listener._router.socket.closed

@@ -177,7 +177,7 @@ def test_what_native_families_lack_is_refused(tmp_path: Path, key: str, number: 
 def test_nodes_and_routers_take_a_file_as_the_model(tmp_path: Path) -> None:
     file, _ = write_gguf(make_tiny("llama3", tmp_path / "original"), tmp_path, lambda name, weight: Kind.Q8_0)
     plan = plan_node(DecodeConfig(model=str(file)))
-    assert (plan.path, plan.model.name, plan.weights.dtype) == (file, "model", "bfloat16")
+    assert (plan.path, plan.model.name, plan.dtype) == (file, "model", "bfloat16")
     assert weight_files(plan.path) == [file]
     served = load(plan.model.path, None, LoadOptions())
     assert served.name == "model"

@@ -151,7 +151,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_dead: Any) -> tu
     """A leader of two ranks that has served in one role."""
     made, _ = of_two_ranks(tmp_path, monkeypatch, 600.0)
     links = Listening()
-    made.links, made._plan = links, SimpleNamespace(world_size=2, hosts=made._plan.hosts)  # type: ignore[assignment]
+    made.links, made._plan = links, SimpleNamespace(world_size=2, config=made._plan.config)  # type: ignore[assignment]
     made.worker = SimpleNamespace(capture_graphs=lambda: None)  # type: ignore[assignment]
     asyncio.run(made.start_ranks("prefill", "one", ""))
     made.watch(print, print, on_dead, print)
@@ -187,6 +187,6 @@ def test_a_rank_that_ends_between_two_roles_ends_the_node_at_any_moment(
 
 def test_a_rank_that_never_changes_its_role_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = watched(tmp_path, monkeypatch, print)
-    made._plan.hosts = SimpleNamespace(rank_timeout_s=0.05)  # type: ignore[misc]
+    made._plan.config = SimpleNamespace(rank_timeout_s=0.05)  # type: ignore[misc]
     with pytest.raises(RankLost, match=r"ranks \[1\] have not changed their role within 0.05 s"):
         asyncio.run(made.start_ranks("decode", "two", "here"))

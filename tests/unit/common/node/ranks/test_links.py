@@ -18,14 +18,19 @@ from support.zmtp import connected, frame
 
 from common.base import bounded_messages
 from common.base.errors import ConfigError, RankLost
+from common.cluster.address import HostAddresses
 from common.config.service_configs import DecodeConfig
-from common.node.options import RankHosts
 from common.node.ranks.links import RankLinks
 from common.node.ranks.messages import LeaderBeat, RankCodec, RankFailed, RankHello, RankReady, RankSetup
 from common.node.ranks.process import RankProcess
 from common.node.ranks.sockets import node_secret
 
 CODEC = RankCodec()
+
+
+def on_one_host(config: DecodeConfig) -> SimpleNamespace:
+    """What a rank's process reads of its plan before it joins the others."""
+    return SimpleNamespace(config=config, addresses=HostAddresses.of(config), is_on_one_host=True)
 
 
 def ended_by(argv: list[str]) -> subprocess.Popen[bytes]:
@@ -170,7 +175,7 @@ def test_rank_with_certificates_reports_to_its_leader_and_takes_its_orders(monke
     monkeypatch.setattr("common.node.ranks.process.join_mesh", no_mesh)
     monkeypatch.setattr("common.node.ranks.process.configure_torch", lambda _: None)
     links = RankLinks(2, "127.0.0.1", 0, node_secret(config.tls_dir))
-    plan = SimpleNamespace(hosts=RankHosts.of(config, 1))
+    plan = on_one_host(config)
     rank = RankProcess(SimpleNamespace(), plan, 1, links.address)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         runs = pool.submit(rank.run)
@@ -224,7 +229,7 @@ def test_a_report_that_never_ends_costs_its_connection_and_the_next_one_is_read(
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes as only Linux does")
 def test_an_order_that_never_ends_costs_its_connection_and_the_next_one_is_read(links: RankLinks) -> None:
-    plan = SimpleNamespace(hosts=RankHosts.of(DecodeConfig(model="m"), 1))
+    plan = on_one_host(DecodeConfig(model="m"))
     rank = RankProcess(SimpleNamespace(), plan, 1, links.address)  # type: ignore[arg-type]
     address = rank._orders.address
     until_closed(address, lambda: rank._next_order(0.001))

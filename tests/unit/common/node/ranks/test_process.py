@@ -16,8 +16,7 @@ from common.base.errors import EngineError, PeerLost, RankLost
 from common.config.service_configs import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.node.options import RankHosts
-from common.node.parts import warm_up
+from common.node.profile_run import warm_up
 from common.node.ranks import main
 from common.node.ranks.links import MultiRankExecutor
 from common.node.ranks.messages import LeaderBeat
@@ -74,7 +73,7 @@ def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may
 
     monkeypatch.setattr(RankProcess, "_receive", receive)
     process = RankProcess.__new__(RankProcess)
-    process._plan = SimpleNamespace(hosts=RankHosts.of(DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0), 1))
+    process._plan = SimpleNamespace(config=DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0))
     process._ending = threading.Event()
     process._ending.set()
     steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
@@ -94,9 +93,10 @@ def test_a_rank_that_lost_its_leader_says_so_in_one_line(
     for name in ("name_process", "configure", "prepare_compute"):
         monkeypatch.setattr(main, name, lambda *_, **__: None)
     monkeypatch.setattr(main, "lasting_imports", nullcontext)
-    role = SimpleNamespace(config_type=DecodeConfig, plan=lambda config: None)
+    role = SimpleNamespace(plan=lambda config: None)
+    monkeypatch.setattr(main, "load_role", lambda _: role)
     fields = asdict(DecodeConfig(model="m"))
     with pytest.raises(SystemExit) as ended:
-        main.run_rank(lambda: role, fields, 1, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
+        main.run_rank("decode", fields, 1, "tcp://127.0.0.1:1")
     assert ended.value.code == 1
     assert caplog.messages == ["rank 1 ends: the leader was silent for 3 s"]
