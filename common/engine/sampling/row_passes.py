@@ -102,7 +102,6 @@ class NativePasses:
             native.team,
             rows.ctypes.data,
             vocab,
-            vocab,
             numbers.ctypes.data,
             count,
             tops.ctypes.data,
