@@ -1,1 +1,1 @@
-"""The small operations between matrix products and attention: one protocol, two implementations."""
+"""The small operations between matrix products and attention: one protocol and three implementations of it."""

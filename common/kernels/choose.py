@@ -13,7 +13,7 @@ from common.kernels.torch_kernels import TORCH
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """On a CPU the native ones, on a GPU flashinfer's for activations of 16 bits, else PyTorch's.
+    """Choose native kernels on a CPU, flashinfer's on a GPU if activations have 16 bits, else PyTorch's.
 
     dtype: of activations and norm weights.
     """

@@ -24,7 +24,7 @@ _ALIGNED_BYTES = 16
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MIN_CAPABILITY = (8, 0)
 BLOCK = 128
-"""Values of a row that share a scale where rows are quantized in blocks."""
+"""Values of a row that share a scale if rows are quantized in blocks."""
 _MOST_ROWS = 64
 _TILE = 128
 """Inputs of a tile of codes."""
@@ -43,8 +43,8 @@ class Int4Weight:
     factors: Tensor
     """[out, in / group, 2], scale and shift, of the dtype of activations."""
     is_tiled: bool
-    """Whether 128 inputs' words are in the order in which `multiply` loads them: word 4 * i + j of 16 is of the inputs from
-    8 * i + 32 * j on."""
+    """Whether the words of 128 inputs are in the order in which `multiply` loads them: word 4 * i + j of 16 has the inputs
+    from 8 * i + 32 * j on."""
 
     @staticmethod
     def pack(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Int4Weight:
@@ -174,7 +174,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def find_quantized_kernels(device: torch.device) -> QuantizedKernels | None:
-    """The library for `device`; None on a CPU, and where it cannot be used, which is logged once."""
+    """The library for `device`; None on a CPU, and if it cannot be used, which is logged once."""
     if device.type != "cuda":
         return None
     try:

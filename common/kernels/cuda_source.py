@@ -26,12 +26,12 @@ class CudaSource:
 
     path: Path
     oldest: int
-    """Compute capability of the oldest GPUs that it is for, times ten."""
+    """Compute capability of the oldest GPUs that the source is for, times ten."""
 
     @property
     def architectures(self) -> list[str]:
-        """As nvcc names them. Each also runs on later GPUs of its generation; the last entry is PTX for newer GPUs, whose
-        driver compiles it."""
+        """nvcc's names of the GPUs that it compiles for. Each also runs on later GPUs of its generation; the last entry is
+        PTX, which drivers of newer GPUs compile."""
         numbers = [number for number in _ARCHITECTURES if number >= self.oldest]
         real = [f"compute_{number},code=sm_{number}" for number in numbers]
         return [*real, f"compute_{numbers[-1]},code=compute_{numbers[-1]}"]

@@ -6,6 +6,7 @@ is added to norm weights in float32 too: in bfloat16 the sum would lose up to 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -19,7 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 """Head sizes for which flashinfer compiles attention, KV append and rope."""
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
-"""Alignment of the rows of gate and of up: what one thread loads at once."""
+"""Alignment of rows of gate and of up. One thread loads as many bytes at once."""
 
 
 class FlashInferKernels(Kernels):
@@ -32,7 +33,6 @@ class FlashInferKernels(Kernels):
         self._rms_norm = flashinfer.gemma_rmsnorm if self._adds_one else flashinfer.rmsnorm
         self._add_rms_norm = flashinfer.gemma_fused_add_rmsnorm if self._adds_one else flashinfer.fused_add_rmsnorm
         self._silu_and_mul = flashinfer.silu_and_mul
-        self._apply_rope = flashinfer.apply_rope_with_cos_sin_cache_inplace
 
     def with_norm_offset(self, offset: float) -> FlashInferKernels:
         return FlashInferKernels(self._flashinfer, offset)
@@ -66,33 +66,31 @@ class FlashInferKernels(Kernels):
     def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> Rotary:
         if 2 * inverse_frequencies.numel() not in HEAD_DIMS:
             return TORCH.rotary(inverse_frequencies, max_positions, factor)
-        return _TabledRotary(self, inverse_frequencies, max_positions, factor)
-
-    def apply_rope_(self, positions: Tensor, qk: Tensor, num_q: int, cos_sin: Tensor) -> None:
-        """cos_sin: [positions, head_dim] float32, cosines in the first half."""
-        self._apply_rope(positions, qk[:, :num_q], qk[:, num_q:], qk.size(-1), cos_sin)
+        apply_rope = self._flashinfer.apply_rope_with_cos_sin_cache_inplace
+        return _TabledRotary(apply_rope, inverse_frequencies, max_positions, factor)
 
 
 @dataclass(frozen=True)
 class _TabledRotation:
-    kernels: FlashInferKernels
+    apply_rope: Callable[..., None]
     positions: Tensor
     cos_sin: Tensor
+    """[positions, head_dim] float32, cosines in the first half."""
 
     def rotate_(self, qk: Tensor, num_q: int) -> None:
-        self.kernels.apply_rope_(self.positions, qk, num_q, self.cos_sin)
+        self.apply_rope(self.positions, qk[:, :num_q], qk[:, num_q:], qk.size(-1), self.cos_sin)
 
 
 class _TabledRotary:
     """`Rotary` with a table of the cosines and sines of all positions."""
 
     def __init__(
-        self, kernels: FlashInferKernels, inverse_frequencies: Tensor, max_positions: int, factor: float
+        self, apply_rope: Callable[..., None], inverse_frequencies: Tensor, max_positions: int, factor: float
     ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device=inverse_frequencies.device)
         angles = positions[:, None] * inverse_frequencies
-        self._kernels = kernels
+        self._apply_rope = apply_rope
         self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1) * factor
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> _TabledRotation:
-        return _TabledRotation(self._kernels, positions, self._cos_sin)
+        return _TabledRotation(self._apply_rope, positions, self._cos_sin)

@@ -32,7 +32,7 @@ class Library:
 
 @functools.cache
 def find_flashinfer(device: torch.device) -> Library:
-    """flashinfer for `device`. Warns in the log, once, where a GPU has to do without it."""
+    """flashinfer for `device`. Warns in the log, once, if a GPU has to do without it."""
     found = _find(device)
     if found.flashinfer is None and device.type == "cuda":
         log.warning("attention and norms run as plain PyTorch operations, which is slower: %s", found.reason)
@@ -45,7 +45,7 @@ def _find(device: torch.device) -> Library:
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return Library(None, f"flashinfer needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
-    # From 0.7 on norms use another compiler where it is installed; the precompiled ones are these.
+    # From 0.7 on, norms use another compiler if it is installed. Those with CUDA are precompiled.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     _find_ninja()
     try:
@@ -68,7 +68,7 @@ def _find(device: torch.device) -> Library:
 
 def _find_ninja() -> None:
     """Put `ninja`, which flashinfer runs, on PATH. Its package installs it into the virtual environment's `bin`, which is
-    on PATH only where that environment was activated."""
+    on PATH only if that environment was activated."""
     if shutil.which("ninja") is not None:
         return
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -79,7 +79,7 @@ def _find_ninja() -> None:
 
 
 def _run_one(flashinfer: ModuleType, device: torch.device) -> None:
-    """Load or compile a small kernel, and run it: the compiler may be missing, or the kernels made for another GPU."""
+    """Load or compile a small kernel, and run it: the compiler may be missing, or the kernels may be for another GPU."""
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
     flashinfer.rmsnorm(x, x[0])
     torch.cuda.synchronize(device)

@@ -29,13 +29,13 @@ _TESTED = ("max", "neoverse-n1")
 _CHOICE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
-library.kv_select_variant.restype = ctypes.c_char_p
-print(library.kv_select_variant(sys.argv[2].encode()).decode())
+library.kv_best_variant.restype = ctypes.c_char_p
+print(library.kv_best_variant(sys.argv[2].encode()).decode())
 """
 _UNIT = "tests/unit/common"
 _EXACTNESS = f"{_UNIT}/engine/test_runner_exactness.py::"
 _TESTS = (
-    *(f"{_UNIT}/kernels/native/test_{name}.py" for name in ("library", "kernels", "linear", "attention")),
+    *(f"{_UNIT}/kernels/native/test_{name}.py" for name in ("kernels", "linear", "attention")),
     *(f"{_UNIT}/{name}.py" for name in ("attention/test_native", "attention/test_conformance")),
     f"{_UNIT}/engine/sampling/test_row_passes.py",
     *(f"{_UNIT}/model/lora/test_{name}.py" for name in ("products", "whole_layers")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 
@@ -27,17 +26,9 @@ DISTINCT = [*(name for name in VARIANTS if name not in (EMULATED, "amx")), *(TIL
 """All variants, for tests that compute much."""
 
 
-def native(variant: str, threads: int = 2) -> NativeLibrary:
-    """The library with `variant` chosen, for the whole process, until the next call. Skips the test, with the reason,
-    where the variant cannot run."""
-    library = _load(variant, threads)
-    found = find_library()
-    ctypes.CDLL(str(found)).kv_select_variant(variant.encode())
-    return library
-
-
 @functools.cache
-def _load(variant: str, threads: int) -> NativeLibrary:
+def native(variant: str, threads: int = 2) -> NativeLibrary:
+    """The library with `variant` chosen. Skips the test, with the reason, where the variant cannot run."""
     found = find_library()
     if not hasattr(found, "exists"):
         pytest.skip(f"no native kernels: {found}")

@@ -90,7 +90,6 @@ class NativePasses(RowPasses):
             native.team,
             rows.ctypes.data,
             vocab,
-            vocab,
             numbers.ctypes.data,
             count,
             tops.ctypes.data,

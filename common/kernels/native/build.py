@@ -10,7 +10,6 @@ compiles it before it loads its model.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -19,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,7 @@ _FOLDER = "native"
 _LOCK = "lock"
 """A file of the cache's folder, locked by the process that compiles; it stays, because others may wait for it."""
 _WORK_PREFIX = "compiling-"
-_KEPT_LIBRARIES = 8
+_KEPT_FILES = 8
 _PREFIX = "kvrelay-"
 _SUFFIX = ".so"
 
@@ -48,9 +47,6 @@ class Missing:
     """Why there is no native library."""
 
     reason: str
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def native_folder() -> Path:
@@ -68,7 +64,7 @@ def find_library() -> Path | Missing:
 
 def build_library(timeout_s: float) -> Path | Missing:
     """The native library, compiled if it is missing. Of several processes that call this, one compiles and the others
-    wait. Never raises, and takes hardly longer than `timeout_s`."""
+    wait. Never raises; takes little longer than `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     try:
         compilers = find_compilers(os.environ)
@@ -109,7 +105,7 @@ def _not_compiled(reason: str) -> Missing:
 
 
 def _find(compilers: list[Compiler]) -> Path | Missing:
-    """Raises: OSError, ConfigError."""
+    """Look for a library made by these compilers. Raises: OSError, ConfigError."""
     source = source_digest(SOURCES, this_machine())
     candidates = [*_PREBUILT.glob(f"{_PREFIX}{source}-*{_SUFFIX}")]
     # Without a compiler: for example a service whose PATH is shorter than that of the installation.
@@ -155,30 +151,21 @@ def _compile_any(compilers: list[Compiler], folder: Path, deadline_s: float) -> 
         usual = "about two minutes, the first time" if compiler.is_zig else "about half a minute"
         log.info("compiling native kernels with %s: %s", compiler.name, usual)
         try:
-            with _work_folder(folder) as work:
-                library = compile_library(compiler, work, _environ(folder), deadline_s)
+            with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=folder, ignore_cleanup_errors=True) as work:
+                library = compile_library(compiler, Path(work), _environ(folder), deadline_s)
                 kept = _keep(library, folder, _compiler_digest(compilers))
             log.info("native kernels compiled in %.0f s", time.monotonic() - started_s)
             return kept
         except CompileFailed as error:
             reason = reason or f"{compiler.name} cannot compile them: {error}"
             log.debug("%s: %s", compiler.name, error)
-        if time.monotonic() > deadline_s:  # nor would the next one be done
-            if may_take_longer:  # each later start would fail alike
+        if time.monotonic() > deadline_s:  # the next one would not be done either
+            if may_take_longer:  # each later start would fail in the same way
                 reason += (
                     f"; `{sys.executable} -m common.kernels.native.build` gives it ten minutes, once for all starts"
                 )
             break
     return _not_compiled(reason)
-
-
-@contextlib.contextmanager
-def _work_folder(folder: Path) -> Generator[Path]:
-    work = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=folder))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _environ(folder: Path) -> Mapping[str, str]:
@@ -214,10 +201,15 @@ def _keep(library: Path, folder: Path, compiler_digest: str) -> Path:
     source = source_digest(SOURCES, this_machine())
     kept = folder / library_name(source, compiler_digest, library)
     library.replace(kept)
-    by_age = sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for old in by_age[_KEPT_LIBRARIES:]:
-        old.unlink(missing_ok=True)
+    keep_newest(folder, f"{_PREFIX}*{_SUFFIX}")
     return kept
+
+
+def keep_newest(folder: Path, pattern: str) -> None:
+    """Remove all files of `folder` that match the pattern but the newest ones. Raises: OSError."""
+    by_age = sorted(folder.glob(pattern), key=lambda file: file.stat().st_mtime, reverse=True)
+    for old in by_age[_KEPT_FILES:]:
+        old.unlink(missing_ok=True)
 
 
 def library_name(source: str, maker: str, library: Path) -> str:

@@ -1,6 +1,6 @@
 """Which kernels multiply fastest on this processor: measured once, and kept beside the compiled library.
 
-The candidates are the library's variants and oneDNN's products through PyTorch. All products of a model are by one of them, the
+The candidates are the library's variants and oneDNN's products through PyTorch. One of them computes all products of a model, the
 best over all row counts together, because a row's result must not depend on the batch that it is in. Runs before a model is
 loaded.
 """
@@ -22,7 +22,7 @@ import torch
 
 from common.base.errors import ConfigError
 from common.base.files import locked, write_whole
-from common.kernels.native.build import native_folder
+from common.kernels.native.build import keep_newest, native_folder
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ ROWS = (1, 8, 16, 64, 256, 2048)
 _MARGIN = 0.8
 """Another candidate is chosen only if it takes less than this share of the usual variant's time. Nodes that choose differently
 exchange no KV, so noise must not decide. With oneDNN's products everything else is PyTorch's too, and slower."""
-_KEPT_CHOICES = 8
 _HOPELESS = 2.5
 """A candidate whose times after a turn are more than this multiple of the best one's is not measured again."""
 _TURNS = 3
@@ -101,7 +100,7 @@ def _measured(candidates: Mapping[str, Product], usual: str) -> Choice:
 
 
 def _waited_s() -> float:
-    """Seconds for which this process's threads were ready to run and had no core; 0 where the kernel does not say."""
+    """Seconds for which this process's threads were ready to run and had no core; 0 if the kernel does not say."""
     waited_ns = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -125,7 +124,7 @@ def measure(candidates: Mapping[str, Product]) -> dict[str, list[float]]:
 
 
 def best(times: Mapping[str, Sequence[float]], usual: str, margin: float = _MARGIN) -> Choice:
-    """The choice by these times. Pure. `margin`: as `_MARGIN` has it."""
+    """The choice by these times. Pure. `margin`: another candidate must take less than this share of the usual one's time."""
     means = {name: _mean(found) for name, found in times.items()}
     fastest = min(means, key=lambda name: means[name])
     chosen = fastest if means[fastest] < margin * means[usual] else usual
@@ -176,6 +175,4 @@ def _read(file: Path) -> Choice | None:
 def _write(file: Path, choice: Choice) -> None:
     text = json.dumps({"kernels": choice.kernels, "times_as_long": dict(choice.times_as_long)})
     write_whole(file, text.encode())  # readers do not take the lock
-    by_age = sorted(file.parent.glob("choice-*.json"), key=lambda kept: kept.stat().st_mtime, reverse=True)
-    for old in by_age[_KEPT_CHOICES:]:
-        old.unlink(missing_ok=True)
+    keep_newest(file.parent, "choice-*.json")

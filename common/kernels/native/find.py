@@ -49,8 +49,8 @@ def describe_native() -> str:
 
 
 def arithmetic() -> str:
-    """How this CPU adds up products of bfloat16 numbers: "amx", "bf16", or "" for sums of float32 products. Nodes that do it
-    in different ways draw different tokens sooner or later."""
+    """How this CPU adds up products of bfloat16 numbers: "amx", "bf16", or "" for sums of float32 products. Nodes that add in
+    different ways draw different tokens sooner or later."""
     native = find_native()
     return _OWN_SUMS.get(native.variant, "") if native else ""
 
@@ -71,7 +71,7 @@ def _find(limit: str, threads: int) -> _Found:
         return _Found(None, f"PyTorch ({CPU_KERNELS}=torch)")
     library = find_library()
     if isinstance(library, Missing):
-        return _Found(None, f"PyTorch (native kernels: {library})")
+        return _Found(None, f"PyTorch (native kernels: {library.reason})")
     try:
         native = NativeLibrary(library, limit, threads)
     except OSError as error:
@@ -116,13 +116,14 @@ def _native_product(native: NativeLibrary, variant: str, weights: list[Tensor]) 
     """`weights` are multiplied as if they were packed: packing only changes the order of the numbers, not the time."""
     out, inputs = weights[0].shape
     bf16 = DTYPES[torch.bfloat16]
+    native.select(variant)
+    forward = native.linear_forward
 
     def multiply(x: Tensor, copy: int) -> Tensor:
-        native.select(variant)
         y = torch.empty(x.size(0), out, dtype=torch.bfloat16)
         struct = LinearStruct(BFLOAT16, out, inputs, 0, False, weights[copy].data_ptr())
-        args = (x.data_ptr(), bf16, inputs, y.data_ptr(), bf16, out, x.size(0), 0)
-        native.linear_forward(native.team, ctypes.addressof(struct), *args)
+        args = (x.data_ptr(), bf16, inputs, y.data_ptr(), bf16, out, x.size(0))
+        forward(native.team, ctypes.addressof(struct), *args)
         return y
 
     return multiply

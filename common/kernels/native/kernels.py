@@ -34,18 +34,11 @@ class NativeKernels(TorchKernels):
         return self._norm(residual, x.contiguous(), weight, eps)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(residual)
+        out, native, dtype = torch.empty_like(residual), self.native, DTYPES[residual.dtype]
         rows, hidden = residual.shape
-        self.native.norm(
-            self.native.team,
-            weight.data_ptr(),
-            eps,
-            hidden,
-            DTYPES[residual.dtype],
-            rows,
-            residual.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            out.data_ptr(),
+        given = None if delta is None else delta.data_ptr()
+        native.norm(
+            native.team, weight.data_ptr(), eps, hidden, dtype, rows, residual.data_ptr(), given, out.data_ptr()
         )
         return out
 
@@ -103,7 +96,7 @@ class NativeRotary:
         return self.tables_up_to(int(positions.max())) if len(positions) else self._addresses
 
     def tables_up_to(self, position: int) -> tuple[int, int]:
-        """[2, positions, frequencies]: cosines and sines of at least these positions."""
+        """Addresses of cosines and sines of at least the positions up to this one; valid until they grow."""
         if position >= self._known:
             self._grow((position // _TABLE_STEP + 1) * _TABLE_STEP)
         return self._addresses

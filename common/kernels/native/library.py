@@ -8,13 +8,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
-
-ABI_VERSION = 18
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
@@ -27,28 +26,34 @@ SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
 MAXIMA_OF = 128
 """KV_MAXIMA_OF."""
 
+_P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
+
+
+def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names]
+
 
 class LinearStruct(Structure):
     """struct kv_linear."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("format", "out", "inputs", "group", "is_paired")),
-        *((name, c_void_p) for name in ("weight", "scale", "zero", "bias")),
+        *_fields(_I, "format", "out", "inputs", "group", "is_paired"),
+        *_fields(_P, "weight", "scale", "zero", "bias"),
     ]
 
 
 class GateStruct(Structure):
     """struct kv_gate."""
 
-    _fields_ = [("kind", c_int32), ("alpha", c_float), ("limit", c_float)]
+    _fields_ = [("kind", _I), ("alpha", _F), ("limit", _F)]
 
 
 class ExpertsStruct(Structure):
     """struct kv_experts."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("gate_up", "down", "slots", "replicas", "counts")),
-        *((name, c_int32) for name in ("first", "num_experts", "hidden", "inner", "slot_stride")),
+        *_fields(_P, "gate_up", "down", "slots", "replicas", "counts"),
+        *_fields(_I, "first", "num_experts", "hidden", "inner", "slot_stride"),
         ("gate", GateStruct),
     ]
 
@@ -56,7 +61,7 @@ class ExpertsStruct(Structure):
 class ChoiceStruct(Structure):
     """struct kv_choice."""
 
-    _fields_ = [("experts", c_void_p), ("weights", c_void_p), ("rows", c_int32), ("top_k", c_int32)]
+    _fields_ = [("experts", _P), ("weights", _P), ("rows", _I), ("top_k", _I)]
 
 
 class RouterStruct(Structure):
@@ -64,10 +69,9 @@ class RouterStruct(Structure):
 
     _fields_ = [
         ("logits", LinearStruct),
-        ("selection_bias", c_void_p),
-        *((name, c_int32) for name in ("scores", "num_experts", "top_k", "normalizes")),
-        *((name, c_int32) for name in ("num_groups", "groups_kept", "group_score_of")),
-        ("scaling", c_float),
+        ("selection_bias", _P),
+        *_fields(_I, "scores", "num_experts", "top_k", "normalizes", "num_groups", "groups_kept", "group_score_of"),
+        ("scaling", _F),
     ]
 
 
@@ -77,8 +81,7 @@ class MixtureStruct(Structure):
     _fields_ = [
         ("router", RouterStruct),
         ("experts", ExpertsStruct),
-        ("shared_gate_up", LinearStruct),
-        ("shared_down", LinearStruct),
+        *_fields(LinearStruct, "shared_gate_up", "shared_down"),
     ]
 
 
@@ -86,12 +89,12 @@ class CacheStruct(Structure):
     """struct kv_cache."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("k", "v")),
-        *((name, c_int32) for name in ("dtype", "kv_heads", "head_dim", "block_size")),
-        *((name, c_float) for name in ("k_scale", "v_scale")),
-        ("window", c_int32),
-        ("soft_cap", c_float),
-        ("sinks", c_void_p),
+        *_fields(_P, "k", "v"),
+        *_fields(_I, "dtype", "kv_heads", "head_dim", "block_size"),
+        *_fields(_F, "k_scale", "v_scale"),
+        ("window", _I),
+        ("soft_cap", _F),
+        ("sinks", _P),
     ]
 
 
@@ -99,10 +102,9 @@ class BatchStruct(Structure):
     """struct kv_batch."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("num_entries", "num_rows")),
-        *((name, c_void_p) for name in ("first_rows", "context_lens", "first_blocks", "block_ids", "slots")),
-        *((name, c_void_p) for name in ("row_starts", "row_ends")),
-        ("partial_dim", c_int32),
+        *_fields(_I, "num_entries", "num_rows"),
+        *_fields(_P, "first_rows", "context_lens", "first_blocks", "block_ids", "slots", "row_starts", "row_ends"),
+        ("partial_dim", _I),
     ]
 
 
@@ -110,81 +112,52 @@ class LayerStruct(Structure):
     """struct kv_layer."""
 
     _fields_ = [
-        *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("mixture", "input_norm", "mlp_norm", "head_norm")),
-        *((name, c_float) for name in ("input_eps", "mlp_eps", "head_eps", "attention_scale")),
-        *((name, c_int32) for name in ("hidden", "q_heads", "kv_heads", "head_dim", "dtype")),
+        *_fields(LinearStruct, "qkv", "output", "gate_up", "down"),
+        *_fields(_P, "mixture", "input_norm", "mlp_norm", "head_norm"),
+        *_fields(_F, "input_eps", "mlp_eps", "head_eps", "attention_scale"),
+        *_fields(_I, "hidden", "q_heads", "kv_heads", "head_dim", "dtype"),
     ]
 
 
 class LoraRunStruct(Structure):
     """struct kv_lora_run."""
 
-    _fields_ = [("start", c_int32), ("stop", c_int32)]
+    _fields_ = [("start", _I), ("stop", _I)]
 
 
 class LoraTermStruct(Structure):
     """struct kv_lora_term."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("a", "b")),
-        ("scale", c_float),
-        *((name, c_int32) for name in ("rank", "inputs", "out", "first", "run")),
-    ]
+    _fields_ = [("a", _P), ("b", _P), ("scale", _F), *_fields(_I, "rank", "inputs", "out", "first", "run")]
 
 
 class LoraStruct(Structure):
     """struct kv_lora."""
 
-    _fields_ = [("runs", c_void_p), ("terms", c_void_p * 4), ("counts", c_int32 * 4)]
+    _fields_ = [("runs", _P), ("terms", _P * 4), ("counts", _I * 4)]
 
 
 class RotationStruct(Structure):
     """struct kv_rotation."""
 
-    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_void_p)]
+    _fields_ = [("cos", _P), ("sin", _P), ("positions", _P)]
 
 
 class ModelStruct(Structure):
     """struct kv_model."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "caches", "batches", "embedding", "final_norm", "lm_head")),
+        *_fields(_P, "layers", "caches", "batches", "embedding", "final_norm", "lm_head"),
         ("rotation", RotationStruct),
-        ("num_layers", c_int32),
-        ("final_eps", c_float),
+        ("num_layers", _I),
+        ("final_eps", _F),
     ]
 
 
 class DrawStruct(Structure):
     """struct kv_draw."""
 
-    _fields_ = [("logits", c_void_p), ("top", c_float), ("temperature", c_float), ("key", c_uint32 * 2)]
-
-
-_P, _I, _L = c_void_p, c_int32, c_int64
-_SIGNATURES = {
-    "kv_scatter_rows": [_P, _L, _I, _P, _I, _L, _P, _L],
-    "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
-    "kv_heads_forward": [_P, _P, _I, _P, _L, _L, _P, _L, _L, _I, _I],
-    "kv_experts_forward": [_P, _P, _P, _P, _I, _P],
-    "kv_mixture_forward": [_P, _P, _P, _I, _I, _P],
-    "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
-    "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
-    "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
-    "kv_join_partials": [_P, _P, _I, _I, _I, _I, _P, _I, _P],
-    "kv_layer_rows": [_P, _P, _I, _P, _P, _P, _P, _P],
-    "kv_layer_project": [_P, _P, _I, _P, _P, _P],
-    "kv_layer_mlp": [_P, _P, _I, _P, _P, _P],
-    "kv_layers_forward": [_P, _I, _P, _P, _P, _P, _P, _P],
-    "kv_model_forward": [_P, _P, _P, _P],
-    "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
-    "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
-    "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
-    "kv_mask": [_P, _P, _I, _P, _I, _P],
-    "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P, _P],
-    "kv_draw_tokens": [_P, _P, _I, _I, _P],
-}
+    _fields_ = [("logits", _P), ("top", _F), ("temperature", _F), ("key", c_uint32 * 2)]
 
 
 class NativeLibrary:
@@ -192,56 +165,53 @@ class NativeLibrary:
 
     def __init__(self, path: Path, limit: str, threads: int) -> None:
         """`limit`: as `select` takes it. Raises: OSError, ConfigError."""
-        library = ctypes.CDLL(str(path))
-        self._select = library.kv_select_variant
-        self._select.restype = c_char_p
-        self._select.argtypes = [c_char_p]
-        library.kv_team_new.restype = c_void_p
-        library.kv_team_new.argtypes = [_I]
-        if library.kv_abi_version() != ABI_VERSION:
-            raise OSError(f"{path} has version {library.kv_abi_version()} of the interface, not {ABI_VERSION}")
+        self._library = ctypes.CDLL(str(path))
+        self._best_variant = self._function("kv_best_variant", c_char_p, returns=c_char_p)
+        self.check_batch = self._function("kv_check_batch", _P, _I, _I, returns=_I)
+        self.scatter_rows = self._function("kv_scatter_rows", _P, _L, _I, _P, _I, _L, _P, _L)
         self.select(limit)
         self.threads = threads
-        self.team: int | None = library.kv_team_new(threads)
-        """struct kv_team, the first argument of every function below except `check_batch` and `scatter_rows`."""
+        self.team: int | None = self._function("kv_team_new", _I, returns=_P)(threads)
+        """struct kv_team, the first argument of every function that `select` sets."""
         if self.team is None:
             raise ConfigError(f"cannot start {threads} threads for the native kernels")
-        for name, argument_types in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype = None
-            function.argtypes = argument_types
-        library.kv_check_batch.argtypes = [_P, _I, _I]
-        self.check_batch = library.kv_check_batch
-        self.scatter_rows = library.kv_scatter_rows
-        self.linear_forward = library.kv_linear_forward
-        self.heads_forward = library.kv_heads_forward
-        self.experts_forward = library.kv_experts_forward
-        self.mixture_forward = library.kv_mixture_forward
-        self.rotation_angles = library.kv_rotation_angles
-        self.attention_forward = library.kv_attention_forward
-        self.layer_attend = library.kv_layer_attend
-        self.join_partials = library.kv_join_partials
-        self.layer_rows = library.kv_layer_rows
-        self.layer_project = library.kv_layer_project
-        self.layer_mlp = library.kv_layer_mlp
-        self.layers_forward = library.kv_layers_forward
-        self.model_forward = library.kv_model_forward
-        self.lora_add = library.kv_lora_add
-        self.silu_and_mul = library.kv_silu_and_mul
-        self.norm = library.kv_norm
-        self.mask = library.kv_mask
-        self.log_sum_exp = library.kv_log_sum_exp
-        self.draw_tokens = library.kv_draw_tokens
 
     def select(self, limit: str) -> str:
         """Use the best variant that this processor runs, at most `limit`: a value of `CPU_KERNELS`, "" for none. Returns its
-        name. The choice is the whole process's. Raises: ConfigError.
+        name. Raises: ConfigError.
         """
-        chosen: bytes | None = self._select(limit.encode())
+        chosen: bytes | None = self._best_variant(limit.encode())
         if chosen is None:
             raise ConfigError(f"{CPU_KERNELS}={limit!r} names no kernels that this processor runs")
         self.variant = chosen.decode()
+        self.linear_forward = self._of_variant("linear_forward", _P, _P, _I, _L, _P, _I, _L, _I)
+        self.heads_forward = self._of_variant("heads_forward", _P, _I, _P, _L, _L, _P, _L, _L, _I, _I)
+        self.experts_forward = self._of_variant("experts_forward", _P, _P, _P, _I, _P)
+        self.mixture_forward = self._of_variant("mixture_forward", _P, _P, _I, _I, _P)
+        self.rotation_angles = self._of_variant("rotation_angles", _P, _I, _P, _I, _P, _P)
+        self.attention_forward = self._of_variant("attention_forward", _P, _P, _I, _F, _I, _P, _L, _P, _L, _P, _L, _P)
+        self.join_partials = self._of_variant("join_partials", _P, _I, _I, _I, _I, _P, _I, _P)
+        self.layer_attend = self._of_variant("layer_attend", _P, _P, _P, _P, _P, _P, _P)
+        self.layer_rows = self._of_variant("layer_rows", _P, _I, _P, _P, _P, _P, _P)
+        self.layer_project = self._of_variant("layer_project", _P, _I, _P, _P, _P)
+        self.layer_mlp = self._of_variant("layer_mlp", _P, _I, _P, _P, _P)
+        self.layers_forward = self._of_variant("layers_forward", _I, _P, _P, _P, _P, _P, _P)
+        self.model_forward = self._of_variant("model_forward", _P, _P, _P)
+        self.lora_add = self._of_variant("lora_add", _P, _I, _P, _I, _P, _L, _P, _I, _L)
+        self.silu_and_mul = self._of_variant("silu_and_mul", _P, _I, _I, _I, _P)
+        self.norm = self._of_variant("norm", _P, _F, _I, _I, _I, _P, _P, _P)
+        self.mask = self._of_variant("mask", _P, _I, _P, _I, _P)
+        self.log_sum_exp = self._of_variant("log_sum_exp", _P, _I, _P, _I, _P, _P, _P)
+        self.draw_tokens = self._of_variant("draw_tokens", _P, _I, _I, _P)
         return self.variant
+
+    def _of_variant(self, name: str, *arguments: type) -> Any:
+        return self._function(f"{self.variant}_{name}", _P, *arguments)
+
+    def _function(self, name: str, *arguments: type, returns: type | None = None) -> Any:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, returns
+        return function
 
     def __str__(self) -> str:
         return f"native {self.variant}, {self.threads} threads"

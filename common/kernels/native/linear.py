@@ -105,20 +105,11 @@ class NativeLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default that of `x`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = self.packed.shape[0]
-        y = torch.empty(x.size(0), out, dtype=dtype or x.dtype)
-        native = self._native
+        rows, out, native = x.size(0), self.packed.shape[0], self._native
+        y = torch.empty(rows, out, dtype=dtype or x.dtype)
+        x_type, y_type = DTYPES[x.dtype], DTYPES[y.dtype]
         native.linear_forward(
-            native.team,
-            self._struct_address,
-            x.data_ptr(),
-            DTYPES[x.dtype],
-            x.stride(0),
-            y.data_ptr(),
-            DTYPES[y.dtype],
-            out,
-            x.size(0),
-            0,
+            native.team, self._struct_address, x.data_ptr(), x_type, x.stride(0), y.data_ptr(), y_type, out, rows
         )
         return y
 
@@ -130,20 +121,11 @@ class NativeLinear:
         rows, heads, inputs = x.shape
         assert (heads * y.size(2), inputs) == self.packed.shape
         assert y.size(2) % PANEL == 0
-        assert x.stride(2) == y.stride(2) == 1
-        native = self._native
+        (x_row, x_head, x_unit), (y_row, y_head, y_unit) = x.stride(), y.stride()
+        assert x_unit == y_unit == 1
+        native, layer, dtype = self._native, self._struct_address, DTYPES[x.dtype]
         native.heads_forward(
-            native.team,
-            self._struct_address,
-            heads,
-            x.data_ptr(),
-            x.stride(0),
-            x.stride(1),
-            y.data_ptr(),
-            y.stride(0),
-            y.stride(1),
-            DTYPES[x.dtype],
-            rows,
+            native.team, layer, heads, x.data_ptr(), x_row, x_head, y.data_ptr(), y_row, y_head, dtype, rows
         )
 
 

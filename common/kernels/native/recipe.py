@@ -61,7 +61,7 @@ _VARIANTS = {
         Variant("neonbf16", ("-march=armv8.2-a+bf16+dotprod",), "baseline+v8_2a+bf16+dotprod"),
     ),
 }
-"""By processor, least capable first: where objects share an inline function, the linker keeps the first one's."""
+"""By processor, least capable first: if objects share an inline function, the linker keeps the first one's."""
 
 _OTHER_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -78,7 +78,7 @@ def variants(machine: str) -> tuple[Variant, ...]:
 
 
 def source_digest(sources: Path, machine: str) -> str:
-    """Digest of everything that a library is made from but the compiler. Raises: OSError."""
+    """Digest of everything that a library is made from, without the compiler. Raises: OSError."""
     digest = hashlib.sha256(repr((machine, platform.system())).encode())
     for file in [Path(__file__), *sorted(sources.iterdir())]:
         digest.update(f"\0{file.name}\0".encode())

@@ -1,5 +1,6 @@
 // Attention over random batches, random linear layers and mixtures, in memory of exactly the sizes that the interface names, for
-// address and undefined-behaviour sanitizers. Arguments: a variant, how many of each.
+// address and undefined-behaviour sanitizers. Compiled for each variant, with -DKV_VARIANT. Arguments: the variant, how many of
+// each.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -91,12 +92,12 @@ void attend(kv_team* team) {
     const kv_batch batch{num_entries,         int(rows),        first_rows.data(), context_lens.data(),
                          first_blocks.data(), block_ids.data(), slots.data(),
                          is_stripe ? row_starts.data() : nullptr, is_stripe ? row_ends.data() : nullptr, partial_dim};
-    kv_attention_forward(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,
+    KV_FUNCTION(attention_forward)(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,
                          new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
     if (!is_stripe) return;
     const int stripes = 1 + below(4);
     Numbers parts(stripes * rows * q_heads * (partial_dim + 1), KV_F32), joined(rows * q_heads * partial_dim, dtype);
-    kv_join_partials(team, reinterpret_cast<float*>(parts.memory), stripes, int(rows), q_heads, partial_dim, nullptr, dtype,
+    KV_FUNCTION(join_partials)(team, reinterpret_cast<float*>(parts.memory), stripes, int(rows), q_heads, partial_dim, nullptr, dtype,
                      joined.memory);
 }
 
@@ -127,15 +128,15 @@ struct Layer {
 };
 
 void multiply(kv_team* team) {
-    const int format = below(5), is_paired = below(2), activates = is_paired && below(2);
+    const int format = below(5), is_paired = below(2);
     const int group = 8 * one_of({1, 2, 4, 8});
     const int in = has_groups(format) ? group * (1 + below(12)) : one_of({1, 2, 3, 40, 257, 896, 1 + below(600)});
     const int out = (1 + is_paired) * one_of({1, 16, 17, 1 + below(200), 1640});
     const int rows = one_of({1, 1, 2, 3, 4, 6, 13, 48, 1 + below(210)});
     const Layer layer(format, out, in, is_paired, group);
-    const int x_dtype = below(2), y_dtype = below(2), columns = activates ? out / 2 : out;
-    Numbers x(size_t(rows) * in, x_dtype), y(size_t(rows) * columns, y_dtype);
-    kv_linear_forward(team, &layer.linear, x.memory, x_dtype, in, y.memory, y_dtype, columns, rows, activates);
+    const int x_dtype = below(2), y_dtype = below(2);
+    Numbers x(size_t(rows) * in, x_dtype), y(size_t(rows) * out, y_dtype);
+    KV_FUNCTION(linear_forward)(team, &layer.linear, x.memory, x_dtype, in, y.memory, y_dtype, out, rows);
 }
 
 void mix(kv_team* team) {
@@ -165,7 +166,7 @@ void mix(kv_team* team) {
                          first,          num_experts, hidden,                          inner,           stride,
                          gate};
     const kv_choice choice{experts.data(), Layer::floats(weights), rows, top_k};
-    kv_experts_forward(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
+    KV_FUNCTION(experts_forward)(team, &own, &choice, x.memory, dtype, reinterpret_cast<float*>(out.memory));
 
     const int num_groups = all % 3 ? 1 : 3, shared = group * (1 + below(9));
     const Layer logits(KV_LINEAR_F32, all, hidden, false, 1);
@@ -176,18 +177,17 @@ void mix(kv_team* team) {
                            int32_t(below(2)), num_groups, 1, 1 + below(3), 1.5f};
     const bool shares = below(2);
     const kv_mixture mixture{router, own, shares ? shared_gate_up.linear : kv_linear{}, shares ? shared_down.linear : kv_linear{}};
-    kv_mixture_forward(team, &mixture, x.memory, dtype, rows, y.memory);
+    KV_FUNCTION(mixture_forward)(team, &mixture, x.memory, dtype, rows, y.memory);
 }
 
 }  // namespace
 
 int main(int, char** arguments) {
-    const char* chosen = kv_select_variant(arguments[1]);
+    const char* chosen = kv_best_variant(arguments[1]);
     if (!chosen || std::strcmp(chosen, arguments[1])) return 77;  // this processor does not run it
     for (int threads : {1, 3}) {
         kv_team* team = kv_team_new(threads);
         for (int i = 0; i < std::atoi(arguments[2]); ++i) attend(team), multiply(team), mix(team);
-        kv_team_free(team);
     }
     std::puts("done");
 }

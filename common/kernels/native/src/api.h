@@ -1,5 +1,5 @@
 // The C interface of the native CPU kernels. Pointers are to memory that the caller owns; "rows" are tokens of a step.
-// No function allocates for the caller, throws, or checks its arguments: common/kernels/native/ does.
+// No function allocates for the caller, throws, or checks its arguments: common/kernels/native/ checks them.
 #pragma once
 #include <cstdint>
 
@@ -25,17 +25,17 @@ struct kv_linear {
     const float* bias;  // [out] or null
 };
 
-// What the outputs of a paired layer become: silu(first half) * second half; or, with a = min(first half, limit) and
-// b = the second half, clamped to [-limit, limit]: a / (1 + e^(-alpha * a)) * (b + 1).
+// The gate of a paired layer turns its outputs into silu(first half) * second half, or into a / (1 + e^(-alpha * a)) * (b + 1),
+// with a = min(first half, limit) and b = the second half, clamped to [-limit, limit].
 enum kv_gate_kind : int32_t { KV_NO_GATE = 0, KV_SILU_GATE = 1, KV_CLAMPED_GATE = 2 };
 struct kv_gate {
     int32_t kind;
     float alpha, limit;
 };
 
-// What is in slots [first, first + num_experts) of a mixture. Without `slots` each expert is in the slot of its number. Otherwise
-// its replicas take its rows in turn: `slots` is [experts][slot_stride], of which the first replicas[expert] are used, and
-// counts[expert] counts its rows, on whichever rank they are computed.
+// The experts in slots [first, first + num_experts) of a mixture. Without `slots` each expert is in the slot of its number. Otherwise
+// its replicas take its rows in turn: `slots` is [experts][slot_stride], with the slots of an expert's replicas[expert] replicas
+// first, and counts[expert] counts its rows, computed on this or another rank.
 struct kv_experts {
     const kv_linear* gate_up;  // in each slot, paired
     const kv_linear* down;
@@ -62,8 +62,8 @@ struct kv_router {
     float scaling;
 };
 
-// The MLP of a layer that is a mixture. shared_gate_up, shared_down: of the experts that all rows share; without weights if there
-// are none.
+// The MLP of a layer that is a mixture. shared_gate_up, shared_down: the experts that all rows share; null weights if there are
+// none.
 struct kv_mixture {
     kv_router router;
     kv_experts experts;
@@ -88,7 +88,7 @@ struct kv_cache {
 // The batch may be that of a stripe: of every N-th block of each context, for ranks that share contexts. Then row i attends to
 // tokens [row_starts[i], row_ends[i]) of its entry's blocks, perhaps to none; neither end is before that of the row before it
 // in the entry. context_lens counts the entry's tokens in the stripe, a slot of -1 belongs to another stripe, and the cache has
-// no sinks. The results are partial: see kv_attention_forward.
+// no sinks. The results are partial: see attention_forward.
 struct kv_batch {
     int32_t num_entries, num_rows;
     const int32_t* first_rows;
@@ -98,7 +98,7 @@ struct kv_batch {
     const int64_t* slots;
     const int32_t* row_starts;  // [rows]; null unless of a stripe, like row_ends
     const int32_t* row_ends;
-    int32_t partial_dim;  // of a stripe: the first numbers of each head's results that are wanted
+    int32_t partial_dim;  // of a stripe: how many numbers of each head's results are wanted
 };
 
 // One layer of one rank. Norm weights are float32.
@@ -124,7 +124,7 @@ struct kv_lora_run {
     int32_t start, stop;
 };
 
-// What an adapter adds to outputs [first, first + out) of a linear layer, in the rows of a run: scale * (x A^T) B^T.
+// An adapter's term for outputs [first, first + out) of a linear layer, in the rows of a run: scale * (x A^T) B^T.
 struct kv_lora_term {
     const void* a;  // [rank][in]
     const void* b;  // [panels of 32 outputs][rank][32], outputs padded with zeros
@@ -132,7 +132,7 @@ struct kv_lora_term {
     int32_t rank, in, out, first, run;
 };
 
-// What the adapters of a step add to a layer's linear layers: qkv, output, gate_up, down. The terms are in the type of hidden
+// The terms of a step's adapters for a layer's linear layers: qkv, output, gate_up, down. a and b are of the type of hidden
 // states.
 struct kv_lora {
     const kv_lora_run* runs;
@@ -153,108 +153,112 @@ struct kv_model {
     float final_eps;
 };
 
-struct kv_team;
-
-int32_t kv_abi_version(void);
-// The best variant that this processor runs, among those compiled in, at most `limit`. "": no limit, except that Intel's
-// processors get amx or, without matrix units, avx512. Emulated ones must be named. Returns its name, null if `limit` is unknown.
-// To be called first, and again to change the choice between two calls of other functions.
-const char* kv_select_variant(const char* limit);
-
-// Row i of each plane's part of `packed` becomes row rows[i] of the plane. Rows have row_bytes; planes lie plane_stride
-// bytes apart, their parts of `packed` packed_stride. Any thread may call it: there is no team.
-void kv_scatter_rows(void* planes, int64_t plane_stride, int32_t num_planes, const int64_t* rows, int32_t num_rows,
-                     int64_t row_bytes, const void* packed, int64_t packed_stride);
-
-// A team of `threads` threads, of which the caller of each function below is one. Waiting members spin briefly, then
-// sleep. One call at a time. Null if the threads cannot be started.
-kv_team* kv_team_new(int32_t threads);
-void kv_team_free(kv_team*);
-
-// x: [rows][in] of x_dtype at a distance of x_stride numbers; y: [rows][out] of y_dtype. With activation 1, and is_paired
-// weights, y is [rows][out / 2]: silu(first half) * second half.
-void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
-                       int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation);
-
-// y[row][head] = x[row][head] W[head]^T: the layer, of float weights without bias, has the matrices of all heads one after the
-// other, each of a multiple of 32 outputs. x, y: of dtype; rows are x_stride or y_stride numbers apart, heads x_head or y_head.
-void kv_heads_forward(kv_team*, const kv_linear*, int32_t heads, const void* x, int64_t x_stride, int64_t x_head, void* y,
-                      int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows);
-
-// out = the weighted sum of the outputs of each row's experts, those on other ranks left out. x: [rows][hidden] of dtype, out:
-// the same of float32.
-void kv_experts_forward(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);
-
-// out = what this rank's part of the mixture gives. x, out: [rows][hidden] of dtype.
-void kv_mixture_forward(kv_team*, const kv_mixture*, const void* x, int32_t dtype, int32_t rows, void* out);
-
-// cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
-void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
-                        int32_t half, float* cos, float* sin);
-
-// What is wrong with a batch for a cache of so many blocks. Any thread may call it.
-enum kv_batch_error { KV_BATCH_OK = 0, KV_BATCH_BLOCK = 1, KV_BATCH_ROWS = 2, KV_BATCH_SLOT = 3 };
-int32_t kv_check_batch(const kv_batch*, int32_t num_blocks, int32_t block_size);
-
-// Append k, v and attend causally. q: [rows][q_heads][head_dim], k, v: [rows][kv_heads][head_dim] of `dtype`, rows at a
-// distance of the strides; out: [rows][q_heads][head_dim], contiguous. Of a stripe, out is [rows][q_heads][partial_dim + 1]
-// float32: a partial result, and the logarithm of the sum of its exponentiated scores. Zeros and minus infinity of no tokens.
-void kv_attention_forward(kv_team*, const kv_cache*, const kv_batch*, int32_t q_heads, float scale, int32_t dtype,
-                          const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
-                          int64_t v_stride, void* out);
-
-// Joins the partial results of at most 64 stripes. parts: [stripes][rows][heads][dim + 1], as kv_attention_forward gives them;
-// sinks: [heads] or null, as in kv_cache; out: [rows][heads][dim] of dtype.
-void kv_join_partials(kv_team*, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
-                      const float* sinks, int32_t dtype, void* out);
-
-// The first part of a layer: residual += delta (unless null), norm, q/k/v, rotation, append, attention. The attended
-// rows stay in the team's memory for kv_layer_project. residual, delta: [rows][hidden]. kv_lora: null without adapters.
-void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, const kv_lora*,
-                     void* residual, const void* delta);
-// The same up to the rotation, for attention elsewhere. qkv: [rows][q_heads + 2 * kv_heads][head_dim], of the layer's dtype.
-void kv_layer_rows(kv_team*, const kv_layer*, int32_t rows, const kv_rotation*, const kv_lora*, void* residual,
-                   const void* delta, void* qkv);
-// delta = output projection of `attended`, [rows][q_heads][head_dim]; null: of what kv_layer_attend left.
-void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, const void* attended, void* delta);
-// residual += delta; delta = MLP(norm(residual)).
-void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* residual, void* delta);
-
-// All three for each of `count` layers, without adapters. The first layer's delta is null, the last one's is left.
-void kv_layers_forward(kv_team*, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
-                       const kv_batch* const* batches, const kv_rotation*, void* residual, void* delta);
-
-// Logits of all rows of a batch, [rows][lm_head.out] float32, without adapters. token_ids: [rows], all in the vocabulary.
-void kv_model_forward(kv_team*, const kv_model*, const int64_t* token_ids, float* logits);
-
-// y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
-// output of a row.
-void kv_lora_add(kv_team*, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
-                 const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride);
-
-// out = silu(first half) * second half. x: [rows][2 * half], out: [rows][half], both of dtype.
-void kv_silu_and_mul(kv_team*, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out);
-
-// residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
-void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
-             const void* delta, void* out);
-
-// out[i] = x[i] if bit i of `mask` is set, else -infinity; i < size. The lowest bit of a byte comes first; bits past the end of
-// the mask count as not set.
-void kv_mask(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out);
-// out[i] = log of the sum of e^(x - highest[i]) over row indices[i] of x: [*][size] float32, rows `stride` apart, whose
-// maximum is highest[i]. maxima: [count][size / KV_MAXIMA_OF], the highest of as many numbers of the row each.
-enum { KV_MAXIMA_OF = 128 };
-void kv_log_sum_exp(kv_team*, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
-                    const float* highest, double* out, float* maxima);
-
 // A token to be drawn with weights e^((logits[i] - top) / temperature), top being the highest logit, and the noise of `key`.
 struct kv_draw {
     const float* logits;
     float top, temperature;
     uint32_t key[2];
 };
+
+struct kv_team;
+
+// The best variant that this processor runs, among those compiled in, at most `limit`. "": no limit, except that Intel's
+// processors get amx or, without matrix units, avx512. Emulated ones must be named. Returns its name, null if `limit` is unknown.
+const char* kv_best_variant(const char* limit);
+
+// Row i of each plane's part of `packed` becomes row rows[i] of the plane. Rows have row_bytes; planes lie plane_stride
+// bytes apart, their parts of `packed` packed_stride. Any thread may call it: there is no team.
+void kv_scatter_rows(void* planes, int64_t plane_stride, int32_t num_planes, const int64_t* rows, int32_t num_rows,
+                     int64_t row_bytes, const void* packed, int64_t packed_stride);
+
+// Checks a batch for a cache of `num_blocks` blocks. Any thread may call it.
+enum kv_batch_error { KV_BATCH_OK = 0, KV_BATCH_BLOCK = 1, KV_BATCH_ROWS = 2, KV_BATCH_SLOT = 3 };
+int32_t kv_check_batch(const kv_batch*, int32_t num_blocks, int32_t block_size);
+
+// A team of `threads` threads, as long as the process; the caller of a function below is one of them. Waiting members spin
+// briefly, then sleep. One call at a time. Null if the threads cannot be started.
+kv_team* kv_team_new(int32_t threads);
+
+// The functions of a variant. Their symbols begin with its name: avx2_linear_forward.
+#ifdef KV_VARIANT
+#define KV_PASTE(variant, name) variant##_##name
+#define KV_PASTE_VALUES(variant, name) KV_PASTE(variant, name)
+#define KV_FUNCTION(name) KV_PASTE_VALUES(KV_VARIANT, name)
+
+// x: [rows][in] of x_dtype, rows x_stride numbers apart; y: [rows][out] of y_dtype, rows y_stride apart.
+void KV_FUNCTION(linear_forward)(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
+                                 int32_t y_dtype, int64_t y_stride, int32_t rows);
+
+// y[row][head] = x[row][head] W[head]^T: the layer, of float weights without bias, has the matrices of all heads one after the
+// other, each of a multiple of 32 outputs. x, y: of dtype; rows are x_stride or y_stride numbers apart, heads x_head or y_head.
+void KV_FUNCTION(heads_forward)(kv_team*, const kv_linear*, int32_t heads, const void* x, int64_t x_stride, int64_t x_head,
+                                void* y, int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows);
+
+// out = the weighted sum of the outputs of each row's experts, without those on other ranks. x: [rows][hidden] of dtype; out:
+// [rows][hidden] float32.
+void KV_FUNCTION(experts_forward)(kv_team*, const kv_experts*, const kv_choice*, const void* x, int32_t dtype, float* out);
+
+// out = this rank's part of the mixture's output. x, out: [rows][hidden] of dtype.
+void KV_FUNCTION(mixture_forward)(kv_team*, const kv_mixture*, const void* x, int32_t dtype, int32_t rows, void* out);
+
+// cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
+void KV_FUNCTION(rotation_angles)(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
+                                  int32_t half, float* cos, float* sin);
+
+// Append k, v and attend causally. q: [rows][q_heads][head_dim], k, v: [rows][kv_heads][head_dim] of `dtype`, rows at a
+// distance of the strides; out: [rows][q_heads][head_dim], contiguous. Of a stripe, out is [rows][q_heads][partial_dim + 1]
+// float32: a partial result, and the logarithm of the sum of its exponentiated scores; without tokens zeros and minus infinity.
+void KV_FUNCTION(attention_forward)(kv_team*, const kv_cache*, const kv_batch*, int32_t q_heads, float scale, int32_t dtype,
+                                    const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                                    int64_t v_stride, void* out);
+
+// Joins the partial results of at most 64 stripes. parts: [stripes][rows][heads][dim + 1], as attention_forward writes them;
+// sinks: [heads] or null, as in kv_cache; out: [rows][heads][dim] of dtype.
+void KV_FUNCTION(join_partials)(kv_team*, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
+                                const float* sinks, int32_t dtype, void* out);
+
+// The first part of a layer: residual += delta (unless null), norm, q/k/v, rotation, append, attention. The attended
+// rows stay in the team's memory for layer_project. residual, delta: [rows][hidden]. kv_lora: null without adapters.
+void KV_FUNCTION(layer_attend)(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, const kv_lora*,
+                               void* residual, const void* delta);
+// The first part up to the rotation, for attention elsewhere. qkv: [rows][q_heads + 2 * kv_heads][head_dim], of the layer's dtype.
+void KV_FUNCTION(layer_rows)(kv_team*, const kv_layer*, int32_t rows, const kv_rotation*, const kv_lora*, void* residual,
+                             const void* delta, void* qkv);
+// delta = output projection of `attended`, [rows][q_heads][head_dim]; null: of the rows that layer_attend left.
+void KV_FUNCTION(layer_project)(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, const void* attended, void* delta);
+// residual += delta; delta = MLP(norm(residual)).
+void KV_FUNCTION(layer_mlp)(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* residual, void* delta);
+
+// layer_attend, layer_project and layer_mlp of each of `count` layers, without adapters. The first layer gets a null delta; `delta`
+// is set to the last one's.
+void KV_FUNCTION(layers_forward)(kv_team*, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
+                                 const kv_batch* const* batches, const kv_rotation*, void* residual, void* delta);
+
+// Logits of all rows of a batch, [rows][lm_head.out] float32, without adapters. token_ids: [rows], all in the vocabulary.
+void KV_FUNCTION(model_forward)(kv_team*, const kv_model*, const int64_t* token_ids, float* logits);
+
+// y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
+// output of a row.
+void KV_FUNCTION(lora_add)(kv_team*, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
+                           const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride);
+
+// out = silu(first half) * second half. x: [rows][2 * half], out: [rows][half], both of dtype.
+void KV_FUNCTION(silu_and_mul)(kv_team*, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out);
+
+// residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
+void KV_FUNCTION(norm)(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
+                       const void* delta, void* out);
+
+// out[i] = x[i] if bit i of `mask` is set, else -infinity; i < size. The lowest bit of a byte comes first; bits past the end of
+// the mask count as not set.
+void KV_FUNCTION(mask)(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out);
+// out[i] = log of the sum of e^(x - highest[i]) over row indices[i] of x, [*][size] float32, whose maximum is highest[i].
+// maxima: [count][size / KV_MAXIMA_OF], the highest of each KV_MAXIMA_OF numbers of the row.
+enum { KV_MAXIMA_OF = 128 };
+void KV_FUNCTION(log_sum_exp)(kv_team*, const float* x, int32_t size, const int32_t* indices, int32_t count,
+                              const float* highest, double* out, float* maxima);
 // out[i] = the token of draws[i], whose logits are [size].
-void kv_draw_tokens(kv_team*, const kv_draw* draws, int32_t count, int32_t size, int32_t* out);
+void KV_FUNCTION(draw_tokens)(kv_team*, const kv_draw* draws, int32_t count, int32_t size, int32_t* out);
+#endif
 }
 #pragma GCC visibility pop

@@ -1,6 +1,6 @@
-// Paged attention straight from the KV blocks. The context is cut into partitions of a fixed size; softmax is taken over
-// each, and their results are merged in the order of positions. So a row's result is a function of its query and its
-// context: the batch, the cut of a prompt into chunks and the number of threads do not change it.
+// Paged attention straight from the KV blocks. The context is cut into partitions of a fixed size. Softmax is taken over each,
+// and their results are merged in the order of positions. So a row's result depends on its query and its context only: neither
+// the batch, nor the chunks of a prompt, nor the number of threads change it.
 #pragma once
 #include <cmath>
 
@@ -17,24 +17,18 @@ KV_INLINE void with_cache_type(const kv_cache& cache, const F& f) {
 }
 
 // Store one head's numbers of one token. plane: 0 for K, 1 for V; x: [head_dim].
-inline void put_head(const kv_cache& cache, int plane, int64_t slot, int head, const float* x) {
+template <class In>
+void put_head(const kv_cache& cache, int plane, int64_t slot, int head, const In* x) {
     const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
     const int64_t at = ((block * cache.kv_heads + head) * cache.block_size + offset) * cache.head_dim;
-    with_cache_type(cache, [&](auto number) {
-        auto* out = static_cast<decltype(number)*>(plane ? cache.v : cache.k) + at;
+    with_cache_type(cache, [&]<class T>(T) {
+        T* out = static_cast<T*>(plane ? cache.v : cache.k) + at;
         const Lanes scale = splat(plane ? cache.v_scale : cache.k_scale);
-        for (int d = 0; d < cache.head_dim; d += LANES) {
-            const int count = cache.head_dim - d < LANES ? cache.head_dim - d : LANES;
-            Lanes a = load_some(x + d, count);
-            if constexpr (sizeof number == 1) a = a / scale;
-            store_some(out + d, a, count);
-        }
+        for_lanes(cache.head_dim, [&](int d, int count) {
+            const Lanes a = read(x + d, count);
+            write(out + d, sizeof(T) == 1 ? a / scale : a, count);
+        });
     });
-}
-
-// Called outside of run(), before `attend`.
-inline void reserve_attention(kv_team& team, const kv_cache& cache, const kv_batch& batch, int q_heads) {
-    attention::Planner(team, cache, batch, q_heads).plan();
 }
 
 namespace attention {
@@ -42,31 +36,36 @@ namespace attention {
 // Of the next partition, fetched at each of 20 points or more of the work on this one.
 constexpr int TOKENS_PER_CALL = 7;
 
+// Queries and results of all rows, each [rows][q_heads][head_dim], rows at a distance of the strides. Of a stripe the results are
+// in `partials`: [rows][q_heads][partial_dim + 1].
+template <class Act>
+struct InOut {
+    const Act* q;
+    int64_t q_stride;
+    Act* out;
+    int64_t out_stride;
+    float* partials = nullptr;
+};
+
 // One member's attention to the items of a plan.
 template <class Act>
 class Attention {
   public:
-    Attention(Worker& w, const kv_cache& cache, const kv_batch& batch, float scale, const Act* q, int64_t q_stride,
-              Act* out, int64_t out_stride, float* partials)
-        : plan_(*w.team.buffers[kv_team::ATTENTION_PLAN].as<Plan>()),
-          sizes_(cache.head_dim, plan_.max_rows),
+    Attention(Worker& w, const Plan& plan, const kv_cache& cache, const kv_batch& batch, float scale, const InOut<Act>& rows)
+        : plan_(plan),
+          sizes_(cache.head_dim, plan.max_rows),
           partials_(w.team.buffers[kv_team::ATTENTION_PARTIALS].as<float>()),
           cache_(cache),
           batch_(batch),
-          scores_{scale * cache.k_scale * 1.44269504f, 0},
-          q_(q),
-          out_(out),
-          q_stride_(q_stride),
-          out_stride_(out_stride),
-          partials_out_(partials),
-          q_heads_(plan_.group * cache.kv_heads) {
+          rows_(rows),
+          scores_{scale * cache.k_scale * 1.44269504f, 0} {
         if (cache.soft_cap != 0) scores_ = {scale * cache.k_scale / cache.soft_cap, cache.soft_cap * 1.44269504f};
         keys_ = w.team.buffers[kv_team::ATTENTION_PANELS].as<float>() + w.index * sizes_.each;
         values_ = keys_ + sizes_.panels;
         queries_ = reinterpret_cast<Act*>(values_ + sizes_.panels);
         float* merged = values_ + sizes_.panels + sizes_.queries;
-        merged_ = sizes_.partial_at(merged, plan_.max_rows);
-        latest_ = sizes_.partial_at(merged + sizes_.partial, plan_.max_rows);
+        merged_ = sizes_.partial_at(merged, plan.max_rows);
+        latest_ = sizes_.partial_at(merged + sizes_.partial, plan.max_rows);
     }
 
     void run(int index) {
@@ -92,7 +91,7 @@ class Attention {
             Ahead own_values = fetch_ahead(tokens, LANES, false);
             const bool in_blocks = reads_blocks<Act>(item.rows, cache_.head_dim);
             pack(tokens, !in_blocks, i == task.first && !is_fetched ? own_values : ahead, ahead);
-            // Rows whose position lies before the partition see nothing of it, nor do those whose window begins behind it.
+            // Rows before the partition and rows whose window begins behind it see nothing of it.
             const int first = first_row(item, i), last = last_row(item, i);
             const bool is_first = i == item.first;
             const Partial partial = item.is_split ? partial_of(item, i) : is_first ? merged_ : latest_;
@@ -108,10 +107,10 @@ class Attention {
             for (int row = 0; row < item.rows; ++row) finish(item, row, merged_);
     }
 
-    // Merge what the tasks of a split item gave for one row.
-    void finish_split(const Task& split) {
+    // Merge the results of a split item's tasks for one row.
+    void finish_split(const ItemRow& split) {
         const Item& item = plan_.items[split.item];
-        const int row = split.first, end = end_of(batch_, item, row / plan_.group);
+        const int row = split.row, end = end_of(batch_, item, row / plan_.group);
         const int begin = begin_of(cache_, batch_, item, row / plan_.group);
         const int first = begin == end ? item.first : begin / PARTITION;
         const Partial partial = partial_of(item, first);
@@ -146,15 +145,15 @@ class Attention {
         return row * plan_.group;
     }
 
-    int64_t column(const Item& item, int row) const {
-        return int64_t(item.head * plan_.group + row % plan_.group) * cache_.head_dim;
-    }
+    int q_head(const Item& item, int row) const { return item.head * plan_.group + row % plan_.group; }
+    int64_t column(const Item& item, int row) const { return int64_t(q_head(item, row)) * cache_.head_dim; }
 
     void load_queries(const Item& item) {
         const int dim = cache_.head_dim;
         for (int row = 0; row < item.rows; ++row) {
             Act* to = queries_ + int64_t(row) * sizes_.width;
-            std::memcpy(to, q_ + (item.first_row + row / plan_.group) * q_stride_ + column(item, row), dim * sizeof(Act));
+            const Act* from = rows_.q + (item.first_row + row / plan_.group) * rows_.q_stride + column(item, row);
+            std::memcpy(to, from, dim * sizeof(Act));
             std::memset(to + dim, 0, (sizes_.width - dim) * sizeof(Act));
         }
     }
@@ -167,8 +166,7 @@ class Attention {
     }
 
     void pack(const Tokens& tokens, bool with_values, Ahead& beside_keys, Ahead& beside_values) {
-        with_cache_type(cache_, [&](auto number) {
-            using T = decltype(number);
+        with_cache_type(cache_, [&]<class T>(T) {
             const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
             pack_keys<InPanel<Act, T>>(k, tokens, cache_.head_dim, beside_keys, reinterpret_cast<uint32_t*>(keys_));
             if (with_values)
@@ -180,7 +178,7 @@ class Attention {
     // `in_blocks`.
     void attend_rows(const Item& item, int first, int last, int start, const Tokens* in_blocks, Ahead& ahead, Partial out) {
         constexpr int ROWS = TILE_ROWS<Act>;
-        const int tiles = (last - first + ROWS - 1) / ROWS;
+        const int tiles = ceil_div(last - first, ROWS);
         for (int tile = 0; tile < tiles; ++tile) {
             const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
             int tokens_from[ROWS], tokens_seen[ROWS];
@@ -189,8 +187,7 @@ class Attention {
                 tokens_from[m] = std::max(0, begin_of(cache_, batch_, item, row) - start);
                 tokens_seen[m] = std::min(PARTITION, end_of(batch_, item, row) - start);
             }
-            with_cache_type(cache_, [&](auto number) {
-                using T = decltype(number);
+            with_cache_type(cache_, [&]<class T>(T) {
                 using Number = InPanel<Act, T>;
                 const auto attend = [&](const auto& values) {
                     attend_tile<Number>(
@@ -208,37 +205,30 @@ class Attention {
     void finish(const Item& item, int row, Partial from) {
         float total = from.total[row];
         const float* x = from.results + int64_t(row) * sizes_.width;
-        if (partials_out_) {
-            const int64_t at = int64_t(item.first_row + row / plan_.group) * q_heads_ + item.head * plan_.group + row % plan_.group;
-            return finish_partial(x, from.top[row], total, partials_out_ + at * (batch_.partial_dim + 1));
+        const int64_t to_row = item.first_row + row / plan_.group;
+        if (rows_.partials) {
+            const int dim = batch_.partial_dim;
+            const int64_t at = to_row * plan_.group * cache_.kv_heads + q_head(item, row);
+            float* out = rows_.partials + at * (dim + 1);
+            out[dim] = total == 0 ? -__builtin_inff() : (from.top[row] + std::log2(total)) * 0.69314718f;
+            return put_scaled(x, total == 0 ? 0 : cache_.v_scale / total, dim, out);
         }
-        if (cache_.sinks)
-            total += std::exp2(cache_.sinks[item.head * plan_.group + row % plan_.group] * 1.44269504f - from.top[row]);
-        const Lanes factor = splat(cache_.v_scale / total);
-        Act* to = out_ + (item.first_row + row / plan_.group) * out_stride_ + column(item, row);
-        for (int d = 0; d < cache_.head_dim; d += LANES)
-            store_some(to + d, load(x + d) * factor, std::min(LANES, cache_.head_dim - d));
+        if (cache_.sinks) total += std::exp2(cache_.sinks[q_head(item, row)] * 1.44269504f - from.top[row]);
+        put_scaled(x, cache_.v_scale / total, cache_.head_dim, rows_.out + to_row * rows_.out_stride + column(item, row));
     }
 
-    // out: [partial_dim + 1]
-    void finish_partial(const float* x, float top, float total, float* out) const {
-        const int dim = batch_.partial_dim;
-        const Lanes factor = splat(total == 0 ? 0 : cache_.v_scale / total);
-        for (int d = 0; d < dim; d += LANES) store_some(out + d, load(x + d) * factor, std::min(LANES, dim - d));
-        out[dim] = total == 0 ? -__builtin_inff() : (top + std::log2(total)) * 0.69314718f;
+    template <class Out>
+    static void put_scaled(const float* x, float factor, int dim, Out* out) {
+        for_lanes(dim, [&](int d, int count) { write(out + d, load(x + d) * splat(factor), count); });
     }
 
     const Plan& plan_;
     const Sizes sizes_;
-    float* partials_;
+    float* partials_;  // of split items
     const kv_cache& cache_;
     const kv_batch& batch_;
+    const InOut<Act> rows_;
     Scores scores_;
-    const Act* q_;
-    Act* out_;
-    int64_t q_stride_, out_stride_;
-    float* partials_out_;  // of a stripe
-    int q_heads_;
     float *keys_, *values_;
     Act* queries_;
     Partial merged_, latest_;
@@ -246,15 +236,14 @@ class Attention {
 
 }  // namespace attention
 
-// Causal attention of all rows of the batch, whose K and V are in the cache. q, out: [rows][q_heads][head_dim], rows at a
-// distance of the strides. Act is float or bf16. Of a stripe the results are in `partials`, not in `out`.
+// Causal attention of all rows of the batch, whose K and V are in the cache. Act is float or bf16.
 template <class Act>
-void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, float scale, const Act* q, int64_t q_stride, Act* out,
-            int64_t out_stride, float* partials = nullptr) {
-    attention::Attention<Act> attention(w, cache, batch, scale, q, q_stride, out, out_stride, partials);
-    const attention::Plan& plan = *w.team.buffers[kv_team::ATTENTION_PLAN].as<attention::Plan>();
-    w.for_each(plan.num_runs, [&](int i) { attention.run(i); });
-    if (plan.num_split_rows) w.for_each(plan.num_split_rows, [&](int i) { attention.finish_split(plan.split_rows[i]); });
+void attend(Worker& w, const attention::Plan& plan, const kv_cache& cache, const kv_batch& batch, float scale,
+            const attention::InOut<Act>& rows) {
+    attention::Attention<Act> attention(w, plan, cache, batch, scale, rows);
+    w.for_each(int(plan.run_ends.size()), [&](int i) { attention.run(i); });
+    const int split = int(plan.split_rows.size());
+    if (split) w.for_each(split, [&](int i) { attention.finish_split(plan.split_rows[i]); });
 }
 
 }  // namespace KV_VARIANT

@@ -18,21 +18,21 @@ constexpr int PARTITION = 128;
 template <class Number>
 constexpr int PER_WORD = 4 / sizeof(Number);
 
-// What a cache's numbers of type T become in panels. For activations in float32, narrow ones stay narrow on AVX-512 only: on
-// AVX2 each tile of six rows would repeat the conversion, and prompts take a fifth longer.
+// The type in panels of a cache's numbers of type T. For activations in float32, numbers of 16 or 8 bits become bfloat16 on
+// AVX-512 only: on AVX2 each tile of six rows would repeat the conversion, and prompts take a fifth longer.
 template <class Act, class T>
 using InPanel = std::conditional_t<sizeof(Act) == 4 && (sizeof(T) == 4 || VECTOR_BYTES < 64), float, bf16>;
 
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-// Where the numbers of a partition's tokens lie, from the beginning of K or V. They are the same for both.
+// The places of a partition's tokens, counted in numbers from the beginning of K or V; the same for both.
 struct Tokens {
     int64_t at[PARTITION];
     int begin = 0, count = 0;  // Tokens before `begin` are in no row's window: they are not read, and zero in panels.
 
     void find(const kv_cache& cache, const int32_t* blocks, int head, int first, int seen_from, int seen) {
-        count = seen - first < PARTITION ? seen - first : PARTITION;
-        begin = seen_from > first ? seen_from - first : 0;
+        count = std::min(seen - first, PARTITION);
+        begin = std::max(seen_from - first, 0);
         const int size = cache.block_size;
         int block = (first + begin) / size, offset = (first + begin) % size;
         for (int i = begin; i < count; ++block, offset = 0) {
@@ -155,8 +155,8 @@ KV_INLINE void store_transposed(const Words (&rows)[LANES], uint32_t* out, int s
         }
 }
 
-// Fetches a partition's K, V or both into the cache, some tokens at a time between other work: memory takes only so many
-// requests at once.
+// Fetches a partition's K, V or both into the cache, some tokens at a time between other work, because the memory serves only a
+// few requests at once.
 struct Ahead {
     const Tokens& tokens;
     const char* planes[2];  // either may be null
@@ -173,7 +173,7 @@ struct Ahead {
     }
 };
 
-// The first `count` numbers of sixteen words, zeros behind them.
+// The first `count` of 32 numbers, with zeros behind them.
 template <class T>
 struct Padded {
     T numbers[2 * LANES] = {};

@@ -17,42 +17,23 @@ template <class Act>
 constexpr int TILE_ROWS = MAX_ROWS;
 #endif
 
-// sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
-template <int ROWS, int COUNT>
-KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
-    Lanes w[COUNT];
-    for (int h = 0; h < COUNT; ++h) w[h] = as_floats(load_words(panel + h * LANES));
-    add_outer<ROWS>({rows, stride}, 0, w, sums);
-}
-template <int ROWS, int COUNT>
-KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
-    const Halves halves{reinterpret_cast<const char*>(panel), 0, 0};
-    ShiftedWeights::add<false>(halves, {rows, stride}, 0, sums);
-    keep_loads_here();
-    ShiftedWeights::add<true>(halves, {rows, stride}, 1, sums);
-}
-#ifdef KV_HAS_BF16_DOT
-template <int ROWS, int COUNT>
-KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const bf16* rows, int64_t stride, bf16) {
-    Words w[COUNT];
-    for (int h = 0; h < COUNT; ++h) w[h] = load_words(panel + h * LANES);
-    for (int m = 0; m < ROWS; ++m) {
-        const uint32_t pair = load_pair(rows + m * stride);
-        for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_pairs(sums[m][h], w[h], pair);
-    }
-}
-#endif
+// The kind of weights that panels of Number are to rows of Act.
+template <class Act, class Number>
+using PanelWeights =
+    std::conditional_t<sizeof(Number) == 4, Float32Weights, std::conditional_t<sizeof(Act) == 4, ShiftedWeights, PairedWeights>>;
 
 // out[m][0..32) = the product of row m's `words` words with the panel's.
 template <class Act, class Number, int ROWS>
 __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, const Act* rows, int64_t stride, float* out,
                                              int64_t out_stride) {
     constexpr int COUNT = halves_of(ROWS);
+    kv_linear l{};
+    l.in = words * PER_WORD<Number>;
     for (int half = 0; half < 2; half += COUNT, panel += LANES, out += LANES) {
         Tile<ROWS, COUNT> sums;
         clear<ROWS, COUNT>(sums);
-        for (int w = 0; w < words; ++w)
-            add_products<ROWS>(sums, panel + w * PANEL, rows + w * PER_WORD<Number>, stride, Number{});
+        const Halves halves{reinterpret_cast<const char*>(panel), 0, 0};
+        PanelWeights<Act, Number>::template multiply<ROWS, COUNT>(l, halves, NoFetch{}, {rows, stride}, sums);
         for (int m = 0; m < ROWS; ++m)
             for (int h = 0; h < COUNT; ++h) store(out + m * out_stride + h * LANES, sums[m][h]);
     }
@@ -61,33 +42,30 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, c
 template <class Act>
 using MultiplyTile = decltype(&multiply_tile<Act, Act, 1>);
 
-template <class Act, class Number, int... I>
-constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<int, I...>) {
-    constexpr MultiplyTile<Act> functions[] = {&multiply_tile<Act, Number, I + 1>...};
-    return functions[num_rows - 1];
-}
-
 #ifdef KV_HAS_TILES
-// The same on matrix units, whose shapes are set for the rows. Words up to the next multiple of 16 are read.
+// out[m][0..32) by matrix units, whose shapes are set for the rows. Words up to the next multiple of 16 are read.
 template <bool HAS_TWO>
 __attribute__((noinline)) void multiply_by_tiles(const uint32_t* panel, int words, const bf16* rows, int64_t stride, float* out,
                                                  int64_t out_stride) {
     NoFetch none;
     tiles::clear_sums<HAS_TWO>();
-    tiles::add_steps<tiles::Bf16, HAS_TWO>(reinterpret_cast<const char*>(rows), stride * 2, reinterpret_cast<const char*>(panel),
-                                           round_up(words, tiles::UNITS) / tiles::UNITS, none);
+    tiles::add_steps<tiles::BF16, HAS_TWO>(reinterpret_cast<const char*>(rows), stride * 2, reinterpret_cast<const char*>(panel),
+                                           ceil_div(words, tiles::UNITS), none);
     tiles::store_sums<HAS_TWO>(reinterpret_cast<char*>(out), out_stride * 4);
 }
 #endif
 
-// The function above for so many rows.
+// The function above for `num_rows` rows.
 template <class Act, class Number>
 MultiplyTile<Act> tile_function(int num_rows) {
 #ifdef KV_HAS_TILES
     if constexpr (ON_TILES<Act>) return num_rows > tiles::ROWS ? &multiply_by_tiles<true> : &multiply_by_tiles<false>;
     else
 #endif
-    return tile_function<Act, Number>(num_rows, std::make_integer_sequence<int, MAX_ROWS>{});
+    {
+        static constexpr auto functions = for_rows<MAX_ROWS>([]<int ROWS>() { return &multiply_tile<Act, Number, ROWS>; });
+        return functions[num_rows - 1];
+    }
 }
 
 // The products of rows of weights with values in panels.
@@ -114,30 +92,32 @@ KV_INLINE void store_part_in_turns(float* out, FloatPart even, FloatPart odd, st
     *(FloatPart*)out = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * PART_LANES)...);
     *(FloatPart*)(out + PART_LANES) = __builtin_shufflevector(even, odd, ((PART_LANES + I) / 2 + I % 2 * PART_LANES)...);
 }
-// Thirty-two numbers, of those at even and those at odd places.
+// Writes 32 numbers in turns: one of `even`, one of `odd`.
 KV_INLINE void store_in_turns(float* out, Lanes even, Lanes odd) {
     KV_PARTS store_part_in_turns(out + 2 * p * PART_LANES, even.v[p], odd.v[p], std::make_index_sequence<PART_LANES>{});
 }
 
-// Where one tile takes all rows, values come straight from the blocks: panels would be written to be read once. Matrix units
-// take panels.
+// Whether values come straight from the blocks: if one tile takes all rows, panels would be written to be read once. Matrix
+// units need panels.
 template <class Act>
 bool reads_blocks(int rows, int dim) {
     return !ON_TILES<Act> && rows <= MAX_ROWS && dim % (2 * PANEL) == 0;
 }
 
-// The same sums in the same order as PanelValues.
+// The products of rows of weights with values in blocks: the same sums in the same order as PanelValues.
 template <class T, class Act>
 struct BlockValues {
     const T* v;
     const Tokens& tokens;
 
-    // Panels at a time: enough sums that multiply-adds need not wait for one another, and no more than registers hold.
+    // Panels at a time: enough sums to hide the latency of multiply-adds, and no more than registers hold.
     static constexpr int at_once(int rows) { return 4 * rows * PARTS <= SUM_REGISTERS ? 2 : 1; }
 
     void multiply(int num_rows, const Act* weights, int begin, int end, int dim, float* out, int64_t out_stride,
                   Ahead& ahead) const {
-        multiply_rows(num_rows, std::make_integer_sequence<int, MAX_ROWS>{}, weights, begin, end, dim, out, out_stride, ahead);
+        static constexpr auto functions = for_rows<MAX_ROWS>([]<int ROWS>() { return &BlockValues::multiply_tile<ROWS>; });
+        for (int d = 0; d < dim; d += at_once(num_rows) * PANEL)
+            functions[num_rows - 1](*this, weights, begin, end, d, out + d, out_stride, ahead);
     }
 
   private:
@@ -145,15 +125,6 @@ struct BlockValues {
     static constexpr bool IN_PAIRS = sizeof(T) == 2 || (sizeof(T) == 1 && VECTOR_BYTES == 64);
     static constexpr int UNIT = PER_WORD<Act>;  // tokens at a time
     static constexpr T NONE[PANEL] = {};
-
-    template <int... I>
-    void multiply_rows(int num_rows, std::integer_sequence<int, I...>, const Act* weights, int begin, int end, int dim,
-                       float* out, int64_t out_stride, Ahead& ahead) const {
-        using Function = decltype(&BlockValues::multiply_tile<1>);
-        static constexpr Function functions[] = {&BlockValues::multiply_tile<I + 1>...};
-        for (int d = 0; d < dim; d += at_once(num_rows) * PANEL)
-            functions[num_rows - 1](*this, weights, begin, end, d, out + d, out_stride, ahead);
-    }
 
     template <int ROWS>
     __attribute__((noinline)) static void multiply_tile(const BlockValues& from, const Act* weights, int begin, int end, int d,
@@ -248,12 +219,10 @@ KV_INLINE float reduce(Lanes lanes, const Join& join) {
     return a[0];
 }
 
-// The lanes from `first` on and below `end`, the others minus infinity.
+// Lanes [first, end) of `a`; the others are minus infinity.
 KV_INLINE Lanes keep_between(Lanes a, int first, int end) {
-    static constexpr int32_t LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     KV_PARTS {
-        const IntPart lane = *(const IntPart*)(LANE + p * PART_LANES);
+        const IntPart lane = *(const IntPart*)(LANE_NUMBERS + p * PART_LANES);
         a.v[p] = ((lane >= first) & (lane < end)) ? a.v[p] : splat_part(-__builtin_inff());
     }
     return a;
@@ -273,8 +242,8 @@ KV_INLINE Lanes times_power(Lanes y, Lanes n) {
     return y;
 }
 
-// 2^x for x up to 127; 0 far below. For Act float to within 2 units in the last place. Products with bf16 weights round
-// them to 2^-9: a 700th of that is enough there.
+// 2^x for x up to 127; 0 far below 0. For Act float to within 2 units in the last place; for bf16, which rounds by 2^-9, to
+// within a 700th of that.
 template <class Act>
 KV_INLINE Lanes exp2(Lanes x) {
     const auto power = [](Lanes b, float highest, auto... others) __attribute__((always_inline)) {
@@ -312,8 +281,8 @@ KV_INLINE Lanes largest_of(float* scores, int from, int seen) {
     return largest;
 }
 
-// weights: 2^(score * scale - top) of the scores that `largest_of` has seen, from `begin` on, which is at most `from` and
-// begins a panel; zero outside of [from, seen). Returns their sum, lane by lane.
+// weights = 2^(score * scale - top) of scores that `largest_of` was called with; zero outside of [from, seen). They are written
+// from `begin` on, which begins a panel and is at most `from`. Returns their sum, lane by lane.
 template <class Act>
 KV_INLINE Lanes weigh(const float* scores, int begin, int from, int seen, int padded, float scale, float top, Act* weights) {
     const int first = from / LANES * LANES;
@@ -329,24 +298,24 @@ KV_INLINE Lanes weigh(const float* scores, int begin, int from, int seen, int pa
     return sums;
 }
 
-// What a partition gives to `rows` rows: results [rows][width] to be divided by `total`.
+// The results of one partition for some rows: [rows][width], to be divided by `total`. top: the highest score.
 struct Partial {
     float* results;
     float* top;
     float* total;
 };
 
-// How scores are made of products: scale * product, or cap * tanh(scale * product) where cap is not 0; in both cases times
-// log2(e), because weights are powers of 2.
+// A score is scale * product, or cap * tanh(scale * product) if cap is not 0. `scale`, or `cap` if there is one, includes the
+// factor log2(e), because weights are powers of 2.
 struct Scores {
     float scale, cap;
 };
 
-// The top of rows that see nothing: low enough that they weigh nothing, and finite, because minus infinity less itself is NaN.
+// The top of rows that see nothing: so low that they weigh nothing, but finite, because minus infinity less itself is NaN.
 constexpr float NO_TOP = -1e30f;
 
-// Up to TILE_ROWS<Act> rows, and keys in panels of Number; row m attends to the partition's tokens [from[m], seen[m]), perhaps none.
-// Neither end is before that of row m - 1.
+// Attention of up to TILE_ROWS<Act> rows to a partition, whose keys are in panels of Number. Row m attends to tokens
+// [from[m], seen[m]), perhaps to none. Neither end is before that of row m - 1.
 template <class Number, class Act, class Values>
 void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act* queries, int64_t query_stride,
                  int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {
@@ -366,7 +335,7 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
         ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
     }
-    // One step for all rows at a time: a row's steps wait for one another.
+    // One step for all rows at a time, because a row's steps wait for one another.
     Lanes lanes[ROWS];
     for (int m = 0; m < num_rows; ++m) {
         float* own = scores + m * PARTITION;
@@ -388,17 +357,17 @@ void attend_tile(const uint32_t* keys, const Values& values, int dim, const Act*
     values.multiply(num_rows, weights, begin, most, dim, out.results, width, ahead);
 }
 
-// What rows [first, last) have before the first partition that they see.
+// Sets the results of rows [first, last) that have seen no partition yet.
 inline void clear(Partial partial, int first, int last, int width) {
     std::fill(partial.top + first, partial.top + last, NO_TOP);
     std::fill(partial.total + first, partial.total + last, 0.0f);
     std::fill(partial.results + int64_t(first) * width, partial.results + int64_t(last) * width, 0.0f);
 }
 
-// Adds rows [first, last) of a later partition to what earlier ones gave.
+// Adds the results of a later partition, of rows [first, last), to those of earlier ones.
 inline void merge(Partial into, Partial from, int first, int last, int width) {
     for (int row = first; row < last; row += LANES) {
-        const int count = last - row < LANES ? last - row : LANES;
+        const int count = std::min(last - row, LANES);
         float keep[LANES], add[LANES];
         const Lanes old_top = load_some(into.top + row, count), new_top = load_some(from.top + row, count);
         const Lanes top = max(old_top, new_top);

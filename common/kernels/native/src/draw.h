@@ -1,16 +1,13 @@
-// Passes over a row of logits: a mask, what log-probabilities need, and drawing a token, with the arithmetic of
+// Passes over a row of logits: a mask, sums and maxima for log-probabilities, and the draw of a token, with the arithmetic of
 // common/engine/sampling/gumbel.py.
 #pragma once
 #include <cmath>
 
-#include "api.h"
-#include "simd.h"
+#include "linear.h"
 
 namespace KV_VARIANT {
 
 constexpr int DRAW_BLOCK = 1024;  // tokens whose highest bound is kept
-
-typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
 // The first `count` of sixteen numbers; the others are -infinity.
 KV_INLINE Lanes load_first(const float* x, int count) {
@@ -22,17 +19,15 @@ KV_INLINE Lanes load_first(const float* x, int count) {
 
 // kv_mask.
 inline void masked_copy(const float* x, int size, const uint8_t* mask, int mask_bytes, float* out) {
-    static const uint32_t BITS[LANES] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                                         1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-    const Words bits = load_words(BITS);
+    Words bits = load_words(LANE_NUMBERS);
+    KV_PARTS bits.v[p] = (WordPart{} + 1) << bits.v[p];
     const FloatPart none = splat_part(-INFINITY);
     for (int i = 0; i < size; i += LANES) {
         const int byte = i / 8;
         const uint32_t allowed = (byte < mask_bytes ? mask[byte] : 0) | (byte + 1 < mask_bytes ? mask[byte + 1] << 8 : 0);
         Lanes a = load_first(x + i, size - i);
         KV_PARTS a.v[p] = (bits.v[p] & allowed) != 0 ? a.v[p] : none;
-        if (size - i >= LANES) store(out + i, a);
-        else store_some(out + i, a, size - i);
+        write(out + i, a, std::min(size - i, LANES));
     }
 }
 
@@ -42,7 +37,7 @@ class Draw {
 
     // maxima: scratch for [size / DRAW_BLOCK, rounded up].
     int32_t token(float* maxima) const {
-        const int blocks = (size_ + DRAW_BLOCK - 1) / DRAW_BLOCK;
+        const int blocks = ceil_div(size_, DRAW_BLOCK);
         int best = 0;
         for (int b = 0; b < blocks; ++b) {
             Lanes highest = zeros();
@@ -54,7 +49,7 @@ class Draw {
             maxima[b] = largest(highest);
             if (maxima[b] > maxima[best]) best = b;
         }
-        // w / v bounds w / e from above; the logarithm is taken only where the bound reaches the leader.
+        // w / v bounds w / e from above. The logarithm is taken only of tokens whose bound reaches the highest ratio so far.
         double ratio = -1;
         int32_t token = 0;
         look(best, ratio, token);
@@ -67,13 +62,12 @@ class Draw {
     static constexpr float SLACK = 1 + 1e-5f;
 
     int first(int block) const { return block * DRAW_BLOCK; }
-    int last(int block) const { return first(block + 1) < size_ ? first(block + 1) : size_; }
+    int last(int block) const { return std::min(first(block + 1), size_); }
 
     // Weights and uniform numbers of the tokens from i on.
     KV_INLINE void at(int i, Lanes& w, Lanes& v) const {
         w = exp((load_first(draw_.logits + i, size_ - i) - top_) / temperature_);
-        static const uint32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const Words numbers = load_words(NUMBERS);
+        const Words numbers = load_words(LANE_NUMBERS);
         KV_PARTS {
             WordPart x = (numbers.v[p] + uint32_t(i)) * 0x9E3779B1u + draw_.key[0];
             x ^= x >> 16;
@@ -86,7 +80,7 @@ class Draw {
         }
     }
 
-    // The token of a block with the highest ratio, if that is above `ratio`; of two, the lower.
+    // Updates `ratio` and `token` if a token of the block has a higher ratio, or the same and a lower number.
     void look(int block, double& ratio, int32_t& token) const {
         for (int i = first(block); i < last(block); i += LANES) {
             Lanes w, v;

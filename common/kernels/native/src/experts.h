@@ -1,20 +1,20 @@
-// The experts of a mixture: rows sorted by expert, then one expert after the other, each shared out among the team, or, where there
-// are enough of them, each on one member, who waits for nobody meanwhile. Only weights of chosen experts are read.
+// The experts of a mixture. Rows are sorted by expert. Experts follow one another, each shared out among the team; if there are
+// enough of them, each is computed by one member, without barriers. Only weights of chosen experts are read.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
 
 namespace KV_VARIANT {
 
-// Which experts compute which rows. A pick is a row and one of its experts on this rank; picks are sorted by expert.
+// The rows of each expert. A pick is a row and one of its experts on this rank; picks are sorted by expert.
 struct Picks {
     int count;
     const int32_t* starts;  // [num_experts + 1]: the first pick of each expert
     const int32_t* rows;    // [count]
-    const int32_t* places;  // [rows][top_k]: the pick, -1 where the expert is on another rank
+    const int32_t* places;  // [rows][top_k]: the pick; -1 if the expert is on another rank
 };
 
-// Scratch memory is for so many picks; a step of more is cut.
+// Most picks in scratch memory; a step with more is cut.
 constexpr int MOST_PICKS = 4096;
 
 // The slot that computes the next row of an expert; `ExpertSlots.choose` in common/model/mixture/slots.py does the same.
@@ -49,8 +49,8 @@ inline Picks sort_by_expert(kv_team& team, const kv_experts& e, const kv_choice&
 
 // How experts are shared out.
 struct ExpertShares {
-    bool are_whole;                      // each expert on one member
-    size_t own_bytes[kv_team::NUM_USES];  // of such a member
+    bool are_whole;                       // each expert is on one member
+    size_t own_bytes[kv_team::NUM_USES];  // of such a member, in each buffer
 };
 
 // Called outside of run(), before `multiply_experts`.
@@ -97,13 +97,13 @@ void multiply_experts(Worker& w, const kv_experts& e, const kv_choice& choice, c
     const int64_t stride = scratch.hidden_stride;
     w.for_each(picks.count, [&](int i) {
         const Model* from = x + int64_t(picks.rows[i]) * hidden;
-        for_lanes(hidden, [&](int k, int count) { write(scratch.x + i * stride + k, read(from + k, count), count); });
+        copy(from, hidden, scratch.x + i * stride);
     });
     const auto multiply = [&](Worker& by, int i) {
         const int first = picks.starts[i], count = picks.starts[i + 1] - first;
         if (!count) return;
         Act* inner = scratch.inner + first * scratch.inner_stride;
-        const Output gated{inner, sizeof(Act) == 4 ? KV_F32 : KV_BF16, scratch.inner_stride, e.gate};
+        const Output gated{inner, dtype_of<Act>(), scratch.inner_stride, e.gate};
         linear<Model>(by, e.gate_up[i], scratch.x + first * stride, stride, gated, count);
         linear<Model>(by, e.down[i], inner, scratch.inner_stride, {scratch.y + first * stride, KV_F32, stride}, count);
     };

@@ -1,4 +1,4 @@
-// e4m3 numbers: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; 0x7f is not-a-number, no infinities.
+// e4m3 numbers: sign, 4 bits of exponent with bias 7, 3 bits of mantissa. 0x7f is not-a-number; there are no infinities.
 #pragma once
 #include "simd.h"
 
@@ -50,20 +50,13 @@ KV_INLINE void store(fp8* x, Lanes a) {
         const FloatPart magnitude = (FloatPart)(bits ^ sign), largest = splat_part(448.0f);
         const FloatPart clamped = magnitude > largest ? largest : magnitude;
         WordPart word = (WordPart)clamped;
-        // Adding 2^14 leaves units of 2^-9, the smallest number, in the low bits.
+        // Adding 2^14 leaves a count of 2^-9, the smallest number, in the low bits.
         const WordPart small = (WordPart)(clamped + 0x1p14f) - (141u << 23);
         const WordPart normal = (word - (120u << 23) + 0x7ffff + ((word >> 20) & 1)) >> 20;
         WordPart narrow = word < (121u << 23) ? small : normal;
         narrow = word > 0x7f800000u ? WordPart{} + 0x7f : narrow;
         *(BytePart*)(x + p * PART_LANES) = __builtin_convertvector(narrow | sign >> 24, BytePart);
     }
-}
-
-KV_INLINE float widen(fp8 x) {
-    const fp8 whole[LANES] = {x};
-    float lanes[LANES];
-    store(lanes, load(whole));
-    return lanes[0];
 }
 
 }  // namespace KV_VARIANT

@@ -1,16 +1,16 @@
-// Codes of 4 bits as numbers that rows multiply: of int4, and of MXFP4 (e2m1).
+// The numbers that codes of 4 bits mean: int4 and MXFP4 (e2m1).
 #pragma once
 #include "ints.h"
 #include "linear_tiles.h"
 
 namespace KV_VARIANT {
 
-// int4 codes of two inputs at a time as numbers that rows multiply, for three types of rows. ADDED is what each number is above
-// its code. `Sums` add up the products of at most MOST_SUMMED inputs: sums of more would be rounded too often.
+// Turns int4 codes of two inputs at a time into numbers that rows multiply, for three types of rows. A number is its code plus
+// ADDED. `Sums` add up the products of at most MOST_SUMMED inputs: sums of more would be rounded too often.
 template <class Act>
 struct Int4Weights;
 
-// Rows of float32. Codes says what number a code is.
+// Rows of float32. `Codes::number` is the number of a code.
 template <class Codes>
 struct FloatNumbers {
     using Act = float;
@@ -22,7 +22,7 @@ struct FloatNumbers {
         for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k], w0, sums[m][h]);
         for (int m = 0; m < ROWS; ++m) sums[m][h] = multiply_add(rows[m][k + 1], w1, sums[m][h]);
     }
-    // A pair of inputs of 16 outputs as `add_expanded_pair` takes them, which moves `halves` to the next pair.
+    // Writes the numbers of a pair of inputs of 16 outputs for `add_expanded_pair`, which moves `halves` to the next pair.
     static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
         float* out = reinterpret_cast<float*>(pair) + half * LANES;
         store(out, Codes::number(codes, shift));

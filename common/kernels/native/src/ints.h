@@ -4,8 +4,6 @@
 
 namespace KV_VARIANT {
 
-typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-
 struct Ints {
     IntPart v[PARTS];
 };
@@ -23,10 +21,10 @@ constexpr int OFFSET = 128;
 constexpr int OFFSET = 0;
 #endif
 
-// sum += a, for sums that a loop keeps in registers.
+// sum += a for sums that a loop keeps in registers.
 KV_INLINE void add_to(IntPart& sum, IntPart a) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a));  // gcc itself adds in another order, which takes more registers than there are
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a));  // gcc would add in another order, which takes too many registers
 #else
     sum += a;
 #endif
@@ -39,7 +37,7 @@ KV_INLINE Ints dot_four(Ints acc, Words weights, uint32_t row) {
 #elif defined(__AVX2__)
     const __m256i rows = _mm256_set1_epi32((int)row), ones = _mm256_set1_epi16(1);
     KV_PARTS {
-        // |weight| * (row with the weight's sign): pairs of them fit 16 bits, because codes are at most 127.
+        // |weight| * (row with the weight's sign): the sum of two products fits 16 bits, because codes are at most 127.
         const __m256i w = (__m256i)weights.v[p];
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(rows, w));
         add_to(acc.v[p], (IntPart)_mm256_madd_epi16(pairs, ones));

@@ -1,20 +1,16 @@
 // All kernels of one variant. Compiled once for each, with -DKV_VARIANT=<name> and the variant's instruction sets.
-#include <utility>
-
 #include "attention.h"
 #include "draw.h"
 #include "mixture.h"
 #include "lora.h"
-#include "rows.h"
-#include "variant.h"
 
 namespace KV_VARIANT {
 namespace {
 
-// The distance between scratch rows: not a power of two, for which rows would share cache sets.
+// The distance between scratch rows: not a power of two, because such rows would share cache sets.
 int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES + 2 * LANES; }
 
-// The activations' type inside: bfloat16 only where the processor multiplies it.
+// f(Model{}, Act{}) with the model's type and the type of activations inside: bfloat16 only if the processor multiplies it.
 template <class F>
 void with_act(int32_t dtype, const F& f) {
 #ifdef KV_HAS_BF16_DOT
@@ -26,11 +22,6 @@ void with_act(int32_t dtype, const F& f) {
 }
 
 template <class T>
-constexpr int32_t dtype_of() {
-    return sizeof(T) == 4 ? KV_F32 : KV_BF16;
-}
-
-template <class T>
 T* scratch(kv_team& team, kv_team::Use use, int64_t count) {
     team.buffers[use].reserve(size_t(count) * sizeof(T));
     return team.buffers[use].as<T>();
@@ -38,102 +29,34 @@ T* scratch(kv_team& team, kv_team::Use use, int64_t count) {
 
 enum LayerLinear { QKV_LINEAR, OUTPUT_LINEAR, GATE_UP_LINEAR, DOWN_LINEAR };
 
-// Called outside of run(), before `lora_terms`.
-void reserve_lora(kv_team& team, const kv_lora* lora) {
-    int64_t most = 0;
-    for (int i = 0; lora && i < 4; ++i) {
-        const int64_t numbers = inner_numbers(lora->terms[i], lora->counts[i], lora->runs);
-        if (numbers > most) most = numbers;
-    }
-    scratch<float>(team, kv_team::PARTIAL, most);
-}
-
-// What a step's adapters add to one of a layer's linear layers; nothing without `lora`.
+// The terms of a step's adapters for one of a layer's linear layers; none without `lora`. Called outside of run().
 LoraTerms lora_terms(kv_team& team, const kv_lora* lora, LayerLinear linear) {
-    if (!lora) return {nullptr, 0, nullptr, nullptr};
-    return {lora->terms[linear], lora->counts[linear], lora->runs, team.buffers[kv_team::PARTIAL].as<float>()};
+    if (!lora) return {};
+    int64_t most = 0;
+    for (int i = 0; i < 4; ++i) most = std::max(most, LoraTerms{lora->terms[i], lora->counts[i], lora->runs}.inner_numbers());
+    return {lora->terms[linear], lora->counts[linear], lora->runs, scratch<float>(team, kv_team::PARTIAL, most)};
 }
 
-void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
-                    int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
-    const Output output{y, y_dtype, y_stride, {activation, 0, 0}};
-    reserve_linear(*team, *l, rows);
-    // float32 weights take float32 rows, whatever the model's dtype.
-    const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
-    with_act(inside, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
-        if (x_dtype == dtype_of<Act>())
-            return team->run([&](Worker& w) { linear<Model>(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
-        const int64_t stride = padded(l->in);
-        Act* converted = scratch<Act>(*team, kv_team::NORMED, rows * stride);
-        team->run([&](Worker& w) {
-            convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
-            linear<Model>(w, *l, converted, stride, output, rows);
-        });
-    });
-}
-
-// Rows are made float32, which all variants multiply: few rows are bound by reading the weights.
-void heads_forward(kv_team* team, const kv_linear* l, int32_t heads, const void* x, int64_t x_stride, int64_t x_head,
-                   void* y, int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows) {
-    const int in = l->in, panels = l->out / PANEL / heads;
-    const int64_t stride = padded(int64_t(heads) * in);
-    float* wide = scratch<float>(*team, kv_team::QUERIES, rows * stride);
-    const auto multiply = [&](auto weights, Worker& w) {
-        using Weights = decltype(weights);
-        const int64_t bytes = Weights::panel_bytes(*l), number_bytes = dtype == KV_F32 ? 4 : 2;
-        w.for_each(heads * panels, [&](int p) {
-            const int head = p / panels;
-            // Outputs of a panel are numbered through all heads.
-            const int64_t gap = head * (y_head - int64_t(panels) * PANEL);
-            const Output output{static_cast<char*>(y) + gap * number_bytes, dtype, y_stride};
-            multiply_panel<Weights>(*l, p, static_cast<const char*>(l->weight) + p * bytes, bytes,
-                                    {wide + int64_t(head) * in, stride}, output, 0, rows);
-        });
-    };
-    with_act(dtype, [&](auto model, auto) {
-        using Model = decltype(model);
-        team->run([&](Worker& w) {
-            w.for_each(rows * heads, [&](int i) {
-                const int64_t row = i / heads, head = i % heads;
-                const Model* from = static_cast<const Model*>(x) + row * x_stride + head * x_head;
-                float* to = wide + row * stride + head * in;
-                for_lanes(in, [&](int k, int count) { write(to + k, read(from + k, count), count); });
-            });
-            l->format == KV_LINEAR_F32 ? multiply(Float32Weights{}, w) : multiply(ShiftedWeights{}, w);
-        });
-    });
-}
-
+// As many rows at a time as scratch memory has picks for. x, out: [rows][hidden].
 template <class Model, class Act>
-void experts_forward(kv_team* team, const kv_experts* e, const kv_choice& choice, const Model* x, float* out) {
-    const Picks picks = sort_by_expert(*team, *e, choice);
-    const int64_t hidden_stride = padded(e->hidden), inner_stride = padded(e->inner);
-    const ExpertShares shares = reserve_experts(*team, *e, picks);
-    const PickRows<Act> rows{scratch<Act>(*team, kv_team::NORMED, picks.count * hidden_stride),
-                             scratch<Act>(*team, kv_team::INNER, picks.count * inner_stride),
-                             scratch<float>(*team, kv_team::QKV, picks.count * hidden_stride), hidden_stride, inner_stride};
-    team->run([&](Worker& w) { multiply_experts(w, *e, choice, picks, shares, x, rows, out); });
-}
-
-void experts_forward(kv_team* team, const kv_experts* e, const kv_choice* choice, const void* x, int32_t dtype, float* out) {
-    const int most = std::max(MOST_PICKS / choice->top_k, 1);
-    with_act(dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
-        for (int row = 0; row < choice->rows; row += most) {
-            const int64_t first = int64_t(row) * choice->top_k;
-            const kv_choice own{choice->experts + first, choice->weights + first, std::min(most, choice->rows - row), choice->top_k};
-            const int64_t at = int64_t(row) * e->hidden;
-            experts_forward<Model, Act>(team, e, own, static_cast<const Model*>(x) + at, out + at);
-        }
-    });
+void add_up_experts(kv_team& team, const kv_experts& e, const kv_choice& choice, const Model* x, float* out) {
+    const int most = std::max(MOST_PICKS / choice.top_k, 1);
+    const int64_t hidden_stride = padded(e.hidden), inner_stride = padded(e.inner);
+    for (int row = 0; row < choice.rows; row += most) {
+        const int64_t first = int64_t(row) * choice.top_k, at = int64_t(row) * e.hidden;
+        const kv_choice own{choice.experts + first, choice.weights + first, std::min(most, choice.rows - row), choice.top_k};
+        const Picks picks = sort_by_expert(team, e, own);
+        const ExpertShares shares = reserve_experts(team, e, picks);
+        const PickRows<Act> rows{scratch<Act>(team, kv_team::NORMED, picks.count * hidden_stride),
+                                 scratch<Act>(team, kv_team::INNER, picks.count * inner_stride),
+                                 scratch<float>(team, kv_team::QKV, picks.count * hidden_stride), hidden_stride, inner_stride};
+        team.run([&](Worker& w) { multiply_experts(w, e, own, picks, shares, x + at, rows, out + at); });
+    }
 }
 
 // x, out: [rows][hidden]. `prepare(w)` writes x.
 template <class Model, class Act, class F>
-void mixture_forward(kv_team* team, const kv_mixture& m, int rows, const F& prepare, const Model* x, Model* out) {
+void mix(kv_team* team, const kv_mixture& m, int rows, const F& prepare, const Model* x, Model* out) {
     const kv_router& r = m.router;
     const int hidden = m.experts.hidden, shared = m.shared_down.weight ? m.shared_down.in : 0;
     const int64_t stride = padded(hidden), shared_stride = padded(shared), scores_stride = ROUTER_PARTS * int64_t(r.num_experts);
@@ -146,11 +69,13 @@ void mixture_forward(kv_team* team, const kv_mixture& m, int rows, const F& prep
         prepare(w);
         convert(w, rows, hidden, x, hidden, wide, stride);
         linear<float>(w, r.logits, wide, stride, {scores, KV_F32, scores_stride}, rows);
-        w.for_each(rows, [&](int row) { route_row(r, scores + row * scores_stride, experts + row * r.top_k, weights + row * r.top_k); });
+        w.for_each(rows, [&](int row) {
+            route_row(r, scores + row * scores_stride, experts + row * r.top_k, weights + row * r.top_k);
+        });
     });
     const kv_choice choice{experts, weights, rows, r.top_k};
     float* sums = scratch<float>(*team, kv_team::MIXTURE_OUT, int64_t(rows) * hidden);
-    experts_forward(team, &m.experts, &choice, x, dtype_of<Model>(), sums);
+    add_up_experts<Model, Act>(*team, m.experts, choice, x, sums);
     if (shared) {
         reserve_linear(*team, m.shared_gate_up, rows);
         reserve_linear(*team, m.shared_down, rows);
@@ -174,17 +99,97 @@ void mixture_forward(kv_team* team, const kv_mixture& m, int rows, const F& prep
     });
 }
 
-void mixture_forward(kv_team* team, const kv_mixture* m, const void* x, int32_t dtype, int32_t rows, void* out) {
-    with_act(dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
-        const auto nothing = [](Worker&) {};
-        mixture_forward<Model, Act>(team, *m, rows, nothing, static_cast<const Model*>(x), static_cast<Model*>(out));
+// The first part of a layer: residual += delta, norm, q, k and v. normed: [rows][padded hidden]; qkv: [rows][qkv_stride].
+template <class Model, class Act>
+void put_qkv(Worker& w, const kv_layer& l, int rows, const LoraTerms& added, void* residual, const void* delta, Act* normed,
+             float* qkv, int64_t qkv_stride) {
+    const int64_t stride = padded(l.hidden);
+    add_norm(w, rows, l.hidden, l.input_norm, l.input_eps, static_cast<Model*>(residual), static_cast<const Model*>(delta),
+             normed, stride);
+    linear<Model>(w, l.qkv, normed, stride, {qkv, KV_F32, qkv_stride}, rows);
+    if (added.count) add_lora<Model>(w, added, normed, stride, qkv, qkv_stride);
+}
+
+// residual += delta; delta = mixture(norm(residual)): `layer_mlp` of a layer whose MLP is a mixture.
+void layer_mixture(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
+    with_act(l->dtype, [&]<class Model, class Act>(Model, Act) {
+        Model* x = scratch<Model>(*team, kv_team::MIXTURE_IN, int64_t(rows) * l->hidden);
+        const auto norm = [&](Worker& w) {
+            add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
+                     static_cast<const Model*>(delta), x, l->hidden);
+        };
+        mix<Model, Act>(team, *l->mixture, rows, norm, x, static_cast<Model*>(delta));
     });
 }
 
-void rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
-                     int32_t half, float* cos, float* sin) {
+}  // namespace
+}  // namespace KV_VARIANT
+
+using namespace KV_VARIANT;
+
+void KV_FUNCTION(linear_forward)(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
+                                 int32_t y_dtype, int64_t y_stride, int32_t rows) {
+    const Output output{y, y_dtype, y_stride};
+    reserve_linear(*team, *l, rows);
+    // float32 weights take float32 rows, whatever the model's dtype.
+    const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
+    with_act(inside, [&]<class Model, class Act>(Model, Act) {
+        if (x_dtype == dtype_of<Act>())
+            return team->run([&](Worker& w) { linear<Model>(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
+        const int64_t stride = padded(l->in);
+        Act* converted = scratch<Act>(*team, kv_team::NORMED, rows * stride);
+        team->run([&](Worker& w) {
+            convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
+            linear<Model>(w, *l, converted, stride, output, rows);
+        });
+    });
+}
+
+// Rows become float32, which all variants multiply: reading the weights bounds the speed of few rows.
+void KV_FUNCTION(heads_forward)(kv_team* team, const kv_linear* l, int32_t heads, const void* x, int64_t x_stride,
+                                int64_t x_head, void* y, int64_t y_stride, int64_t y_head, int32_t dtype, int32_t rows) {
+    const int in = l->in, panels = l->out / PANEL / heads;
+    const int64_t stride = padded(int64_t(heads) * in);
+    float* wide = scratch<float>(*team, kv_team::QUERIES, rows * stride);
+    const auto multiply = [&]<class Weights>(Weights, Worker& w) {
+        const int64_t bytes = Weights::panel_bytes(*l), number_bytes = dtype == KV_F32 ? 4 : 2;
+        w.for_each(heads * panels, [&](int p) {
+            const int head = p / panels;
+            // Outputs of a panel are numbered through all heads.
+            const int64_t gap = head * (y_head - int64_t(panels) * PANEL);
+            const Output output{static_cast<char*>(y) + gap * number_bytes, dtype, y_stride};
+            multiply_panel<Weights>(*l, p, static_cast<const char*>(l->weight) + p * bytes, bytes,
+                                    {wide + int64_t(head) * in, stride}, output, 0, rows);
+        });
+    };
+    with_act(dtype, [&]<class Model>(Model, auto) {
+        team->run([&](Worker& w) {
+            w.for_each(rows * heads, [&](int i) {
+                const int64_t row = i / heads, head = i % heads;
+                const Model* from = static_cast<const Model*>(x) + row * x_stride + head * x_head;
+                copy(from, in, wide + row * stride + head * in);
+            });
+            l->format == KV_LINEAR_F32 ? multiply(Float32Weights{}, w) : multiply(ShiftedWeights{}, w);
+        });
+    });
+}
+
+void KV_FUNCTION(experts_forward)(kv_team* team, const kv_experts* e, const kv_choice* choice, const void* x, int32_t dtype,
+                                  float* out) {
+    with_act(dtype, [&]<class Model, class Act>(Model, Act) {
+        add_up_experts<Model, Act>(*team, *e, *choice, static_cast<const Model*>(x), out);
+    });
+}
+
+void KV_FUNCTION(mixture_forward)(kv_team* team, const kv_mixture* m, const void* x, int32_t dtype, int32_t rows, void* out) {
+    with_act(dtype, [&]<class Model, class Act>(Model, Act) {
+        const auto nothing = [](Worker&) {};
+        mix<Model, Act>(team, *m, rows, nothing, static_cast<const Model*>(x), static_cast<Model*>(out));
+    });
+}
+
+void KV_FUNCTION(rotation_angles)(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
+                                  int32_t half, float* cos, float* sin) {
     team->run([&](Worker& w) {
         w.for_each(rows, [&](int row) {
             for (int i = 0; i < half; ++i) {
@@ -196,41 +201,33 @@ void rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, cons
     });
 }
 
-void attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* batch, int32_t q_heads, float scale,
-                       int32_t dtype, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
-                       int64_t v_stride, void* out) {
-    const int width = q_heads * cache->head_dim, dim = cache->head_dim;
-    reserve_attention(*team, *cache, *batch, q_heads);
-    with_act(dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
+void KV_FUNCTION(attention_forward)(kv_team* team, const kv_cache* cache, const kv_batch* batch, int32_t q_heads, float scale,
+                                    int32_t dtype, const void* q, int64_t q_stride, const void* k, int64_t k_stride,
+                                    const void* v, int64_t v_stride, void* out) {
+    const int rows = batch->num_rows, dim = cache->head_dim, width = q_heads * dim;
+    const attention::Plan plan(*team, *cache, *batch, q_heads);
+    with_act(dtype, [&]<class Model, class Act>(Model, Act) {
         const int64_t stride = padded(width);
-        Act* queries = scratch<Act>(*team, kv_team::QUERIES, batch->num_rows * stride);
-        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, batch->row_ends ? 0 : batch->num_rows * stride);
+        Act* queries = scratch<Act>(*team, kv_team::QUERIES, rows * stride);
+        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, batch->row_ends ? 0 : rows * stride);
+        float* partials = batch->row_ends ? static_cast<float*>(out) : nullptr;
         team->run([&](Worker& w) {
-            w.for_each(batch->num_rows * cache->kv_heads, [&](int task) {
+            w.for_each(rows * cache->kv_heads, [&](int task) {
                 const int row = task / cache->kv_heads, head = task % cache->kv_heads;
                 if (batch->slots[row] < 0) return;  // another stripe's
-                float wide[2048];
-                for (int plane = 0; plane < 2; ++plane) {
-                    const Model* x = static_cast<const Model*>(plane ? v : k) + row * (plane ? v_stride : k_stride);
-                    for (int i = 0; i < dim; ++i) wide[i] = widen(x[head * dim + i]);
-                    put_head(*cache, plane, batch->slots[row], head, wide);
-                }
+                put_head(*cache, 0, batch->slots[row], head, static_cast<const Model*>(k) + row * k_stride + head * dim);
+                put_head(*cache, 1, batch->slots[row], head, static_cast<const Model*>(v) + row * v_stride + head * dim);
             });
-            convert(w, batch->num_rows, width, static_cast<const Model*>(q), q_stride, queries, stride);
-            if (batch->row_ends)
-                return attend<Act>(w, *cache, *batch, scale, queries, stride, nullptr, 0, static_cast<float*>(out));
-            attend(w, *cache, *batch, scale, queries, stride, attended, stride);
-            convert(w, batch->num_rows, width, attended, stride, static_cast<Model*>(out), width);
+            convert(w, rows, width, static_cast<const Model*>(q), q_stride, queries, stride);
+            attend<Act>(w, plan, *cache, *batch, scale, {queries, stride, attended, stride, partials});
+            if (!partials) convert(w, rows, width, attended, stride, static_cast<Model*>(out), width);
         });
     });
 }
 
-void join_partials(kv_team* team, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
-                   const float* sinks, int32_t dtype, void* out) {
-    with_act(dtype, [&](auto model, auto) {
-        using Model = decltype(model);
+void KV_FUNCTION(join_partials)(kv_team* team, const float* parts, int32_t stripes, int32_t rows, int32_t heads, int32_t dim,
+                                const float* sinks, int32_t dtype, void* out) {
+    with_act(dtype, [&]<class Model>(Model, auto) {
         team->run([&](Worker& w) {
             w.for_each(rows, [&](int row) {
                 for (int head = 0; head < heads; ++head) {
@@ -243,68 +240,55 @@ void join_partials(kv_team* team, const float* parts, int32_t stripes, int32_t r
     });
 }
 
-// The first part of a layer: residual += delta, norm, q, k and v. normed: [rows][padded hidden]; qkv: [rows][qkv_stride].
-template <class Model, class Act>
-void put_qkv(Worker& w, const kv_layer& l, int rows, const LoraTerms& added, void* residual, const void* delta, Act* normed,
-             float* qkv, int64_t qkv_stride) {
-    const int64_t stride = padded(l.hidden);
-    add_norm(w, rows, l.hidden, l.input_norm, l.input_eps, static_cast<Model*>(residual), static_cast<const Model*>(delta),
-             normed, stride);
-    linear<Model>(w, l.qkv, normed, stride, {qkv, KV_F32, qkv_stride}, rows);
-    if (added.count) add_lora<Model>(w, added, normed, stride, qkv, qkv_stride);
-}
-
-void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const kv_batch* batch,
-                  const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
-    const int rows = batch->num_rows, width = (l->q_heads + 2 * l->kv_heads) * l->head_dim;
-    const int64_t qkv_stride = padded(width);
-    const int64_t query_stride = padded(l->q_heads * l->head_dim);
+void KV_FUNCTION(layer_attend)(kv_team* team, const kv_layer* l, const kv_cache* cache, const kv_batch* batch,
+                               const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
+    const int rows = batch->num_rows, dim = l->head_dim;
+    const int64_t qkv_stride = padded((l->q_heads + 2 * l->kv_heads) * dim), stride = padded(l->q_heads * dim);
     reserve_linear(*team, l->qkv, rows);
-    reserve_attention(*team, *cache, *batch, l->q_heads);
-    reserve_lora(*team, lora);
+    const attention::Plan plan(*team, *cache, *batch, l->q_heads);
     const LoraTerms added = lora_terms(*team, lora, QKV_LINEAR);
-    with_act(l->dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
+    with_act(l->dtype, [&]<class Model, class Act>(Model, Act) {
         Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * padded(l->hidden));
         float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
-        Act* queries = scratch<Act>(*team, kv_team::QUERIES, rows * query_stride);
-        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, rows * query_stride);
+        Act* queries = scratch<Act>(*team, kv_team::QUERIES, rows * stride);
+        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, rows * stride);
         team->run([&](Worker& w) {
             put_qkv<Model>(w, *l, rows, added, residual, delta, normed, qkv, qkv_stride);
-            rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
-            attend(w, *cache, *batch, l->attention_scale, queries, query_stride, attended, query_stride);
+            turn_heads(w, *l, rows, *rotation, qkv, qkv_stride, [&](int row, int h, const float* x) {
+                const int of_cache = h - l->q_heads;
+                if (of_cache < 0) return copy(x, dim, queries + row * stride + h * dim);
+                put_head(*cache, of_cache / l->kv_heads, batch->slots[row], of_cache % l->kv_heads, x);
+            });
+            attend<Act>(w, plan, *cache, *batch, l->attention_scale, {queries, stride, attended, stride});
         });
     });
 }
 
-void layer_rows(kv_team* team, const kv_layer* l, int32_t rows, const kv_rotation* rotation, const kv_lora* lora,
-                void* residual, const void* delta, void* out) {
-    const int64_t qkv_stride = padded((l->q_heads + 2 * l->kv_heads) * l->head_dim);
+void KV_FUNCTION(layer_rows)(kv_team* team, const kv_layer* l, int32_t rows, const kv_rotation* rotation, const kv_lora* lora,
+                             void* residual, const void* delta, void* out) {
+    const int heads = l->q_heads + 2 * l->kv_heads;
+    const int64_t qkv_stride = padded(heads * l->head_dim);
     reserve_linear(*team, l->qkv, rows);
-    reserve_lora(*team, lora);
     const LoraTerms added = lora_terms(*team, lora, QKV_LINEAR);
-    with_act(l->dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
+    with_act(l->dtype, [&]<class Model, class Act>(Model, Act) {
         Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * padded(l->hidden));
         float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
         team->run([&](Worker& w) {
             put_qkv<Model>(w, *l, rows, added, residual, delta, normed, qkv, qkv_stride);
-            rotate_rows(w, *l, rows, *rotation, qkv, qkv_stride, static_cast<Model*>(out));
+            turn_heads(w, *l, rows, *rotation, qkv, qkv_stride, [&](int row, int h, const float* x) {
+                copy(x, l->head_dim, static_cast<Model*>(out) + (int64_t(row) * heads + h) * l->head_dim);
+            });
         });
     });
 }
 
-void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, const void* given, void* delta) {
+void KV_FUNCTION(layer_project)(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, const void* given,
+                                void* delta) {
     reserve_linear(*team, l->output, rows);
-    reserve_lora(*team, lora);
     const LoraTerms added = lora_terms(*team, lora, OUTPUT_LINEAR);
     const int width = l->q_heads * l->head_dim;
     const int64_t stride = padded(width);
-    with_act(l->dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
+    with_act(l->dtype, [&]<class Model, class Act>(Model, Act) {
         if (given) scratch<Act>(*team, kv_team::ATTENDED, rows * stride);
         Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
         team->run([&](Worker& w) {
@@ -315,34 +299,18 @@ void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora
     });
 }
 
-// residual += delta; delta = mixture(norm(residual)): `layer_mlp` of a layer whose MLP is a mixture.
-void layer_mixture(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
-    with_act(l->dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
-        Model* x = scratch<Model>(*team, kv_team::MIXTURE_IN, int64_t(rows) * l->hidden);
-        const auto norm = [&](Worker& w) {
-            add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
-                     static_cast<const Model*>(delta), x, l->hidden);
-        };
-        mixture_forward<Model, Act>(team, *l->mixture, rows, norm, x, static_cast<Model*>(delta));
-    });
-}
-
-void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* residual, void* delta) {
+void KV_FUNCTION(layer_mlp)(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* residual, void* delta) {
     if (l->mixture) return layer_mixture(team, l, rows, residual, delta);
     const int half = l->down.in;
     const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(half), wide_stride = padded(2 * half);
     reserve_linear(*team, l->gate_up, rows);
     reserve_linear(*team, l->down, rows);
-    reserve_lora(*team, lora);
     const LoraTerms first = lora_terms(*team, lora, GATE_UP_LINEAR), last = lora_terms(*team, lora, DOWN_LINEAR);
-    with_act(l->dtype, [&](auto model, auto act) {
-        using Model = decltype(model);
-        using Act = decltype(act);
+    with_act(l->dtype, [&]<class Model, class Act>(Model, Act) {
         Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
         Act* inner = scratch<Act>(*team, kv_team::INNER, rows * inner_stride);
         float* wide = scratch<float>(*team, kv_team::QKV, first.count ? rows * wide_stride : 0);
+        const Output gated{inner, dtype_of<Act>(), inner_stride, {KV_SILU_GATE, 0, 0}};
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
@@ -351,7 +319,7 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lo
                 add_lora<Model>(w, first, normed, hidden_stride, wide, wide_stride);
                 silu_and_mul_rows(w, rows, half, wide, wide_stride, inner, inner_stride);
             } else {
-                linear<Model>(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, {KV_SILU_GATE, 0, 0}}, rows);
+                linear<Model>(w, l->gate_up, normed, hidden_stride, gated, rows);
             }
             linear<Model>(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden}, rows);
             if (last.count) add_lora<Model>(w, last, inner, inner_stride, static_cast<Model*>(delta), l->hidden);
@@ -359,13 +327,35 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lo
     });
 }
 
-void lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
-              const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride) {
-    const LoraTerms all{terms, count, runs, scratch<float>(*team, kv_team::PARTIAL, inner_numbers(terms, count, runs))};
-    with_act(dtype, [&](auto model, auto) {
-        using Model = decltype(model);
-        with_act(y_dtype, [&](auto output, auto) {
-            using Y = decltype(output);
+void KV_FUNCTION(layers_forward)(kv_team* team, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
+                                 const kv_batch* const* batches, const kv_rotation* rotation, void* residual, void* delta) {
+    for (int i = 0; i < count; ++i) {
+        const int32_t rows = batches[i]->num_rows;
+        KV_FUNCTION(layer_attend)(team, layers[i], caches[i], batches[i], rotation, nullptr, residual, i ? delta : nullptr);
+        KV_FUNCTION(layer_project)(team, layers[i], rows, nullptr, nullptr, delta);
+        KV_FUNCTION(layer_mlp)(team, layers[i], rows, nullptr, residual, delta);
+    }
+}
+
+void KV_FUNCTION(model_forward)(kv_team* team, const kv_model* m, const int64_t* token_ids, float* logits) {
+    const int32_t hidden = m->layers[0]->hidden, dtype = m->layers[0]->dtype, rows = m->batches[0]->num_rows;
+    const int64_t row_bytes = int64_t(hidden) * (dtype == KV_F32 ? 4 : 2);
+    char* residual = scratch<char>(*team, kv_team::RESIDUAL, rows * row_bytes);
+    char* delta = scratch<char>(*team, kv_team::DELTA, rows * row_bytes);
+    char* normed = scratch<char>(*team, kv_team::FINAL, rows * row_bytes);
+    const char* embedding = static_cast<const char*>(m->embedding);
+    for (int32_t i = 0; i < rows; ++i) std::memcpy(residual + i * row_bytes, embedding + token_ids[i] * row_bytes, row_bytes);
+    KV_FUNCTION(layers_forward)(team, m->num_layers, m->layers, m->caches, m->batches, &m->rotation, residual, delta);
+    KV_FUNCTION(norm)(team, m->final_norm, m->final_eps, hidden, dtype, rows, residual, delta, normed);
+    KV_FUNCTION(linear_forward)(team, m->lm_head, normed, dtype, hidden, logits, KV_F32, m->lm_head->out, rows);
+}
+
+void KV_FUNCTION(lora_add)(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
+                           const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride) {
+    LoraTerms all{terms, count, runs};
+    all.inner = scratch<float>(*team, kv_team::PARTIAL, all.inner_numbers());
+    with_act(dtype, [&]<class Model>(Model, auto) {
+        with_act(y_dtype, [&]<class Y>(Y, auto) {
             team->run([&](Worker& w) {
                 add_lora<Model>(w, all, static_cast<const Model*>(x), x_stride, static_cast<Y*>(y), y_stride);
             });
@@ -373,19 +363,17 @@ void lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_
     });
 }
 
-void silu_and_mul(kv_team* team, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out) {
-    with_act(dtype, [&](auto model, auto) {
-        using Model = decltype(model);
+void KV_FUNCTION(silu_and_mul)(kv_team* team, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out) {
+    with_act(dtype, [&]<class Model>(Model, auto) {
         team->run([&](Worker& w) {
             silu_and_mul_rows(w, rows, half, static_cast<const Model*>(x), 2 * half, static_cast<Model*>(out), half);
         });
     });
 }
 
-void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
-          const void* delta, void* out) {
-    with_act(dtype, [&](auto model, auto) {
-        using Model = decltype(model);
+void KV_FUNCTION(norm)(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows,
+                       void* residual, const void* delta, void* out) {
+    with_act(dtype, [&]<class Model>(Model, auto) {
         team->run([&](Worker& w) {
             add_norm(w, rows, hidden, weight, eps, static_cast<Model*>(residual), static_cast<const Model*>(delta),
                      static_cast<Model*>(out), hidden);
@@ -393,33 +381,25 @@ void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t
     });
 }
 
-void mask(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
+void KV_FUNCTION(mask)(kv_team*, const float* x, int32_t size, const uint8_t* mask, int32_t mask_bytes, float* out) {
     masked_copy(x, size, mask, mask_bytes, out);  // on this thread alone: waking the others takes as long as the copy
 }
 
-void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
-                 const float* highest, double* out, float* maxima) {
+void KV_FUNCTION(log_sum_exp)(kv_team* team, const float* x, int32_t size, const int32_t* indices, int32_t count,
+                              const float* highest, double* out, float* maxima) {
+    const int64_t stride = size, maxima_stride = size / KV_MAXIMA_OF;
     team->run([&](Worker& w) {
         w.for_each(count, [&](int i) {
-            out[i] = log_sum_exp_of(x + indices[i] * stride, size, highest[i], maxima + int64_t(i) * (size / KV_MAXIMA_OF));
+            out[i] = log_sum_exp_of(x + indices[i] * stride, size, highest[i], maxima + i * maxima_stride);
         });
     });
 }
 
-void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t size, int32_t* out) {
-    const int64_t blocks = (size + DRAW_BLOCK - 1) / DRAW_BLOCK;
+void KV_FUNCTION(draw_tokens)(kv_team* team, const kv_draw* draws, int32_t count, int32_t size, int32_t* out) {
+    const int64_t blocks = ceil_div(size, DRAW_BLOCK);
     float* maxima = scratch<float>(*team, kv_team::PARTIAL, team->size() * blocks);
     team->run([&](Worker& w) {
         w.for_each(count, [&](int i) { out[i] = Draw(draws[i], size).token(maxima + w.index * blocks); });
     });
 }
 
-}  // namespace
-}  // namespace KV_VARIANT
-
-extern const kv_variant KV_TABLE(KV_VARIANT){
-    KV_VARIANT::linear_forward, KV_VARIANT::heads_forward, KV_VARIANT::experts_forward, KV_VARIANT::mixture_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward,
-    KV_VARIANT::join_partials,  KV_VARIANT::layer_attend, KV_VARIANT::layer_rows,
-    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
-    KV_VARIANT::norm,           KV_VARIANT::mask,            KV_VARIANT::log_sum_exp,    KV_VARIANT::draw_tokens,
-};

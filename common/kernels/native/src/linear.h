@@ -2,6 +2,7 @@
 // stay in registers over all inputs, in the order of the inputs: a row's result does not depend on the other rows.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "api.h"
@@ -23,18 +24,26 @@ constexpr int SUM_REGISTERS = 12;
 // share each conversion of a weight.
 constexpr int TILE_HALVES = VECTOR_BYTES == 64 ? 2 : 1;
 constexpr int MAX_ROWS = SUM_REGISTERS / (PARTS * TILE_HALVES);
-// Tiles of so few rows are of whole panels in any case: registers hold their sums and all weights of an input.
+// Tiles of at most this many rows are always of whole panels: registers hold their sums and all weights of an input.
 constexpr int FEW_ROWS = MAX_ROWS / 3;
 constexpr int halves_of(int rows) { return rows <= FEW_ROWS ? 2 : TILE_HALVES; }
 constexpr int CACHE_LINE = 64;
 constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
-// How near to prefetch, as __builtin_prefetch counts: Intel's cores, which get these variants, wait for more lines at once on the
-// way to the second-level cache than to the first.
+// The locality that __builtin_prefetch takes. Intel's cores, which get the variants with 2, can wait for more lines at once on
+// the way to the second-level cache than to the first.
 #if defined(__AVX512F__) && (!defined(KV_HAS_BF16_DOT) || defined(KV_HAS_TILES))
 constexpr int NEAR = 2;
 #else
 constexpr int NEAR = 3;
 #endif
+
+// Functions for 1, 2, ... MOST rows. make.operator()<ROWS>() returns one of them.
+template <int MOST, class Make>
+constexpr auto for_rows(const Make& make) {
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return std::array{make.template operator()<I + 1>()...};
+    }(std::make_integer_sequence<int, MOST>{});
+}
 
 template <int ROWS, int COUNT>
 using Tile = Lanes[ROWS][COUNT];  // COUNT: halves of panels
@@ -60,7 +69,7 @@ struct Rows {
     }
 };
 
-// What to fetch into the cache beside the work on a panel: for each two lines of it one or two others.
+// Fetches other lines into the cache during the work on a panel: one or two for each two lines of it.
 struct Fetch {
     const char* next;
     int64_t step;  // one or two lines
@@ -87,23 +96,23 @@ KV_INLINE void add_outer(Rows<float> rows, int k, const Lanes (&w)[COUNT], Tile<
 struct Halves {
     const char* weights;  // of the next inputs
     int64_t panel_bytes;
-    int first;  // number of the first half among those of all panels
+    int first;  // number of the tile's first half, counted through all panels
 
     KV_INLINE const char* operator[](int h) const { return weights + h / 2 * panel_bytes + h % 2 * CACHE_LINE; }
     KV_INLINE void advance() { weights += PANEL * 4; }
     KV_INLINE Halves from(int64_t byte) const { return {weights + byte, panel_bytes, first}; }
 };
 
-// The tiles of many rows of each kind of weights that does not say otherwise.
+// The tiles of many rows. Each kind of weights inherits it and may override parts.
 struct UsualTiles {
     static constexpr int ROWS = MAX_ROWS, HALVES = TILE_HALVES;
+    static constexpr bool IS_SLICED = true;
     static int sums_per_row(const kv_linear&) { return 0; }
 };
 
-// Each kind of weights says what activations it takes, and multiplies one tile.
+// Each kind of weights has the type of activations that it multiplies, and the product of one tile.
 struct Float32Weights : UsualTiles {
     using Act = float;
-    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) * PANEL * 4; }
 
     template <int ROWS, int COUNT, class F>
@@ -117,10 +126,9 @@ struct Float32Weights : UsualTiles {
     }
 };
 
-// bfloat16 weights for processors without bfloat16 products: a shift makes each a float32.
+// bfloat16 weights on processors without bfloat16 products: a shift turns each into float32.
 struct ShiftedWeights : UsualTiles {
     using Act = float;
-    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 1) / 2 * PANEL * 4; }
 
     static KV_INLINE Lanes even(Words pairs) {
@@ -141,10 +149,10 @@ struct ShiftedWeights : UsualTiles {
             keep_loads_here();
             add<true>(halves, rows, k + 1, acc);
         }
-        if (k < l.in) add<false>(halves, rows, k, acc);
+        if (l.in % 2) add<false>(halves, rows, k, acc);
     }
 
-    // acc += input k of each row times the weights of that input, which are at even or odd places.
+    // acc += input k of each row times the weights of that input, which are the even or the odd ones of pairs.
     template <bool IS_ODD, int ROWS, int COUNT>
     static KV_INLINE void add(Halves halves, Rows<float> rows, int k, Tile<ROWS, COUNT>& acc) {
         Lanes w[COUNT];
@@ -152,7 +160,7 @@ struct ShiftedWeights : UsualTiles {
         add_outer<ROWS>(rows, k, w, acc);
     }
 
-    // One panel as Float32Weights take it. out: [in][32].
+    // Turns one panel into one of Float32Weights. expanded: [in][32].
     static void expand(const kv_linear& l, const char* w, char* expanded) {
         float* out = reinterpret_cast<float*>(expanded);
         for (int k = 0; k < l.in; k += 2, w += PANEL * 4)
@@ -164,10 +172,11 @@ struct ShiftedWeights : UsualTiles {
     }
 };
 
-#if defined(KV_HAS_BF16_DOT) && !defined(KV_HAS_TILES)
+// bfloat16 weights on processors that multiply pairs of bfloat16.
+struct PairedWeights;
+#ifdef KV_HAS_BF16_DOT
 struct PairedWeights : UsualTiles {
     using Act = bf16;
-    static constexpr bool IS_SLICED = true;
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
 
     template <int ROWS, int COUNT, class F>
@@ -182,7 +191,7 @@ struct PairedWeights : UsualTiles {
                 for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], w[h], pair);
             }
         }
-        if (k < l.in)
+        if (l.in % 2)
             for (int m = 0; m < ROWS; ++m) {
                 const uint32_t pair = rows[m][k].bits;
                 for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], load_words(halves[h]), pair);
@@ -191,7 +200,12 @@ struct PairedWeights : UsualTiles {
 };
 #endif
 
-// Where a product's results go.
+template <class T>
+constexpr int32_t dtype_of() {
+    return sizeof(T) == 4 ? KV_F32 : KV_BF16;
+}
+
+// The results of a product: [rows][out], or [rows][out / 2] with a gate. stride: numbers from one row to the next.
 struct Output {
     void* y;
     int32_t dtype;
@@ -200,13 +214,11 @@ struct Output {
 
     KV_INLINE void put(int row, int column, Lanes a, int count) const {
         if (count <= 0) return;
-        if (dtype == KV_F32) {
-            float* to = static_cast<float*>(y) + row * stride + column;
-            count >= LANES ? store(to, a) : store_some(to, a, count);
-        } else {
-            bf16* to = static_cast<bf16*>(y) + row * stride + column;
-            count >= LANES ? store(to, a) : store_some(to, a, count);
-        }
+        const int64_t at = row * stride + column;
+        if (dtype == KV_F32)
+            write(static_cast<float*>(y) + at, a, std::min(count, LANES));
+        else
+            write(static_cast<bf16*>(y) + at, a, std::min(count, LANES));
     }
 };
 
@@ -218,7 +230,7 @@ KV_INLINE Lanes gated(const kv_gate& gate, Lanes a, Lanes b) {
     return a / (splat(1.0f) + exp(splat(-gate.alpha) * a)) * (b + splat(1.0f));
 }
 
-inline int num_panels(const kv_linear& l) { return l.is_paired ? (l.out / 2 + LANES - 1) / LANES : (l.out + PANEL - 1) / PANEL; }
+inline int num_panels(const kv_linear& l) { return l.is_paired ? ceil_div(l.out / 2, LANES) : ceil_div(l.out, PANEL); }
 
 // Results of rows [row, row + num_rows) and one panel. sums: [num_rows][32].
 inline void put(const kv_linear& l, const Output& output, int panel, int row, int num_rows, const float* sums) {
@@ -228,8 +240,8 @@ inline void put(const kv_linear& l, const Output& output, int panel, int row, in
     const int count0 = (l.is_paired ? half : l.out) - first, count1 = l.out - second;
     Lanes bias0 = zeros(), bias1 = zeros();
     if (l.bias) {
-        bias0 = load_some(l.bias + first, count0 < LANES ? count0 : LANES);
-        bias1 = load_some(l.bias + second, count1 < 0 ? 0 : count1 < LANES ? count1 : LANES);
+        bias0 = load_some(l.bias + first, std::min(count0, LANES));
+        bias1 = load_some(l.bias + second, std::clamp(count1, 0, LANES));
     }
     for (int m = 0; m < num_rows; ++m, sums += PANEL) {
         const Lanes a = load(sums) + bias0, b = load(sums + LANES) + bias1;
@@ -242,7 +254,7 @@ inline void put(const kv_linear& l, const Output& output, int panel, int row, in
     }
 }
 
-// sums: [rows][32], with 16 for each half; of one row as many as it has. is_first: they are set, not added to.
+// sums: [rows][32], 16 of each half; one row may have more than two halves. is_first: they are set, not added to.
 template <class Weights, int ROWS, int COUNT, class F>
 __attribute__((noinline)) void multiply_tile(const kv_linear& l, Halves halves, F fetch, Rows<typename Weights::Act> rows,
                                              float* sums, bool is_first) {
@@ -250,24 +262,16 @@ __attribute__((noinline)) void multiply_tile(const kv_linear& l, Halves halves, 
     for (int m = 0; m < ROWS; ++m)
         for (int h = 0; h < COUNT; ++h) acc[m][h] = is_first ? zeros() : load(sums + m * PANEL + h * LANES);
     Weights::template multiply<ROWS, COUNT>(l, halves, fetch, rows, acc);
-    Tile<ROWS, COUNT> results;  // clang would keep acc itself in memory during the product, because what follows is a loop
+    Tile<ROWS, COUNT> results;  // a copy: clang would keep acc in memory during the product, because of the loop over it below
     for (int m = 0; m < ROWS; ++m)
         for (int h = 0; h < COUNT; ++h) results[m][h] = acc[m][h];
     for (int m = 0; m < ROWS; ++m)
         for (int h = 0; h < COUNT; ++h) store(sums + m * PANEL + h * LANES, results[m][h]);
 }
 
-// The tile function for 1, 2, ... rows.
-template <class Weights, int COUNT, int... ROWS>
-KV_INLINE auto tile_for(int num_rows, std::integer_sequence<int, ROWS...>) {
-    using Function = decltype(&multiply_tile<Weights, 1, COUNT, Fetch>);
-    static constexpr Function functions[] = {&multiply_tile<Weights, ROWS + 1, COUNT, Fetch>...};
-    return functions[num_rows - 1];
-}
-
 // Several tiles take a panel in slices of this many inputs, which stay in the cache from one tile to the next.
 constexpr int SLICE_INPUTS = 256;
-// More rows than those of so many tiles take whole panels.
+// Up to this many tiles of rows take slices; more take whole panels.
 constexpr int MOST_SLICED = TILE_HALVES == 2 ? 4 : 16;
 
 // One panel by `num_rows` rows from `row` on, in tiles of nearly equal size: up to MOST rows by COUNT halves of the panel.
@@ -276,11 +280,12 @@ constexpr int MOST_SLICED = TILE_HALVES == 2 ? 4 : 16;
 template <class Weights, int MOST, int COUNT>
 void multiply_in_tiles(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
                        Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
-    const int parts = (num_rows + MOST - 1) / MOST, tiles = parts * (2 / COUNT);  // parts of the rows
+    const int parts = ceil_div(num_rows, MOST), tiles = parts * (2 / COUNT);  // parts of the rows
     const int sums_per_row = Weights::sums_per_row(l);
     const bool is_sliced = Weights::IS_SLICED && tiles > 1 && parts <= MOST_SLICED;
-    const int slices = is_sliced ? (l.in + SLICE_INPUTS - 1) / SLICE_INPUTS : 1;
+    const int slices = is_sliced ? ceil_div(l.in, SLICE_INPUTS) : 1;
     alignas(CACHE_LINE) float sums[MOST_SLICED * MOST * PANEL];
+    static constexpr auto functions = for_rows<MOST>([]<int ROWS>() { return &multiply_tile<Weights, ROWS, COUNT, Fetch>; });
     kv_linear slice = l;
     for (int s = 0, from = 0; s < slices; ++s, from += slice.in) {
         slice.in = s + 1 < slices ? l.in / slices / 2 * 2 : l.in - from;
@@ -295,9 +300,8 @@ void multiply_in_tiles(const kv_linear& l, int panel_index, const char* panel, i
             Rows<typename Weights::Act> own = rows.from(row + lo, sums_per_row);
             own.x += from;
             float* own_sums = sums + (is_sliced ? lo * PANEL : 0);
-            const auto multiply = tile_for<Weights, COUNT>(hi - lo, std::make_integer_sequence<int, MOST>{});
-            multiply(slice, {panel + half * CACHE_LINE, panel_bytes, 2 * panel_index + half}, fetch, own,
-                     own_sums + half * LANES, s == 0);
+            functions[hi - lo - 1](slice, {panel + half * CACHE_LINE, panel_bytes, 2 * panel_index + half}, fetch, own,
+                                   own_sums + half * LANES, s == 0);
             if (s + 1 == slices && half + COUNT == 2) put(l, output, panel_index, row + lo, hi - lo, own_sums);
         }
         panel += bytes;
@@ -313,7 +317,7 @@ void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int6
     multiply_in_tiles<Weights, Weights::ROWS, Weights::HALVES>(l, panel_index, panel, panel_bytes, rows, output, row, num_rows);
 }
 
-// Two panels by one row, which AVX2 processors read as two streams: by themselves they fetch more of those ahead than of one.
+// Two panels by one row. Processors with AVX2 read them as two streams, of which they prefetch more than of a single one.
 constexpr bool TAKES_TWO_PANELS = VECTOR_BYTES == 32;
 template <class Weights>
 void multiply_two_panels(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
@@ -328,11 +332,11 @@ void multiply_two_panels(const kv_linear& l, int panel_index, const char* panel,
 template <class Weights>
 void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, const Output& output, int num_rows) {
     constexpr int BLOCK = 16 * MAX_ROWS, CHUNKS_PER_MEMBER = 8;
-    const int panels = num_panels(l), blocks = (num_rows + BLOCK - 1) / BLOCK;
+    const int panels = num_panels(l), blocks = ceil_div(num_rows, BLOCK);
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
     const bool takes_two = TAKES_TWO_PANELS && num_rows == 1 && panels >= 4 * w.team.size();
     const int unit = takes_two ? 2 : 1, per_chunk = blocks > 1 ? 1 : std::max(panels / wanted / unit * unit, unit);
-    const int chunks = (panels + per_chunk - 1) / per_chunk;
+    const int chunks = ceil_div(panels, per_chunk);
     const int64_t bytes = Weights::panel_bytes(l);
     const char* weight = static_cast<const char*>(l.weight);
     w.for_each(chunks * blocks, [&](int task) {
@@ -346,7 +350,7 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
     });
 }
 
-// Bytes of a panel that was expanded to float32.
+// Bytes of a panel that is expanded to float32.
 inline int64_t expanded_bytes(const kv_linear& l) { return int64_t(l.in + 1) * PANEL * 4; }
 
 // Called outside of run().
@@ -354,7 +358,7 @@ inline void reserve_expanded(kv_team& team, const kv_linear& l) {
     team.buffers[kv_team::PARTIAL].reserve(team.size() * expanded_bytes(l));
 }
 
-// Many rows: each panel is expanded once, in the member's own part of a buffer, to what Weights multiply.
+// Many rows: each panel is turned into one of `Weights` once, in the member's own part of a buffer.
 template <class From, class Weights>
 void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<typename Weights::Act> rows,
                        const Output& output, int num_rows) {
@@ -365,8 +369,8 @@ void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
     });
 }
 
-// Products of many rows are bound by arithmetic, in which a tile of whole panels converts each weight for itself. Tiles of half
-// panels take as long either way.
+// Products of many rows are bound by arithmetic, and every tile of whole panels would convert each weight again. Tiles of half
+// panels take the same time either way.
 constexpr bool is_expanded(int num_rows) { return TILE_HALVES == 2 && num_rows >= MOST_SLICED * MAX_ROWS; }
 
 // Called outside of run(), before `product`.

@@ -23,7 +23,7 @@ struct FetchLines {
     }
 };
 
-// A panel as products take it: whole steps, and zeros behind what is left of one.
+// A panel in whole steps. The rest of its last step is copied, with zeros behind it.
 struct SteppedPanel {
     const char* whole;
     int steps, row_bytes;  // row_bytes: of all inputs
@@ -39,30 +39,30 @@ struct SteppedPanel {
 };
 
 // sums: [num_rows][32] = the products of up to 32 rows with a panel, as float or int32.
-template <class Kind, bool HAS_TWO, class F>
+template <tiles::Kind KIND, bool HAS_TWO, class F>
 void multiply_by_tiles(const SteppedPanel& panel, const char* rows, int64_t stride, int num_rows, F fetch, char* sums) {
     tiles::clear_sums<HAS_TWO>();
-    tiles::add_steps<Kind, HAS_TWO>(rows, stride, panel.whole, panel.steps, fetch);
+    tiles::add_steps<KIND, HAS_TWO>(rows, stride, panel.whole, panel.steps, fetch);
     if (panel.has_rest) {
         alignas(CACHE_LINE) char rest[TILED_ROWS][tiles::ROW_BYTES] = {};
         const int64_t begin = int64_t(panel.steps) * tiles::ROW_BYTES;
         for (int m = 0; m < num_rows; ++m) std::memcpy(rest[m], rows + m * stride + begin, panel.row_bytes - begin);
         NoFetch none;
-        tiles::add_steps<Kind, HAS_TWO>(rest[0], tiles::ROW_BYTES, panel.rest, 1, none);
+        tiles::add_steps<KIND, HAS_TWO>(rest[0], tiles::ROW_BYTES, panel.rest, 1, none);
     }
     tiles::store_sums<HAS_TWO>(sums, PANEL * 4);
 }
 
-// One panel by `num_rows` rows from `row` on: either up to 32, or a multiple of 32. The first two products fetch the next panel.
-template <class Kind, class T, class Finish>
+// One panel by `num_rows` rows from `row` on: up to 32 or a multiple of 32. The first two products fetch the next panel.
+template <tiles::Kind KIND, class T, class Finish>
 void multiply_rows_by_tiles(const kv_linear& l, int panel_index, const SteppedPanel& panel, Rows<T> rows, const Output& output,
                             int row, int num_rows, const Finish& finish) {
     alignas(CACHE_LINE) char sums[TILED_ROWS * PANEL * 4];
     const int64_t stride = rows.stride * int64_t(sizeof(T));
     const auto multiply = [&](int first, int count, auto fetch) {
         const char* x = reinterpret_cast<const char*>(rows[first]);
-        const auto function = count > tiles::ROWS ? &multiply_by_tiles<Kind, true, decltype(fetch)>
-                                                  : &multiply_by_tiles<Kind, false, decltype(fetch)>;
+        const auto function = count > tiles::ROWS ? &multiply_by_tiles<KIND, true, decltype(fetch)>
+                                                  : &multiply_by_tiles<KIND, false, decltype(fetch)>;
         function(panel, x, stride, count, fetch, sums);
         finish(first, count, sums);
         put(l, output, panel_index, first, count, reinterpret_cast<const float*>(sums));
@@ -79,17 +79,17 @@ void multiply_rows_by_tiles(const kv_linear& l, int panel_index, const SteppedPa
 }
 
 // Groups of panels by blocks of rows, shared out among the team: a block stays in the second-level cache while the weights of
-// a group stream through. finish(row, rows, sums) makes floats of sums that are none yet.
-template <class Kind, class T, class Finish>
+// a group stream through. finish(panel, row, rows, sums) turns integer sums into floats.
+template <tiles::Kind KIND, class T, class Finish>
 void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<T> rows, const Output& output, int num_rows,
                        const Finish& finish) {
     constexpr int CHUNKS_PER_MEMBER = 8, MOST_PANELS = 8, BLOCK_BYTES = 1 << 20, FEWEST = 3, MOST = 16;
     const int row_bytes = l.in * int(sizeof(T));
     const int block_rows = std::clamp(BLOCK_BYTES / row_bytes / TILED_ROWS, FEWEST, MOST) * TILED_ROWS;
-    const int panels = num_panels(l), blocks = (num_rows + block_rows - 1) / block_rows;
+    const int panels = num_panels(l), blocks = ceil_div(num_rows, block_rows);
     const int wanted = CHUNKS_PER_MEMBER * w.team.size();
     const int per_chunk = std::clamp(panels * blocks / wanted, 1, MOST_PANELS);
-    const int chunks = (panels + per_chunk - 1) / per_chunk;
+    const int chunks = ceil_div(panels, per_chunk);
     w.for_each(chunks * blocks, [&](int task) {
         const int first = task % chunks * per_chunk, lo = task / chunks * block_rows;
         const int last = std::min(first + per_chunk, panels), hi = std::min(lo + block_rows, num_rows);
@@ -100,7 +100,7 @@ void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
             shapes.set(whole ? TILED_ROWS : end - row);
             for (int p = first; p < last; ++p) {
                 const SteppedPanel panel(static_cast<const char*>(l.weight) + p * panel_bytes, panel_bytes, row_bytes);
-                multiply_rows_by_tiles<Kind>(l, p, panel, rows, output, row, end - row,
+                multiply_rows_by_tiles<KIND>(l, p, panel, rows, output, row, end - row,
                                              [&](int at, int count, char* sums) { finish(p, at, count, sums); });
             }
         }
@@ -108,7 +108,7 @@ void multiply_by_tiles(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<
 }
 
 inline void product(Worker& w, const kv_linear& l, const bf16* x, int64_t stride, const Output& output, int num_rows) {
-    multiply_by_tiles<tiles::Bf16>(w, l, ShiftedWeights::panel_bytes(l), Rows<bf16>{x, stride}, output, num_rows,
+    multiply_by_tiles<tiles::BF16>(w, l, ShiftedWeights::panel_bytes(l), Rows<bf16>{x, stride}, output, num_rows,
                                    [](int, int, int, char*) {});
 }
 

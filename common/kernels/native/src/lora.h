@@ -1,55 +1,49 @@
-// What LoRA adapters add to the outputs of a linear layer. A row's result does not depend on the other rows.
+// The terms of LoRA adapters, added to the outputs of a linear layer. A row's result does not depend on the other rows.
 #pragma once
 #include "linear.h"
-#include "rows.h"
 
 namespace KV_VARIANT {
 
-// What registers hold: INNER_ROWS * INNER_RANKS sums, and the numbers that they are made of.
+// Registers hold INNER_ROWS * INNER_RANKS sums, and the numbers that are multiplied.
 constexpr int INNER_ROWS = VECTOR_BYTES == 64 ? 4 : 2, INNER_RANKS = VECTOR_BYTES == 64 ? 4 : 1;
 constexpr int OUTER_ROWS = VECTOR_BYTES == 64 ? 8 : 3;
 constexpr int ROW_BLOCK = 64;       // rows of a task
 constexpr int PANELS_PER_TASK = 8, RANKS_PER_TASK = 8;
 
-// One step's terms, and where each one's inner products lie.
+// One step's terms, and memory for their inner products, which lie one after the other.
 struct LoraTerms {
     const kv_lora_term* terms;
     int count;
     const kv_lora_run* runs;
-    float* inner;
+    float* inner = nullptr;
 
     int rows(const kv_lora_term& t) const { return runs[t.run].stop - runs[t.run].start; }
     int blocks(const kv_lora_term& t) const { return ceil_div(rows(t), ROW_BLOCK); }
 
-    // Calls f(term, its inner products, first row, rows, unit) for task number `task` among all units of all terms.
-    template <class Units, class F>
-    void task(int task, const Units& units, const F& f) const {
-        float* own = inner;
-        for (const kv_lora_term* t = terms;; ++t) {
-            const int all = units(*t) * blocks(*t);
-            if (task < all) {
-                const int block = task % blocks(*t), lo = block * ROW_BLOCK;
-                const int left = rows(*t) - lo;
-                return f(*t, own + int64_t(lo) * t->rank, runs[t->run].start + lo, left < ROW_BLOCK ? left : ROW_BLOCK,
-                         task / blocks(*t));
-            }
-            task -= all;
-            own += int64_t(rows(*t)) * t->rank;
-        }
+    int64_t inner_numbers() const {
+        int64_t numbers = 0;
+        for (int i = 0; i < count; ++i) numbers += int64_t(rows(terms[i])) * terms[i].rank;
+        return numbers;
     }
-    template <class Units>
-    int tasks(const Units& units) const {
-        int all = 0;
-        for (int i = 0; i < count; ++i) all += units(terms[i]) * blocks(terms[i]);
-        return all;
+
+    // Calls f(term, its inner products, first row, rows, unit) for each block of rows by each of units(term) units of each term,
+    // shared out among the team.
+    template <class Units, class F>
+    void for_each(Worker& w, const Units& units, const F& f) const {
+        int tasks = 0;
+        for (int i = 0; i < count; ++i) tasks += units(terms[i]) * blocks(terms[i]);
+        w.for_each(tasks, [&](int task) {
+            const kv_lora_term* t = terms;
+            float* own = inner;
+            for (; task >= units(*t) * blocks(*t); ++t) {
+                task -= units(*t) * blocks(*t);
+                own += int64_t(rows(*t)) * t->rank;
+            }
+            const int lo = task % blocks(*t) * ROW_BLOCK;
+            f(*t, own + int64_t(lo) * t->rank, runs[t->run].start + lo, std::min(rows(*t) - lo, ROW_BLOCK), task / blocks(*t));
+        });
     }
 };
-
-inline int64_t inner_numbers(const kv_lora_term* terms, int count, const kv_lora_run* runs) {
-    int64_t numbers = 0;
-    for (int i = 0; i < count; ++i) numbers += int64_t(runs[terms[i].run].stop - runs[terms[i].run].start) * terms[i].rank;
-    return numbers;
-}
 
 // inner[m][r] = scale * (row m of x) . (row r of a), for ROWS by RANKS of them.
 template <class W, class T, int ROWS, int RANKS>
@@ -108,7 +102,7 @@ void outer_tile(const kv_lora_term& t, const T* panel, const float* inner, Y* y,
     }
     for (int m = 0; m < ROWS; ++m)
         for (int half = 0; half < 2; ++half) {
-            const int count = columns - half * LANES < LANES ? columns - half * LANES : LANES;
+            const int count = std::min(columns - half * LANES, LANES);
             Y* to = y + m * stride + half * LANES;
             if (count > 0) write(to, read(to, count) + sums[m][half], count);
         }
@@ -129,26 +123,22 @@ void outer_rows(const kv_lora_term& t, const T* panel, const float* inner, Y* y,
 template <class W, class T, class Y>
 void add_lora(Worker& w, const LoraTerms& all, const T* x, int64_t x_stride, Y* y, int64_t y_stride) {
     const auto groups = [](const kv_lora_term& t) { return ceil_div(t.rank, RANKS_PER_TASK); };
-    w.for_each(all.tasks(groups), [&](int task) {
-        all.task(task, groups, [&](const kv_lora_term& t, float* inner, int row, int rows, int group) {
-            const T* from = x + row * x_stride;
-            int rank = group * RANKS_PER_TASK;
-            const int stop = rank + RANKS_PER_TASK < t.rank ? rank + RANKS_PER_TASK : t.rank;
-            const W* a = static_cast<const W*>(t.a);
-            for (; rank + INNER_RANKS <= stop; rank += INNER_RANKS)
-                inner_rows<W, T, INNER_RANKS>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
-            for (; rank < stop; ++rank)
-                inner_rows<W, T, 1>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
-        });
+    all.for_each(w, groups, [&](const kv_lora_term& t, float* inner, int row, int rows, int group) {
+        const T* from = x + row * x_stride;
+        const W* a = static_cast<const W*>(t.a);
+        int rank = group * RANKS_PER_TASK;
+        const int stop = std::min(rank + RANKS_PER_TASK, t.rank);
+        for (; rank + INNER_RANKS <= stop; rank += INNER_RANKS)
+            inner_rows<W, T, INNER_RANKS>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
+        for (; rank < stop; ++rank)
+            inner_rows<W, T, 1>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
     });
     const auto chunks = [](const kv_lora_term& t) { return ceil_div(t.out, PANEL * PANELS_PER_TASK); };
-    w.for_each(all.tasks(chunks), [&](int task) {
-        all.task(task, chunks, [&](const kv_lora_term& t, const float* inner, int row, int rows, int chunk) {
-            const int panels = ceil_div(t.out, PANEL), stop = (chunk + 1) * PANELS_PER_TASK;
-            for (int p = chunk * PANELS_PER_TASK; p < panels && p < stop; ++p)
-                outer_rows(t, static_cast<const W*>(t.b) + int64_t(p) * t.rank * PANEL, inner,
-                           y + row * y_stride + t.first + p * PANEL, y_stride, t.out - p * PANEL, rows);
-        });
+    all.for_each(w, chunks, [&](const kv_lora_term& t, const float* inner, int row, int rows, int chunk) {
+        const int first = chunk * PANELS_PER_TASK, end = std::min(first + PANELS_PER_TASK, ceil_div(t.out, PANEL));
+        for (int p = first; p < end; ++p)
+            outer_rows(t, static_cast<const W*>(t.b) + int64_t(p) * t.rank * PANEL, inner,
+                       y + row * y_stride + t.first + p * PANEL, y_stride, t.out - p * PANEL, rows);
     });
 }
 

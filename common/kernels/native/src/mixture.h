@@ -6,11 +6,11 @@
 
 namespace KV_VARIANT {
 
-// Arrays of [num_experts] that a row's routing needs: scores (at first logits), what experts are chosen by, scores of groups, and
-// numbers of groups.
+// Arrays of [num_experts] for a row's routing: scores (at first logits), the numbers that experts are chosen by, scores of groups,
+// and numbers of groups.
 constexpr int ROUTER_PARTS = 4;
 
-// best: [count] = where the highest of n numbers are, the highest first, of equal ones the first.
+// best: [count] = the places of the highest of n numbers, the highest first; of equal numbers the first one.
 template <class Index>
 void find_highest(const float* x, int n, int count, Index* best) {
     int found = 0;
@@ -34,7 +34,8 @@ inline void softmax(float* x, int n, float highest) {
     for (int i = 0; i < n; ++i) x[i] /= total;
 }
 
-// choice: [num_experts], minus infinity outside of the best groups. group_scores: [num_groups]; numbers: [num_experts].
+// Sets choice, [num_experts], to minus infinity outside of the best groups. group_scores: [num_groups], numbers: [num_experts],
+// both scratch.
 inline void keep_best_groups(const kv_router& r, float* choice, float* group_scores, int32_t* numbers) {
     const int size = r.num_experts / r.num_groups, counted = std::min(r.group_score_of, size);
     for (int g = 0; g < r.num_groups; ++g) {
@@ -48,7 +49,7 @@ inline void keep_best_groups(const kv_router& r, float* choice, float* group_sco
             std::fill_n(choice + g * size, size, -INFINITY);
 }
 
-// parts: [ROUTER_PARTS][num_experts], of which the first are the row's logits. experts, weights: [top_k].
+// Chooses a row's experts. parts: [ROUTER_PARTS][num_experts], the row's logits first. experts, weights: [top_k].
 inline void route_row(const kv_router& r, float* parts, int64_t* experts, float* weights) {
     const int n = r.num_experts;
     float *scores = parts, *choice = parts + n;

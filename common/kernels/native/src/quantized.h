@@ -31,7 +31,7 @@ struct Int8Weights : UsualTiles {
             finish(l, halves.first + h, ROWS, rows.scales, [&](int m) { return sums[m][h]; }, [&](int m, Lanes a) { acc[m][h] = a; });
     }
 
-    // Results of some rows and one half of a panel, made of sums of products of codes. scales: of the rows.
+    // Turns the sums of products of codes of some rows and one half of a panel into results. scales: of the rows.
     template <class Sums, class Results>
     static KV_INLINE void finish(const kv_linear& l, int half, int num_rows, const float* scales, const Sums& sums,
                                  const Results& results) {
@@ -48,29 +48,28 @@ struct Int8Weights : UsualTiles {
 
 inline int64_t code_stride(const kv_linear& l) { return (l.in + 3) / 4 * 4 + CACHE_LINE; }
 
-// Puts round(x / scale) + offset into `codes`, half to even, and returns the scale, which is max|x| / top. It is not-a-number if
-// x holds that or infinity. x, codes: [count].
+// codes = round(x / scale) + offset, half to even. Returns the scale, max|x| / top; not-a-number if x holds that or infinity.
+// x, codes: [count].
 template <class Act, class Code>
 float round_to_codes(const Act* x, int count, float top, int offset, Code* codes) {
     Lanes highest = zeros(), poison = zeros();
-    for (int i = 0; i < count; i += LANES) {
-        const Lanes a = load_some(x + i, std::min(count - i, LANES));
+    for_lanes(count, [&](int i, int some) {
+        const Lanes a = read(x + i, some);
         highest = max(highest, max(a, zeros() - a));
         poison = multiply_add(0.0f, a, poison);
-    }
+    });
     const float scale = std::fmax(largest(highest) / top, 1e-20f) + sum(poison);
-    for (int i = 0; i < count; i += LANES) {
-        const int some = std::min(count - i, LANES);
+    for_lanes(count, [&](int i, int some) {
         // Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
-        const Words bits = as_words(load_some(x + i, some) / splat(scale) + splat(12582912.0f));
+        const Words bits = as_words(read(x + i, some) / splat(scale) + splat(12582912.0f));
         uint32_t lanes[LANES];
         std::memcpy(lanes, &bits, sizeof lanes);
         for (int j = 0; j < some; ++j) codes[i + j] = Code(lanes[j] + offset);
-    }
+    });
     return scale;
 }
 
-// To int8 under int8 weights. scales: [rows].
+// Quantizes rows to int8, for int8 weights. scales: [rows].
 template <class Act>
 void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, uint8_t* codes,
                    float* scales) {
@@ -95,7 +94,7 @@ inline void int8_product(Worker& w, const kv_linear& l, Rows<uint8_t> rows, cons
                                 [&](int m, Lanes a) { store(reinterpret_cast<float*>(own + m * PANEL * 4), a); });
         }
     };
-    multiply_by_tiles<tiles::Int8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows, finish);
+    multiply_by_tiles<tiles::INT8>(w, l, Int8Weights::panel_bytes(l), rows, output, num_rows, finish);
 #else
     multiply<Int8Weights>(w, l, rows, output, num_rows);
 #endif
@@ -106,7 +105,7 @@ inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 *
 KV_INLINE Lanes group_sum(Lanes sum, const float*, int64_t) { return sum; }
 KV_INLINE Lanes group_sum(Ints sum, const float* scales, int64_t at) { return as_lanes(sum) * splat(scales[at]); }
 
-// Inputs of a part: a group, or up to MOST_SUMMED of its inputs. The last part of a group may be smaller.
+// Inputs of a part of a group: all of it, or MOST_SUMMED. The last part of a group may be smaller.
 template <class Codes>
 int part_inputs(const kv_linear& l) {
     return std::min(l.group, Codes::MOST_SUMMED);
@@ -115,6 +114,13 @@ template <class Codes>
 int parts_per_group(const kv_linear& l) {
     return ceil_div(l.group, part_inputs<Codes>(l));
 }
+
+template <class Codes>
+struct GroupTiles : UsualTiles {
+    using Act = typename Codes::Act;
+    static constexpr bool IS_SLICED = false;
+    static int sums_per_row(const kv_linear& l) { return Codes::HAS_ZEROS ? l.in / l.group * parts_per_group<Codes>(l) : 0; }
+};
 
 // For each part, whose sums of row * (code + ADDED) `add_part` adds up:
 // acc += scale * (sum - (zero + ADDED) * sum of the row).
@@ -144,18 +150,16 @@ KV_INLINE void multiply_groups(const kv_linear& l, int first_half, Rows<typename
         }
 }
 
-// From where on expanding a panel takes less time than the conversions of all tiles; measured on Zen 3, 4 and 5.
+// From this many rows on, expanding a panel takes less time than the conversions in all tiles; measured on Zen 3, 4 and 5.
 constexpr int EXPAND_INT4_FROM_ROWS = TILE_HALVES == 2 ? MAX_ROWS / 2 : 32;
 
 // Few rows: codes become numbers in registers, for each tile.
 template <class Codes>
-struct CodedGroups : UsualTiles {
+struct CodedGroups : GroupTiles<Codes> {
     using Act = typename Codes::Act;
-    static constexpr bool IS_SLICED = false;
-    // Numbers need registers, too, if they are float32.
+    // Numbers of float32 need registers, too.
     static constexpr int ROWS = TILE_HALVES == 2 ? EXPAND_INT4_FROM_ROWS - 1 : sizeof(Act) == 2 ? MAX_ROWS : MAX_ROWS * 2 / 3;
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
-    static int sums_per_row(const kv_linear& l) { return Codes::HAS_ZEROS ? l.in / l.group * parts_per_group<Codes>(l) : 0; }
 
     template <int ROWS, int COUNT, class F>
     static KV_INLINE void multiply(const kv_linear& l, Halves halves, F fetch, Rows<Act> rows, Tile<ROWS, COUNT>& acc) {
@@ -177,10 +181,8 @@ struct CodedGroups : UsualTiles {
 
 // Many rows: each panel's codes become numbers once, in the same order of sums as above.
 template <class Codes>
-struct ExpandedGroups : UsualTiles {
+struct ExpandedGroups : GroupTiles<Codes> {
     using Act = typename Codes::Act;
-    static constexpr bool IS_SLICED = false;
-    static int sums_per_row(const kv_linear& l) { return CodedGroups<Codes>::sums_per_row(l); }
 
     static void expand(const kv_linear& l, const char* w, char* out) {
         for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
@@ -207,19 +209,19 @@ void sum_parts(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int 
     using Codes = Int4Weights<Act>;
     const int most = part_inputs<Codes>(l);
     w.for_each(num_rows, [&](int row) {
-        float* to = sums + int64_t(row) * CodedGroups<Codes>::sums_per_row(l);
+        float* to = sums + int64_t(row) * GroupTiles<Codes>::sums_per_row(l);
         for (int first = 0; first < l.in; first += l.group)
             for (int part = 0; part < l.group; part += most) {
                 const Act* from = x + row * stride + first + part;
                 const int count = std::min(l.group - part, most);
                 Lanes total = zeros();
-                for (int i = 0; i < count; i += LANES) total = total + load_some(from + i, std::min(count - i, LANES));
+                for_lanes(count, [&](int i, int some) { total = total + read(from + i, some); });
                 *to++ = sum(total);
             }
     });
 }
 
-// To 16 bits under int4 weights, each group on its own. scales, sums: [rows][in / group]; sums are those of the rounded numbers.
+// Quantizes rows to 16 bits, each group on its own, for int4 weights. scales, sums (of the rounded numbers): [rows][in / group].
 template <class Act>
 void quantize_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride, int num_rows, int16_t* codes,
                      float* scales, float* sums) {
@@ -237,7 +239,7 @@ void quantize_groups(Worker& w, const kv_linear& l, const Act* x, int64_t stride
     });
 }
 
-// Of rows under integer weights, as much as any format takes: codes of 16 bits; a scale and a sum for each group, or sums of its
+// Memory of rows for integer weights, enough for each format: codes of 16 bits; a scale and a sum for each group, or sums of its
 // parts.
 inline size_t codes_bytes(const kv_linear& l, int num_rows) {
     return l.format == KV_LINEAR_INT8 || l.format == KV_LINEAR_INT4 ? num_rows * code_stride(l) * sizeof(int16_t) : 0;
@@ -261,8 +263,7 @@ void group_product(Worker& w, const kv_linear& l, Rows<typename Codes::Act> rows
     multiply_expanded<ExpandedGroups<Codes>, ExpandedGroups<Codes>>(w, l, int4_panel_bytes(l), rows, output, num_rows);
 }
 
-// y = x W^T + bias for any format of weights. Model: the model's own type, where Act may be float because the processor does
-// not multiply bfloat16.
+// y = x W^T + bias for any format of weights. Model: the model's type. Act is float if the processor does not multiply bfloat16.
 template <class Model, class Act>
 void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const Output& output, int num_rows) {
     float* sums = w.scratch<float>(kv_team::SUMS);

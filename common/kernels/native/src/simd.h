@@ -1,5 +1,6 @@
 // Sixteen lanes of float32 on every instruction set, and conversions.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,8 +19,8 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Loads behind it stay behind it, where clang would hoist more of them than registers hold. To gcc it would move sums into
-// memory.
+// Keeps loads after this point where they are: clang would hoist more of them than registers hold. gcc gets no barrier, which
+// would make it move sums into memory.
 KV_INLINE void keep_loads_here() {
 #if defined(__clang__)
     asm volatile("" ::: "memory");
@@ -39,9 +40,10 @@ constexpr int PART_LANES = LANES / PARTS;
 
 typedef float FloatPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint32_t WordPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint16_t HalfPart __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
 
-// Unrolled over the native vectors that make up sixteen lanes.
+// A loop over the native vectors that make up sixteen lanes; compilers unroll it.
 #define KV_PARTS for (int p = 0; p < PARTS; ++p)
 
 struct Words {
@@ -52,7 +54,7 @@ struct Lanes {
     FloatPart v[PARTS];
 };
 
-// x - 0 is x to the compiler, 0 + x is not: that would be an addition before each multiply-add, as -0 becomes 0.
+// Compilers drop the subtraction of 0 from x. They would keep 0 + x, which turns -0 into 0: one addition for each multiply-add.
 KV_INLINE FloatPart splat_part(float x) { return x - FloatPart{}; }
 KV_INLINE Lanes splat(float x) {
     Lanes r;
@@ -84,8 +86,8 @@ KV_INLINE Lanes min(Lanes a, Lanes b) {
     KV_PARTS a.v[p] = a.v[p] < b.v[p] ? a.v[p] : b.v[p];
     return a;
 }
-// a * b + c, in one rounding where the processor can. The compiler must not fuse others (-ffp-contract=off): whether it
-// does may differ between two copies of the same code, and with it the last bit of a row's result.
+// a * b + c, in one rounding where the processor can. The compiler must not fuse others (-ffp-contract=off): it may fuse one
+// copy of the same code and not another, so that the last bit of a row's result would differ.
 KV_INLINE FloatPart fused(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
     return (FloatPart)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -101,10 +103,10 @@ KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
     KV_PARTS c.v[p] = fused(a.v[p], b.v[p], c.v[p]);
     return c;
 }
-// The same for sums that a loop keeps in registers.
+// a * b + c for sums c that a loop keeps in registers.
 KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
-    // gcc's own form overwrites another operand than the sum: sums then wander through registers, and some through memory.
+    // gcc would overwrite an operand other than the sum, so that sums move between registers, and some through memory.
     KV_PARTS {
         FloatPart sum = c.v[p];
         asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(splat_part(a)), "x"(b.v[p]));
@@ -158,15 +160,7 @@ KV_INLINE void store(bf16* x, Lanes a) {
 #endif
 }
 
-KV_INLINE float widen(float x) { return x; }
-KV_INLINE float widen(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float r;
-    std::memcpy(&r, &bits, 4);
-    return r;
-}
-
-// The first `count` of sixteen lanes; the others are zero, their memory is not touched.
+// The first `count` of sixteen lanes. The others are zero; their memory is not read.
 template <class T>
 KV_INLINE Lanes load_some(const T* x, int count) {
     T whole[LANES] = {};
@@ -179,6 +173,28 @@ KV_INLINE void store_some(T* x, Lanes a, int count) {
     store(whole, a);
     std::memcpy(x, whole, count * sizeof(T));
 }
+template <class T>
+KV_INLINE Lanes read(const T* x, int count) {
+    return count == LANES ? load(x) : load_some(x, count);
+}
+template <class T>
+KV_INLINE void write(T* x, Lanes a, int count) {
+    count == LANES ? store(x, a) : store_some(x, a, count);
+}
+
+// f(first, count) for each run of up to sixteen of n numbers.
+template <class F>
+KV_INLINE void for_lanes(int n, const F& f) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) f(i, LANES);
+    if (i < n) f(i, n - i);
+}
+template <class In, class Out>
+KV_INLINE void copy(const In* x, int n, Out* out) {
+    for_lanes(n, [&](int i, int count) { write(out + i, read(x + i, count), count); });
+}
+
+alignas(64) constexpr uint32_t LANE_NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 KV_INLINE float sum(Lanes a) {
     float lanes[LANES], total = 0;
@@ -216,7 +232,7 @@ KV_INLINE Lanes exp(Lanes x) {
         y = fused(y, b, c(1.66666655e-1f));
         y = fused(y, b, c(0.5f));
         y = fused(y, b * b, b + 1.0f);
-        // Adding to the exponent's bits, because 2^128 alone is infinite.
+        // Not a product with 2^n, because 2^128 alone is infinite.
         FloatPart scaled = (FloatPart)((WordPart)y + exponent);
         FloatPart result = a < low ? FloatPart{} : scaled;
         FloatPart infinite = splat_part(__builtin_inff());
@@ -228,7 +244,7 @@ KV_INLINE Lanes exp(Lanes x) {
 
 KV_INLINE Lanes silu(Lanes x) { return x / (splat(1.0f) + exp(zeros() - x)); }
 
-// What matrix products take as activations: bfloat16 where the processor multiplies pairs of them.
+// Matrix products take activations of bfloat16 if the processor multiplies pairs of them.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(KV_EMULATES_TILES)
 #define KV_HAS_BF16_DOT 1
 // acc + the products of sixteen pairs with sixteen others.
@@ -247,18 +263,9 @@ KV_INLINE Lanes dot_words(Lanes acc, Words a, Words b) {
 }
 // acc[i] += pairs[2i] * pair[0] + pairs[2i + 1] * pair[1]. `pair` is two bfloat16, `pairs` sixteen times two.
 KV_INLINE Lanes dot_pairs(Lanes acc, Words pairs, uint32_t pair) {
-#if defined(__AVX512BF16__)
-    acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)pairs.v[0],
-                                           (__m512bh)_mm512_set1_epi32((int)pair));
-#elif defined(KV_EMULATES_TILES)
     Words both;
     KV_PARTS both.v[p] = WordPart{} + pair;
-    acc = dot_words(acc, pairs, both);
-#else
-    KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)pairs.v[p],
-                                               (bfloat16x8_t)vdupq_n_u32(pair));
-#endif
-    return acc;
+    return dot_words(acc, pairs, both);
 }
 #endif
 

@@ -1,14 +1,14 @@
 #include "team.h"
 
-#include "core_waits.h"
-
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
-#include <new>
+#include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,8 +26,8 @@ void pause_briefly() {
 #endif
 }
 
-// Sleep while `word` is `value`, and wake all who do. std::atomic's own wait yields before it sleeps: where another process
-// wants the core, a yielding thread gets it back only after that one's time slice, a sleeping one when it is woken.
+// Sleep while `word` is `value`, and wake all sleepers. std::atomic's own wait yields before it sleeps. If another process wants
+// the core, a thread that yields gets it back after that process's time slice, a thread that sleeps as soon as it is woken.
 #if defined(__linux__)
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
@@ -47,26 +47,56 @@ constexpr std::chrono::microseconds CROWDED_SPIN{20};
 constexpr int PAUSES_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr size_t ALIGNMENT = 64;
 
-}  // namespace
+// How long the thread that makes it waits for cores that run something else, as Linux counts it.
+class CoreWaits {
+  public:
+#if defined(__linux__)
+    ~CoreWaits() { close(file_); }
+#endif
+    // Whether it waited for more than a quarter of the latest time in which it wanted to run. True if that is not known.
+    bool are_long() {
+        const auto now = std::chrono::steady_clock::now();
+        if (now >= next_look_) {
+            next_look_ = now + std::chrono::milliseconds(10);
+            look();
+        }
+        return are_long_;
+    }
 
-void Buffer::Free::operator()(void* p) const { std::free(p); }
+  private:
+    void look() {
+#if defined(__linux__)
+        char text[64];
+        const ssize_t size = pread(file_, text, sizeof text - 1, 0);
+        text[size > 0 ? size : 0] = 0;
+        long long ran, waited;  // ns since the thread began
+        if (std::sscanf(text, "%lld %lld", &ran, &waited) != 2) return;
+        are_long_ = 3 * (waited - waited_) > ran - ran_;
+        ran_ = ran;
+        waited_ = waited;
+#endif
+    }
+
+#if defined(__linux__)
+    const int file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+#endif
+    std::chrono::steady_clock::time_point next_look_{};
+    long long ran_ = 0, waited_ = 0;
+    bool are_long_ = true;
+};
+
+}  // namespace
 
 void Buffer::reserve(size_t bytes) {
     if (bytes <= size_) return;
-    memory_.reset();
+    std::free(memory_);
     size_ = (bytes + bytes / 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    memory_.reset(std::aligned_alloc(ALIGNMENT, size_));
+    memory_ = std::aligned_alloc(ALIGNMENT, size_);
     if (!memory_) std::abort();  // out of memory: the rank ends, as Python's would
 }
 
-kv_team::kv_team(int threads) : size_(threads), crowded_(threads) {
-    for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
-}
-
-kv_team::~kv_team() {
-    is_closing_ = true;
-    if (size_ > 1) barrier(callers_generation_);
-    for (auto& thread : threads_) thread.join();
+void kv_team::start_threads() {
+    for (int i = 1; i < size_; ++i) std::thread([this, i] { serve(i); }).detach();
 }
 
 void kv_team::start(Function function, const void* argument) {
@@ -86,7 +116,6 @@ void kv_team::serve(int index) {
     Worker worker{*this, index, generation};
     for (;;) {
         barrier(generation);
-        if (is_closing_) return;
         look_at_cores(is_crowded);
         function_(argument_, worker);
         barrier(generation);

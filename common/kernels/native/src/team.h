@@ -3,33 +3,30 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <thread>
-#include <vector>
 
 // One member's view of a running function.
 struct Worker;
 
-// Scratch memory that grows and stays. Contents are undefined after `reserve`.
+// Scratch memory of a team that grows and stays. Contents are undefined after `reserve`.
 class Buffer {
   public:
     void reserve(size_t bytes);
     template <class T>
     T* as() const {
-        return static_cast<T*>(memory_.get());
+        return static_cast<T*>(memory_);
     }
 
   private:
-    struct Free {
-        void operator()(void* p) const;
-    };
-    std::unique_ptr<void, Free> memory_;
+    void* memory_ = nullptr;
     size_t size_ = 0;
 };
 
+// Lasts as long as the process: its threads never end.
 struct kv_team {
-    explicit kv_team(int threads);
-    ~kv_team();
+    explicit kv_team(int threads) : size_(threads), crowded_(threads) {}
+
+    // Starts the other members. Raises: std::system_error. Those that have started stay, even if a later one cannot.
+    void start_threads();
 
     // Calls f(worker) on every member; returns when all have returned.
     template <class F>
@@ -39,24 +36,25 @@ struct kv_team {
 
     int size() const { return size_; }
 
-    enum Use { NORMED, QKV, QUERIES, ATTENDED, INNER, CODES, SUMS, PARTIAL, ATTENTION_PLAN, ATTENTION_PANELS, ATTENTION_PARTIALS, RESIDUAL, DELTA, FINAL, EXPERT_PLAN, MIXTURE_IN, MIXTURE_OUT, ROUTER_SCORES, ROUTER_CHOICE, NUM_USES };
+    enum Use {
+        NORMED, QKV, QUERIES, ATTENDED, INNER, CODES, SUMS, PARTIAL, ATTENTION_PANELS, ATTENTION_PARTIALS, RESIDUAL, DELTA, FINAL,
+        EXPERT_PLAN, MIXTURE_IN, MIXTURE_OUT, ROUTER_SCORES, ROUTER_CHOICE, NUM_USES
+    };
     Buffer buffers[NUM_USES];  // reserved by the caller's thread, outside of run()
 
   private:
     friend struct Worker;
     using Function = void (*)(const void*, Worker&);
     void start(Function, const void*);
-    void serve(int index);
+    [[noreturn]] void serve(int index);
     void barrier(uint32_t& generation);
     void look_at_cores(bool& is_crowded);
 
     int size_;
     Function function_ = nullptr;
     const void* argument_ = nullptr;
-    bool is_closing_ = false;
     uint32_t callers_generation_ = 0;
     bool caller_is_crowded_ = true;
-    std::vector<std::thread> threads_;
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> sleeping_{0};
@@ -68,7 +66,7 @@ struct Worker {
     kv_team& team;
     int index;
     uint32_t& generation;
-    // Not null: this member works without the others, and has as many bytes of each buffer for itself.
+    // If not null, this member works without the others, and this many bytes of each buffer are its own.
     const size_t* own_bytes = nullptr;
 
     void barrier() { team.barrier(generation); }
@@ -86,7 +84,7 @@ struct Worker {
             for (int i = 0; i < n; ++i) f(i);
             return;
         }
-        // The counter of this phase; the other one was reset when the last barrier was passed.
+        // The counter of this phase. The other one was reset at the last barrier.
         std::atomic<int>& next = team.claimed_[generation & 1];
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
         barrier();

@@ -1,8 +1,8 @@
 // Tiles of matrix units (AMX): eight registers of up to 16 rows by 64 bytes. A variant has them with -DKV_HAS_TILES; with
 // -DKV_EMULATES_TILES their operations are this file's own arithmetic, for tests on other processors.
 //
-// How products use them: tiles 0 to 3 are sums of two blocks of up to 16 rows by two halves of a panel, tiles 4 and 5 the two
-// blocks' rows, tiles 6 and 7 the halves' weights.
+// In a product tiles 0 to 3 are sums of two blocks of up to 16 rows by two halves of a panel, tiles 4 and 5 the two blocks' rows,
+// tiles 6 and 7 the halves' weights.
 #pragma once
 #ifdef KV_HAS_TILES
 #include <algorithm>
@@ -14,7 +14,8 @@ namespace KV_VARIANT::tiles {
 
 constexpr int ROWS = 16, ROW_BYTES = 64;
 constexpr int BLOCKS = 2;  // of rows that are multiplied at once
-constexpr int UNITS = 16;  // of 4 bytes in a row: what one operation takes of each output's weights
+constexpr int UNITS = 16;  // of 4 bytes in a row: one operation takes as many of each output's weights
+enum Kind { BF16, INT8 };  // of products; INT8: unsigned bytes of rows by signed bytes of weights
 
 #ifdef KV_EMULATES_TILES
 struct Register {
@@ -28,7 +29,7 @@ struct Register {
 };
 inline thread_local Register registers[8];
 
-// A processor takes no operation on a tile without a shape either.
+// Traps if the tile has no shape, as processors do.
 template <int T>
 KV_INLINE Register& shaped() {
     if (!registers[T].rows) __builtin_trap();
@@ -57,29 +58,26 @@ template <int T>
 KV_INLINE void clear() {
     std::memset(shaped<T>().bytes, 0, sizeof shaped<T>().bytes);
 }
-// As the processor does it: the products of even and of odd inputs are summed apart, each in one rounding, and both sums added.
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS.
-template <int SUMS, int A, int B>
-KV_INLINE void add_bf16() {
-    const auto wide = [](uint32_t bits) { return std::bit_cast<float>(bits); };
-    for (int m = 0; m < shaped<SUMS>().rows; ++m)
-        for (int n = 0; n < LANES; ++n) {
-            float even = 0, odd = 0;
-            for (int k = 0; k < UNITS; ++k) {
-                const uint32_t a = shaped<A>().units[m][k], b = shaped<B>().units[k][n];
-                even = std::fma(wide(a << 16), wide(b << 16), even);
-                odd = std::fma(wide(a & 0xffff0000u), wide(b & 0xffff0000u), odd);
-            }
-            shaped<SUMS>().sums[m][n] += even + odd;
-        }
-}
-// Unsigned bytes of rows times signed bytes of weights.
-template <int SUMS, int A, int B>
-KV_INLINE void add_int8() {
+template <Kind KIND, int SUMS, int A, int B>
+KV_INLINE void add() {
+    const Register &rows = shaped<A>(), &weights = shaped<B>();
     for (int m = 0; m < shaped<SUMS>().rows; ++m)
         for (int n = 0; n < LANES; ++n)
-            for (int i = 0; i < ROW_BYTES; ++i)
-                shaped<SUMS>().whole_sums[m][n] += shaped<A>().bytes[m][i] * int8_t(shaped<B>().bytes[i / 4][4 * n + i % 4]);
+            if (KIND == INT8) {
+                for (int i = 0; i < ROW_BYTES; ++i)
+                    shaped<SUMS>().whole_sums[m][n] += rows.bytes[m][i] * int8_t(weights.bytes[i / 4][4 * n + i % 4]);
+            } else {
+                // The processor sums the products of even and of odd inputs apart, each in one rounding, and adds both sums.
+                // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS.
+                const auto wide = [](uint32_t bits) { return std::bit_cast<float>(bits); };
+                float even = 0, odd = 0;
+                for (int k = 0; k < UNITS; ++k) {
+                    const uint32_t a = rows.units[m][k], b = weights.units[k][n];
+                    even = std::fma(wide(a << 16), wide(b << 16), even);
+                    odd = std::fma(wide(a & 0xffff0000u), wide(b & 0xffff0000u), odd);
+                }
+                shaped<SUMS>().sums[m][n] += even + odd;
+            }
 }
 #else
 struct Configuration {
@@ -110,17 +108,16 @@ template <int T>
 KV_INLINE void clear() {
     asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
-template <int SUMS, int A, int B>
-KV_INLINE void add_bf16() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
-}
-template <int SUMS, int A, int B>
-KV_INLINE void add_int8() {
-    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+template <Kind KIND, int SUMS, int A, int B>
+KV_INLINE void add() {
+    if constexpr (KIND == INT8)
+        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 #endif
 
-// This thread's tiles while it multiplies. A thread that sleeps must have none: each switch of threads would save them.
+// This thread's tiles while it multiplies. A thread that sleeps must have none, because each switch of threads would save them.
 class Shapes {
   public:
     Shapes() = default;
@@ -139,22 +136,8 @@ class Shapes {
     int num_rows_ = 0;
 };
 
-// What tiles multiply.
-struct Bf16 {
-    template <int SUMS, int A, int B>
-    static KV_INLINE void add() {
-        add_bf16<SUMS, A, B>();
-    }
-};
-struct Int8 {
-    template <int SUMS, int A, int B>
-    static KV_INLINE void add() {
-        add_int8<SUMS, A, B>();
-    }
-};
-
 // Sums += the next `steps` times 64 bytes of each row, which are row_stride bytes apart, times a panel: [16 * steps][32] units.
-template <class Kind, bool HAS_TWO, class F>
+template <Kind KIND, bool HAS_TWO, class F>
 KV_INLINE void add_steps(const char* rows, int64_t row_stride, const char* panel, int steps, F& fetch) {
     constexpr int PANEL_ROW = 2 * ROW_BYTES;
     for (int s = 0; s < steps; ++s, rows += ROW_BYTES, panel += UNITS * PANEL_ROW) {
@@ -163,11 +146,11 @@ KV_INLINE void add_steps(const char* rows, int64_t row_stride, const char* panel
         load<6>(panel, PANEL_ROW);
         load<7>(panel + ROW_BYTES, PANEL_ROW);
         if constexpr (HAS_TWO) load<5>(rows + ROWS * row_stride, row_stride);
-        Kind::template add<0, 4, 6>();
-        Kind::template add<1, 4, 7>();
+        add<KIND, 0, 4, 6>();
+        add<KIND, 1, 4, 7>();
         if constexpr (HAS_TWO) {
-            Kind::template add<2, 5, 6>();
-            Kind::template add<3, 5, 7>();
+            add<KIND, 2, 5, 6>();
+            add<KIND, 3, 5, 7>();
         }
     }
 }

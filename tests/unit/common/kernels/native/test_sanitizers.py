@@ -11,7 +11,7 @@ import pytest
 from support.native_variants import VARIANTS
 from support.paths import TESTS
 
-from common.kernels.native.compiler import find_compilers, run_all
+from common.kernels.native.compiler import Compiler, find_compilers, run_all
 from common.kernels.native.recipe import SOURCES, make_recipe, this_machine
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
@@ -24,32 +24,30 @@ NOT_SUPPORTED = 77
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = next((found for found in find_compilers(os.environ) if not found.is_zig), None)
-    if compiler is None:
+def compiler() -> Compiler:
+    found = next((found for found in find_compilers(os.environ) if not found.is_zig), None)
+    if found is None:
         pytest.skip("no C++ compiler with sanitizers: ziglang has none")
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects(compiler: Compiler, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The compiled sources."""
     folder = tmp_path_factory.mktemp("sanitized")
     recipe = make_recipe(compiler, SOURCES, this_machine())
-    compiled = [(*command, *FLAGS) for command in recipe.compile]
-    run_all(compiled, folder, os.environ, time.monotonic() + COMPILE_S)
-    objects = [command[-1] for command in recipe.compile]
-    command = (
-        *compiler.command,
-        "-std=c++20",
-        "-pthread",
-        *FLAGS,
-        f"-I{SOURCES}",
-        str(DRIVER),
-        *objects,
-        "-o",
-        "driver",
-    )
-    run_all([command], folder, os.environ, time.monotonic() + COMPILE_S)
-    return folder / "driver"
+    run_all([(*command, *FLAGS) for command in recipe.compile], folder, os.environ, time.monotonic() + COMPILE_S)
+    return [folder / command[-1] for command in recipe.compile]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_kernels_stay_inside_their_memory(driver: Path, variant: str) -> None:
+def test_kernels_stay_inside_their_memory(
+    compiler: Compiler, objects: list[Path], variant: str, tmp_path: Path
+) -> None:
+    flags = ("-std=c++20", "-pthread", *FLAGS, f"-I{SOURCES}", f"-DKV_VARIANT={variant}")
+    command = (*compiler.command, *flags, str(DRIVER), *map(str, objects), "-o", "driver")
+    run_all([command], tmp_path, os.environ, time.monotonic() + COMPILE_S)
+    driver = tmp_path / "driver"
     done = subprocess.run([driver, variant, str(ROUNDS)], capture_output=True, text=True, timeout=RUN_S, check=False)
     if done.returncode == NOT_SUPPORTED:
         pytest.skip(f"the processor does not run the native kernels for {variant}")
