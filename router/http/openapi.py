@@ -72,6 +72,11 @@ def described(
     return {_KEY: Described(answer, body, errors, error, media_type, stream, also)}
 
 
+def generates(answer: Any, body: Any, *, error: Any = Error, stream: str = "text/event-stream") -> dict[str, Any]:
+    """`described` of a call that generates. `stream`: as in `Described`."""
+    return described(answer, body=body, errors=OF_GENERATION, error=error, stream=stream)
+
+
 def document(app: FastAPI, *, with_keys: bool, open_paths: Iterable[str]) -> Json:
     """The OpenAPI 3.1 document. `with_keys`: whether all paths but `open_paths` need an API key."""
     calls = [

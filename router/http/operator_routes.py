@@ -81,13 +81,11 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 if requests can be served, else 503; the body says more."""
-        prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
-        ready = is_ready()
-        degraded = services.degraded()
+        ready, degraded = is_ready(), services.degraded()
         body = {
             "status": ("degraded" if degraded else "ok") if ready else "unavailable",
-            "prefill": prefill,
-            "decode": decode,
+            "prefill": len(nodes.usable("prefill")),
+            "decode": len(nodes.usable("decode")),
             "pooling": nodes.num_pooling,
             "prefill_mode": _prefill_mode(nodes),
             "degraded": bool(degraded),
