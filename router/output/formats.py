@@ -12,7 +12,7 @@ from typing import NamedTuple
 from common.base.errors import ConfigError
 from router.output import deepseek, harmony, hermes, kimi, llama_json, mistral, pythonic
 from router.output.base import OutputParser, ParsedDelta, Part, Text
-from router.output.marked_list import APERTUS, COHERE, GRANITE, HUNYUAN, NEMOTRON, PHI4_MINI, ListMarkers, marked_list
+from router.output.marked_list import APERTUS, COHERE, GRANITE, HUNYUAN, NEMOTRON, PHI4_MINI, ListMarkers, read_marked
 from router.output.reasoning import ReasoningTags, reasoning
 from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags, tagged
 from router.output.writer import Format, FormatParser, Functions, call_id
@@ -43,7 +43,7 @@ def _tagged(name: str, tags: Tags) -> ToolFormat:
 
 
 def _list(name: str, markers: ListMarkers) -> ToolFormat:
-    return ToolFormat(name, (*markers.starts, *markers.ends), _always(marked_list(markers)))
+    return ToolFormat(name, (*markers.starts, *markers.ends), _always(partial(read_marked, markers)))
 
 
 _HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)

@@ -27,9 +27,8 @@ def read_mistral(reader: TextReader, writer: OutputWriter) -> Steps[None]:
         opening = START + (yield from reader.skip_space())
         if (yield from reader.accept("[")):
             yield from read_list(reader, writer, opening + "[")
-            continue
-        if not (yield from read_call(reader, writer)) and not (
-            yield from read_headed_call(reader, writer, _head(reader))
+        elif not (
+            (yield from read_call(reader, writer)) or (yield from read_headed_call(reader, writer, _head(reader)))
         ):
             writer.content(opening)
 

@@ -55,10 +55,10 @@ GLM45 = Tags("<tool_call>", "</tool_call>", "", "", "", "<arg_key>", ("</arg_key
 
 def tagged(tags: Tags, functions: Functions) -> Format:
     """The format, for a request with these functions."""
-    return partial(_read, tags=tags, functions=functions)
+    return partial(_read, tags, functions)
 
 
-def _read(reader: TextReader, writer: OutputWriter, *, tags: Tags, functions: Functions) -> Steps[None]:
+def _read(tags: Tags, functions: Functions, reader: TextReader, writer: OutputWriter) -> Steps[None]:
     """Content and calls in any order."""
     while (yield from reader.until((tags.start,), writer.content)) is not None:
         opening = tags.start

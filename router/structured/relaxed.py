@@ -64,7 +64,8 @@ class Relaxed:
         if isinstance(schema.get("pattern"), str) and not is_supported(schema["pattern"]):
             self._leave_out(schema, "pattern")
         self._relax_names(schema)
-        if largest_minimum is not None and _number(schema.get("minProperties")) > largest_minimum:
+        least = schema.get("minProperties")
+        if largest_minimum is not None and isinstance(least, int) and least > largest_minimum:
             schema["minProperties"] = largest_minimum
             self.note(["minProperties"])
         if "required" in schema and not isinstance(schema["required"], list):
@@ -95,7 +96,3 @@ def _is_held(key: str, value: Any) -> bool:
     except BadRequest:
         return False
     return True
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0

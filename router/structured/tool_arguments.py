@@ -23,26 +23,11 @@ _NO_KEY = re.compile(r"""[\n<>"]|^\s|\s$|^$""")
 _ANY_KEY = r"[^\n<>\"\s]+"
 _MAX_KEPT_CHARS = 16_384
 """Whether llguidance takes longer schemas is not remembered."""
-_OF_ALL_ARGUMENTS = [
-    "$ref",
-    "$dynamicRef",
-    "$recursiveRef",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "const",
-    "enum",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-    "maxProperties",
-    "unevaluatedProperties",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-]
+_OF_ALL_ARGUMENTS = (
+    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum"),
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+)
 """Keywords of JSON Schema that tie parameters to each other."""
 
 

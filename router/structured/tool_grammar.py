@@ -31,9 +31,8 @@ def tool_grammar(
     """The source of a grammar under which the model calls at least one of `functions`, or, unless `forced`, writes any
     text in which all calls are such, or, if there is one, follows the grammar `otherwise` instead.
 
-    `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning, which may precede the calls; the end
-    of `prompt`, the rendered text, says whether it has begun. `relaxed`: notes what the grammar does not
-    hold of functions that are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
+    `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning, which may precede the calls; the end of
+    `prompt`, the rendered text, says whether it has begun. `relaxed`: notes what the grammar does not hold of functions that are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
     Raises: BadRequest for schemas of strict functions that cannot be held.
     """
     if format_name == "mistral" and vocabulary.token_id(mistral.ARGS) is not None:

@@ -51,17 +51,13 @@ class ChatRequest(CompletionRequestBase):
         return with_named_parts(bounded(value, MAX_MESSAGES, "messages"), PART_KINDS)
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise FieldsError("top_logprobs", "top_logprobs is only allowed with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise FieldsError(
                 "continue_final_message", "continue_final_message is only allowed with add_generation_prompt=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise FieldsError("tools", "tools: two functions have the same name")

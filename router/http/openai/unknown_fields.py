@@ -37,21 +37,9 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
         (
-            "functions",
-            "audio",
-            "logits_processors",
-            "chat_template",
-            "documents",
-            "mm_processor_kwargs",
-            "structural_tag",
-            "prompt_embeds",
-            "kv_transfer_params",
-            "thinking_token_budget",
-            "vllm_xargs",
-            "repetition_detection",
-            "return_prompt_text",
-            "return_token_offsets",
-            "ec_transfer_params",
+            *("functions", "audio", "logits_processors", "chat_template", "documents", "mm_processor_kwargs"),
+            *("structural_tag", "prompt_embeds", "kv_transfer_params", "thinking_token_budget", "vllm_xargs"),
+            *("repetition_detection", "return_prompt_text", "return_token_offsets", "ec_transfer_params"),
             "watermarking",
         ),
         _absent,
@@ -61,17 +49,15 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        "media_io_kwargs",
-        "metadata",
-        "mm_payload",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "return_mm_kwargs",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "spaces_between_special_tokens",
-        "store",
+        *(
+            "media_io_kwargs",
+            "metadata",
+            "mm_payload",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "return_mm_kwargs",
+        ),
+        *("safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store"),
         "stream_interval",
     }
 )
