@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.client_options import ClientOptions
+from common.config.router_options import ClientOptions
 from router.http.background_responses import BackgroundResponses
 from router.http.body_work import BodyWork
 from router.http.key_limits import ApiKeys
