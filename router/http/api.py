@@ -92,7 +92,8 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         model, most = services.catalog.model_for(body.model, "generate"), services.dispatcher.options.max_waiting
         if len(body.prompt) > most:
             raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
-        caller = admitted_caller(request, services, body, model, len(body.prompt) * body.num_samples)
+        count = len(body.prompt) * body.num_samples
+        caller = admitted_caller(request, services, model, body.user, body.priority, count)
         generations = await services.body_work.run(
             request,
             size,

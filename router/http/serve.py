@@ -26,7 +26,6 @@ from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unknown_fields import names_in_header, refuse_unknown, unknown_fields
 from router.http.own_names import note_names
-from router.http.pooling.requests import PoolingFields
 from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
@@ -80,12 +79,13 @@ def caller_from(request: Request, user: str | None, priority: int | None) -> Cal
 def admitted_caller(
     request: Request,
     services: Services,
-    body: CompletionRequestBase | PoolingFields,
     model: ServedModel,
+    user: str | None,
+    priority: int | None,
     count: int = 1,
 ) -> Caller:
-    """The caller of a request. Raises: what `Dispatcher.check_room` raises for `count` of them, before anything is tokenized."""
-    caller = caller_from(request, body.user, body.priority)
+    """The caller, as `caller_from`. Raises: what `Dispatcher.check_room` raises for `count` requests, before anything is tokenized."""
+    caller = caller_from(request, user, priority)
     services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
     return caller
 
@@ -149,7 +149,7 @@ async def prepare_chat(
     request: Request, services: Services, body: ChatRequest, size: int, model: ServedModel
 ) -> ChatGeneration:
     """Render and tokenize a conversation. `size`: bytes of its body. Raises: BadRequest, Overloaded, Unavailable."""
-    caller = admitted_caller(request, services, body, model, body.num_samples)
+    caller = admitted_caller(request, services, model, body.user, body.priority, body.num_samples)
     chat = await services.body_work.run(
         request, size, lambda: chat_generation(body, model, caller), on_thread=body.has_grammar_text
     )
@@ -260,9 +260,7 @@ async def serve(
         count_tokens(request.scope, lambda: _tried_tokens(generations, options.samples))
         if stream:
             await answer.begun()
-            parts = answer.events(form)
-            if before_end is not None:
-                parts = _after(before_end, parts)
+            parts = answer.events(form) if before_end is None else _after(before_end, answer.events(form))
             events = EventStream(answer, parts, form.media_type, headers(ids, generations[0]) + warnings)
             handed_over = True
             return events

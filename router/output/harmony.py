@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from functools import partial
 
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import Format, OutputWriter
+from router.output.writer import OutputWriter
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -26,15 +25,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([-.\w]+)")
 
 
-def harmony(names: Collection[str]) -> Format:
-    """The format, for a request with functions of these names; without any, a call's arguments are content."""
-    return partial(_read_harmony, calls=bool(names))
-
-
-def _read_harmony(reader: TextReader, writer: OutputWriter, *, calls: bool) -> Steps[None]:
-    """Messages; text outside of them is content. The prompt ends with `<|start|>assistant`, so that the first recipient may come
-    without a marker.
+def read_harmony(names: Collection[str], reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Messages; text outside of them is content, and without functions a call's arguments, too. The prompt ends with
+    `<|start|>assistant`, so that the first recipient may come without a marker.
     """
+    calls = bool(names)
     header = yield from reader.attempt(_first_header(reader))
     if header is not None:
         yield from _read_body(reader, writer, header, calls)

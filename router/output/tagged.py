@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 from router.output.json_values import members, referred_schema
 from router.output.parameter_value import STRINGS_ONLY, allowed_kinds, value_json
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import Format, Functions, OutputWriter
+from router.output.writer import Functions, OutputWriter
 
 _NAME_END = re.compile(r"[\s<>\"]")
 _KEY_END = re.compile(r"[<>\"\n]")
@@ -53,13 +52,8 @@ MINIMAX_M2 = Tags(
 GLM45 = Tags("<tool_call>", "</tool_call>", "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>")
 
 
-def tagged(tags: Tags, functions: Functions) -> Format:
-    """The format, for a request with these functions."""
-    return partial(_read, tags, functions)
-
-
-def _read(tags: Tags, functions: Functions, reader: TextReader, writer: OutputWriter) -> Steps[None]:
-    """Content and calls in any order."""
+def read_tagged(tags: Tags, functions: Functions, reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and calls in any order, for a request with these functions."""
     while (yield from reader.until((tags.start,), writer.content)) is not None:
         opening = tags.start
         while True:

@@ -87,7 +87,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = equivalent_request(body.completion_request(), CompletionRequest)
         model = services.catalog.model_for(raw.model, "generate")
-        caller = admitted_caller(request, services, raw, model)
+        caller = admitted_caller(request, services, model, raw.user, raw.priority)
         wanted = await services.body_work.run(
             request, size, lambda: completion_generation(raw, model, raw.prompt[0], caller)
         )

@@ -41,7 +41,8 @@ async def serve_pooled(
 ) -> Response:
     """Compute the vectors that a body of `size` bytes asks for, and answer with `answer(...)`. `tasks`: of models that can."""
     model = services.catalog.model_for(body.model, *tasks)
-    caller, ids = admitted_caller(request, services, body, model), with_client_id(request, body.request_id)
+    caller = admitted_caller(request, services, model, body.user, body.priority)
+    ids = with_client_id(request, body.request_id)
     work = await services.body_work.run(request, size, lambda: make_work(model, caller))
     began_s = time.perf_counter()
     metrics = services.dispatcher.state(model.base).metrics

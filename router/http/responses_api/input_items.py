@@ -161,14 +161,14 @@ def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
     for item in listed:
         match item:
             case ReasoningItem():
-                answer = _append(messages, None, reasoning_content=_text(item.content or item.summary or []))
+                answer = _append(messages, reasoning_content=_text(item.content or item.summary or []))
             case InputMessage(role="assistant"):
                 if answer is None or answer["content"] is not None or "tool_calls" in answer:
-                    answer = _append(messages, None)
+                    answer = _append(messages)
                 answer["content"] = _text(item.content)
             case FunctionCallItem():
                 if answer is None:
-                    answer = _append(messages, None)
+                    answer = _append(messages)
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 answer.setdefault("tool_calls", []).append(call)
@@ -183,8 +183,8 @@ def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
     return messages
 
 
-def _append(messages: list[Json], content: str | None, **fields: str) -> Json:
-    messages.append({"role": "assistant", "content": content, **fields})
+def _append(messages: list[Json], **fields: str) -> Json:
+    messages.append({"role": "assistant", "content": None, **fields})
     return messages[-1]
 
 
